@@ -1,0 +1,22 @@
+"""kvchat: chat with local models whose KV manager switches live.
+
+The Python API is ``kvchat.load``; torch and transformers are imported only when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvchat.engine.session import Session, load
+
+__version__ = "0.1.0"
+__all__ = ["Session", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Session", "load"):
+        from kvchat.engine import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module 'kvchat' has no attribute {name!r}")

@@ -1,0 +1,60 @@
+"""Every error kvchat shows to a person.
+
+KvchatError                 anything safe to show: a title, what was given, what to do
+├── UsageError              wrong flags, prompt or settings                     exit code 2
+│   └── ModelError          the model cannot be found, read or supported        exit code 2
+├── DoesNotFitError         context, budget or memory is too small; has numbers exit code 3
+└── EngineError             the engine failed while working                     exit code 1
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvchatError(Exception):
+    """Base of all errors that may be shown as they are.
+
+    ``title`` is one human sentence; ``detail`` says what was given and why it is refused; ``hint``
+    says what to do. ``str(error)`` joins them.
+    """
+
+    exit_code = 1
+
+    def __init__(self, title: str, detail: str = "", hint: str = "") -> None:
+        super().__init__(title, detail, hint)
+        self.title = title
+        self.detail = detail
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.title, self.detail, self.hint) if part)
+
+
+class UsageError(KvchatError):
+    """Wrong flags, prompt or settings."""
+
+    exit_code = 2
+
+
+class ModelError(UsageError):
+    """The model cannot be found, read or supported."""
+
+
+class DoesNotFitError(KvchatError):
+    """Context, budget or memory is too small for what was asked; the message carries the numbers."""
+
+    exit_code = 3
+
+
+class EngineError(KvchatError):
+    """The engine failed while working."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A sentence naming the known words, and the nearest one where there is one."""
+    words = sorted(known)
+    near = difflib.get_close_matches(given, words, n=1)
+    listed = f"Known: {', '.join(words)}."
+    return f'Did you mean "{near[0]}"? {listed}' if near else listed

@@ -1,0 +1,136 @@
+"""The KV modes' names and parameters: a leaf without torch, read by the command line, the application and the modes.
+
+One class a mode; a field's docstring is its description everywhere (``kvchat modes``, the palette, errors).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.protocol import ModeInfo, ParamInfo, Params
+
+MIN_BUDGET = 64
+
+
+class ModeParameters(BaseModel):
+    """Base of all: frozen, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    available: ClassVar[bool] = True
+
+
+class FullParameters(ModeParameters):
+    name: ClassVar[str] = "full"
+    title: ClassVar[str] = "everything resident, everything attended"
+
+
+class BudgetParameters(ModeParameters):
+    """Modes that attend to a fixed number of tokens."""
+
+    budget: int | None = Field(None, ge=MIN_BUDGET)
+    """tokens per KV head that a decoded token may attend to, sinks and window included (auto: 1/32 of the context, 256 to 2048)"""
+    sink: int | None = Field(None, ge=0)
+    """first tokens, always attended (auto: by the mode)"""
+    window: int | None = Field(None, ge=1)
+    """most recent tokens, always attended (auto: by the mode)"""
+
+
+class StreamingParameters(BudgetParameters):
+    name: ClassVar[str] = "streaming"
+    title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
+
+    R: int = Field(64, ge=0)
+    """Lazy Pruning: prune only when R tokens are over the budget; 0 never prunes"""
+    sigma: int = Field(64, ge=0)
+    """Slack: tokens that may stay over the budget after a prune"""
+    delta: int = Field(16, ge=0)
+    """Max_Drop: tokens dropped by one prune at most, as far as sigma allows; 0 drops all of the overflow"""
+
+
+class SpeculativeParameters(BudgetParameters):
+    name: ClassVar[str] = "speculative"
+    title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
+
+    tau: float = 0.8
+    """correct a head before attention when its query's cosine to the last one is below tau; > 1 always (synchronous retrieval), < -1 never"""
+    first_full: bool = True
+    """the first layer keeps and attends to everything"""
+
+
+class FreezeParameters(ModeParameters):
+    name: ClassVar[str] = "freeze"
+    title: ClassVar[str] = "irrelevant tokens leave for growing times and return (ASR-KF-EGR)"
+    available: ClassVar[bool] = False
+
+
+class SyncParameters(ModeParameters):
+    name: ClassVar[str] = "sync"
+    title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
+    available: ClassVar[bool] = False
+
+
+PARAMETERS: dict[str, type[ModeParameters]] = {
+    cls.name: cls
+    for cls in (FullParameters, FreezeParameters, StreamingParameters, SyncParameters, SpeculativeParameters)
+}
+
+
+def available_modes() -> list[str]:
+    """Names of the modes that can be entered, in the order F6 visits them."""
+    return [name for name, cls in PARAMETERS.items() if cls.available]
+
+
+def parse(mode: str, params: Params) -> ModeParameters:
+    """The parameters of ``mode`` with the given values and defaults for the rest.
+
+    Raises:
+        UsageError: an unknown or not yet available mode, an unknown parameter or a value out of range.
+    """
+    if mode not in PARAMETERS:
+        raise UsageError(f'There is no KV mode "{mode}".', did_you_mean(mode, PARAMETERS))
+    cls = PARAMETERS[mode]
+    if not cls.available:
+        raise UsageError(
+            f"The {mode} mode is not available yet.", f"Available: {', '.join(available_modes())}."
+        )
+    try:
+        return cls.model_validate(params)
+    except ValidationError as error:
+        raise UsageError(*_explain(cls, error.errors()[0])) from None
+
+
+def merge(current: ModeParameters, mode: str, changes: Params) -> ModeParameters:
+    """The parameters after a live switch: same-named values chosen before are kept, ``changes`` win."""
+    if mode not in PARAMETERS:
+        return parse(mode, changes)
+    kept = {
+        k: v for k, v in current.model_dump(exclude_unset=True).items() if k in PARAMETERS[mode].model_fields
+    }
+    return parse(mode, {**kept, **changes})
+
+
+def mode_infos() -> tuple[ModeInfo, ...]:
+    """All modes with their parameters, for lists and menus."""
+    return tuple(
+        ModeInfo(
+            name,
+            cls.title,
+            cls.available,
+            tuple(ParamInfo(key, f.default, f.description or "") for key, f in cls.model_fields.items()),
+        )
+        for name, cls in PARAMETERS.items()
+    )
+
+
+def _explain(cls: type[ModeParameters], first: Any) -> tuple[str, str]:
+    key = ".".join(str(part) for part in first["loc"]) or "parameters"
+    if first["type"] == "extra_forbidden":
+        known = did_you_mean(key, cls.model_fields) if cls.model_fields else "It has no parameters."
+        return f'The {cls.name} mode has no parameter "{key}".', known
+    return f"{cls.name}: {key} = {first['input']!r} is refused.", f"{first['msg']}."
