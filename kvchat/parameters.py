@@ -34,7 +34,7 @@ class BudgetParameters(ModeParameters):
     """Modes that attend to a fixed number of tokens."""
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens per KV head that a decoded token may attend to, sinks and window included (auto: 1/32 of the context, 256 to 2048)"""
+    """tokens per KV head a decoded token may attend to, sinks and window included (auto: context/32, 256 to 2048)"""
     sink: int | None = Field(None, ge=0)
     """first tokens, always attended (auto: by the mode)"""
     window: int | None = Field(None, ge=1)
@@ -58,7 +58,7 @@ class SpeculativeParameters(BudgetParameters):
     title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
 
     tau: float = 0.8
-    """correct a head before attention when its query's cosine to the last one is below tau; > 1 always (synchronous retrieval), < -1 never"""
+    """correct a head when its query's cosine to the last one is below tau; > 1 always (synchronous), < -1 never"""
     first_full: bool = True
     """the first layer keeps and attends to everything"""
 
@@ -96,9 +96,7 @@ def parse(mode: str, params: Params) -> ModeParameters:
         raise UsageError(f'There is no KV mode "{mode}".', did_you_mean(mode, PARAMETERS))
     cls = PARAMETERS[mode]
     if not cls.available:
-        raise UsageError(
-            f"The {mode} mode is not available yet.", f"Available: {', '.join(available_modes())}."
-        )
+        raise UsageError(f"The {mode} mode is not available yet.", f"Available: {', '.join(available_modes())}.")
     try:
         return cls.model_validate(params)
     except ValidationError as error:
@@ -109,9 +107,7 @@ def merge(current: ModeParameters, mode: str, changes: Params) -> ModeParameters
     """The parameters after a live switch: same-named values chosen before are kept, ``changes`` win."""
     if mode not in PARAMETERS:
         return parse(mode, changes)
-    kept = {
-        k: v for k, v in current.model_dump(exclude_unset=True).items() if k in PARAMETERS[mode].model_fields
-    }
+    kept = {k: v for k, v in current.model_dump(exclude_unset=True).items() if k in PARAMETERS[mode].model_fields}
     return parse(mode, {**kept, **changes})
 
 

@@ -303,19 +303,7 @@ class Failed:
 
 
 Command = Load | Chat | Stop | Switch | Peek
-Event = (
-    Loading
-    | Loaded
-    | Started
-    | Prefilled
-    | Text
-    | Finished
-    | Switched
-    | SwitchRefused
-    | Peeked
-    | Snapshot
-    | Failed
-)
+Event = Loading | Loaded | Started | Prefilled | Text | Finished | Switched | SwitchRefused | Peeked | Snapshot | Failed
 Message = Command | Event
 TYPES: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(Command) + typing.get_args(Event)}
 
@@ -339,7 +327,7 @@ def decode(body: bytes) -> Message:
     fields = json.loads(body)
     if not isinstance(fields, dict) or fields.get("type") not in TYPES:
         raise ValueError(f"no known message: {body[:80]!r}")
-    return typing.cast(Message, _build(TYPES[fields.pop("type")], fields))
+    return typing.cast("Message", _build(TYPES[fields.pop("type")], fields))
 
 
 def read(stream: BinaryIO) -> Message | None:
@@ -386,5 +374,5 @@ def _value(hint: Any, value: Any) -> Any:
     if isinstance(value, dict):
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
-        return _build(typing.cast(type, nested), value) if nested else value
+        return _build(typing.cast("type", nested), value) if nested else value
     return value
