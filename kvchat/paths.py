@@ -1,0 +1,66 @@
+"""Where kvchat's files lie; nothing here creates a file or a folder.
+
+``KVCHAT_CONFIG`` names another config.toml (its folder is then the config folder), ``KVCHAT_DATA_DIR`` one folder for
+data and state both.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+PACKAGE = Path(__file__).parent
+
+
+def config_file() -> Path:
+    """The settings; they need not exist."""
+    given = os.environ.get("KVCHAT_CONFIG")
+    return Path(given).expanduser() if given else platformdirs.user_config_path("kvchat") / "config.toml"
+
+
+def config_dir() -> Path:
+    """The folder of config.toml and the user's themes."""
+    return config_file().parent
+
+
+def data_dir() -> Path:
+    """The folder of what a person made with kvchat."""
+    return _given_data_dir() or platformdirs.user_data_path("kvchat")
+
+
+def state_dir() -> Path:
+    """The folder of logs and the prompt history."""
+    return _given_data_dir() or platformdirs.user_state_path("kvchat")
+
+
+def log_file() -> Path:
+    """Where the engine's stderr and unexpected tracebacks go."""
+    return state_dir() / "kvchat.log"
+
+
+def history_file() -> Path:
+    """Prompts sent before."""
+    return state_dir() / "history"
+
+
+def user_themes_dir() -> Path:
+    """The user's own themes, one TOML file each."""
+    return config_dir() / "themes"
+
+
+def bundled_themes_dir() -> Path:
+    """The shipped themes: inside an installed package, beside it in a checkout."""
+    inside = PACKAGE / "themes"
+    return inside if inside.is_dir() else PACKAGE.parent / "themes"
+
+
+def bundled_model_dir() -> Path:
+    """The model that comes with kvchat."""
+    return PACKAGE / "models" / "pocket"
+
+
+def _given_data_dir() -> Path | None:
+    given = os.environ.get("KVCHAT_DATA_DIR")
+    return Path(given).expanduser() if given else None

@@ -1,0 +1,36 @@
+"""What every test needs: its own directories, one thread, no network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: the workers of `pytest -n auto` would otherwise fight for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(autouse=True)
+def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the settings, logs and history of the person who runs it."""
+    for name in [name for name in os.environ if name.startswith("KVCHAT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config" / "config.toml"))
+    monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("terminal") and not shutil.which("tmux"):
+        pytest.skip("no tmux")
+    if item.get_closest_marker("cuda") and not _has_cuda():
+        pytest.skip("no CUDA GPU")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
