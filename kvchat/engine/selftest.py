@@ -24,7 +24,7 @@ SECOND_TURN = 10
 
 # Relative L2 error of the logits. Right models measure below 1e-5 in float32 and about 0.02 in bfloat16; the wrong
 # ones in the module's docstring 0.2 to 1.1.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 
 
 class DenseManager:
@@ -77,7 +77,7 @@ def _chunks(model: Any) -> list[Tensor]:
     lengths = [*PREFILL, *[1] * DECODE, SECOND_TURN]
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocab, (sum(lengths),), generator=generator).to(model.device)
-    return list(ids.split(lengths))
+    return list(torch.split(ids, lengths))
 
 
 def _stepwise(model: Any, chunks: list[Tensor], manager: seam.KeyValueManager) -> Tensor:
