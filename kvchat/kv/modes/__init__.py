@@ -1,0 +1,25 @@
+"""The modes by name. A new mode is one file here, one class in ``kvchat.parameters`` and one row in the tests' tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import Mode, ModelTraits
+from kvchat.kv.modes.full import Full
+from kvchat.kv.modes.speculative import Speculative
+from kvchat.kv.modes.streaming import Streaming
+from kvchat.parameters import ModeParameters
+
+MODES: dict[str, Any] = {mode.name: mode for mode in (Full, Streaming, Speculative)}
+
+
+def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> Mode:
+    """The mode these parameters belong to.
+
+    Raises:
+        UsageError: parameters contradict each other.
+        DoesNotFitError: the model cannot run in this mode.
+    """
+    mode: Mode = MODES[parameters.name](parameters, geometry, traits, preamble)
+    return mode

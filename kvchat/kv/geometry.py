@@ -1,0 +1,62 @@
+"""The shape of a model's K/V, and the bytes that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PAGE = 32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the KV manager knows of a model.
+
+    ``d_k`` and ``d_v`` are the head sizes of keys and values; rows are stored ``d = max(d_k, d_v)`` wide, so that
+    K and V share one layout (they differ only in MLA models, whose expanded K/V is large anyway).
+    """
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    d_k: int
+    d_v: int
+    dtype: torch.dtype
+    page: int = PAGE
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def d(self) -> int:
+        """Elements of one stored row, K or V."""
+        return max(self.d_k, self.d_v)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: K or V of one token and KV head in one layer."""
+        return self.d * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V over all KV heads and layers."""
+        return self.layers * self.kv_heads * 2 * self.row_bytes
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold ``tokens`` tokens."""
+        return -(-tokens // self.page)
+
+    def round_up(self, tokens: int) -> int:
+        """``tokens`` rounded up to whole pages."""
+        return self.pages(tokens) * self.page
+
+
+def grown(tokens: int) -> int:
+    """Capacity to reserve for a store of ``tokens`` that goes on growing.
+
+    A sixteenth ahead: full mode's attention reads the spare slots too, so more would cost every step.
+    """
+    return tokens + max(128, tokens // 16)

@@ -1,0 +1,134 @@
+"""What a mode is: the policy that decides which stored tokens attention reads and when they are fetched.
+
+A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode builds its slots from
+it. The base class keeps the sinks and the window; a mode says what lies between. Hooks run on every layer or step
+with tensors of fixed shape and never read anything back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvchat.errors import UsageError
+from kvchat.kv.facts import LayerFacts
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.pool import EMPTY, Layout, Slots
+from kvchat.kv.rope import Rotation
+from kvchat.parameters import BudgetParameters, ModeParameters
+
+if TYPE_CHECKING:
+    from kvchat.kv.store import Store
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """What a mode may need to know of the model beside its geometry.
+
+    ``rotations`` has one entry per layer, None where keys are not rotated; ``realign_refusal`` says why sinks cannot be
+    re-aligned, None where they can.
+    """
+
+    context: int
+    rotations: tuple[Rotation | None, ...]
+    realign_refusal: str | None = None
+
+
+class Mode:
+    """Base of all modes. ``preamble`` is the number of tokens of the system prompt."""
+
+    name: ClassVar[str]
+
+    def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
+        self.parameters = parameters
+        self.geometry = geometry
+        self.traits = traits
+        self.preamble = preamble
+
+    def layouts(self, capacity: int) -> list[Layout]:
+        """The slots wanted for a store of at most ``capacity`` tokens; together they cover every layer."""
+        raise NotImplementedError
+
+    def nbytes(self, capacity: int) -> int:
+        """Device bytes of the slots and of what else the mode keeps there."""
+        return sum(layout.nbytes(self.geometry) for layout in self.layouts(capacity))
+
+    def attach(self, store: Store) -> None:
+        """Take possession of freshly built, empty slots."""
+        self.store = store
+
+    def fill(self, cached: int) -> None:
+        """Bring to the device what the next token attends to; ``cached`` tokens could be read before (all: ``total``).
+
+        Called after entering the mode, after a prefill, after growing and after truncating.
+        """
+        for slots in self.store.slots:
+            self.store.recall.tokens(slots, self.wanted(slots, slots.layout.window))
+
+    def wanted(self, slots: Slots, recent: int) -> Tensor:
+        """The table that holds the sinks and the last ``recent`` tokens before the next one."""
+        total, sink = self.store.total, slots.layout.sink
+        table = torch.full_like(slots.table, EMPTY)
+        first = min(total, max(sink, total - recent))
+        for low, high in ((0, min(sink, total)), (first, total)):
+            positions = torch.arange(low, high, device=table.device)
+            table[..., slots.slot_of(positions)] = positions.to(torch.int32)
+        return table
+
+    def begin_step(self, position: Tensor) -> None:
+        """Before the first layer: the new token gets its slots."""
+        for slots in self.store.slots:
+            slots.admit(position)
+
+    def before(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
+        """Before the layer's attention; ``query [H_q, d_k]`` of the new token."""
+
+    def after(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
+        """After the layer's attention."""
+
+    def end_step(self, position: Tensor) -> None:
+        """After the last layer."""
+
+    def truncate(self, tokens: int) -> None:
+        """Forget what the mode noted about positions from ``tokens`` on."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes the mode itself keeps, beside the slots."""
+        return 0
+
+    def resolved(self) -> dict[str, Any]:
+        """The parameters with what was chosen for ``auto``."""
+        return self.parameters.model_dump()
+
+    def reach(self) -> str:
+        """Where a token is that is not on the device: ``H`` (the host, may return by itself) or ``X`` (out of reach)."""
+        return "H"
+
+    def extras(self) -> dict[str, Any]:
+        """Numbers only this mode has, for the screen."""
+        return {}
+
+
+def budget_of(parameters: BudgetParameters, context: int) -> int:
+    """The budget in tokens: as given, else a 32nd of the context between 256 and 2,048."""
+    if parameters.budget is not None:
+        return parameters.budget
+    return min(2048, max(256, context // 32))
+
+
+def refuse_small_budget(name: str, budget: int, sink: int, window: int, more: str = "") -> None:
+    """Refuse a budget that cannot hold sinks and window.
+
+    Raises:
+        UsageError: with the numbers.
+    """
+    if sink + window > budget:
+        raise UsageError(
+            f"The {name} budget is too small.",
+            f"budget = {budget} tokens is smaller than sink + window = {sink} + {window} = {sink + window}{more}.",
+            f"Give a budget of at least {sink + window}, or less sink or window.",
+        )

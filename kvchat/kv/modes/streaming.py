@@ -1,0 +1,147 @@
+"""streaming: StreamingLLM with Lazy Pruning, Slack and Max_Drop.
+
+Paper: "Lazy Pruning, Slack, Max_Drop" (Start+Recent streaming), Algorithm 1 and Eqs. 1-8; StreamingLLM (Xiao et al.).
+Attention reads the first S tokens and the recent ones; C = budget. When the number of cached tokens L reaches C + R, the
+oldest recents are dropped down to L* (Eq. 8). What is dropped leaves the device only: the host pool keeps it.
+
+Departures:
+    * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink keys
+      are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and every
+      difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from the
+      canonical sink keys, by the total shift, with angles in float64.
+    * A prune takes effect after the step that reaches C + R, as in the paper's program, which prunes the cache that the
+      model's forward returned.
+    * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
+
+Shapes: one table ``[1, 1, S + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S.
+Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
+from kvchat.kv.pool import EMPTY, Layout
+from kvchat.kv.rope import Rotation, cos_sin, rotate
+from kvchat.parameters import StreamingParameters
+
+MIN_SINK = 4
+
+
+def pruned_length(length: Tensor, c: int, r: int, sigma: int, delta: int) -> Tensor:
+    """Cached tokens after Algorithm 1 has looked at ``length`` of them (int64 tensor of any shape).
+
+    ``c`` is the soft capacity, ``r`` the overflow allowance (0 disables), ``sigma`` the slack, ``delta`` Max_Drop.
+    """
+    if r == 0:
+        return length
+    target = torch.full_like(length, c) if delta == 0 else (length - delta).clamp(min=c).clamp(max=c + sigma)
+    return torch.where(length - c >= r, target, length)
+
+
+class Streaming(Mode):
+    """Sinks and a lazily pruned window, one choice for all layers and heads."""
+
+    name = "streaming"
+    parameters: StreamingParameters
+
+    def __init__(
+        self, parameters: StreamingParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, preamble)
+        if traits.realign_refusal:
+            raise DoesNotFitError("Streaming cannot re-align this model's sinks.", traits.realign_refusal)
+        self.capacity = self._soft_capacity()
+        self.sink = self._sinks()
+        refuse_small_budget(self.name, self.capacity, self.sink, parameters.window or 1)
+
+    def layouts(self, capacity: int) -> list[Layout]:
+        p = self.parameters
+        peak = self.capacity + (max(p.R, p.sigma + 1) if p.delta else p.R)
+        recent = capacity if p.R == 0 else peak - self.sink
+        return [Layout(0, self.geometry.layers, self.sink, recent)]
+
+    def nbytes(self, capacity: int) -> int:
+        g = self.geometry
+        return super().nbytes(capacity) + g.layers * g.kv_heads * self.sink * g.d_k * g.dtype.itemsize
+
+    @property
+    def device_bytes(self) -> int:
+        return self.sinks.nbytes
+
+    def fill(self, cached: int) -> None:
+        length = torch.tensor(cached, device=self.store.device)
+        recent = int(self._pruned(length)) - self.sink
+        (slots,) = self.store.slots
+        self.store.recall.tokens(slots, self.wanted(slots, max(recent, 0)))
+        self.kept_from = torch.tensor(max(self.sink, self.store.total - recent), device=self.store.device)
+        self.sinks = slots.kv.new_zeros((self.geometry.layers, *slots.keys(0)[:, : self.sink].shape))
+        for layer in range(self.geometry.layers):
+            stored = min(self.sink, self.store.total)
+            self.sinks[layer, :, :stored] = self.store.host.dense(layer, stored)[0]
+        self._realign()
+
+    def begin_step(self, position: Tensor) -> None:
+        super().begin_step(position)
+        # The step that prunes is over: what it dropped is closed before this one reads.
+        (slots,) = self.store.slots
+        slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
+
+    def end_step(self, position: Tensor) -> None:
+        cached = self.sink + position + 1 - self.kept_from
+        self.kept_from = self.kept_from + (cached - self._pruned(cached)).clamp(min=0)
+        self._realign()
+
+    def cached(self) -> int:
+        """Tokens the next one could read, itself not counted."""
+        return self.sink + self.store.total - int(self.kept_from)
+
+    def resolved(self) -> dict[str, Any]:
+        return self.parameters.model_dump() | {
+            "budget": self.capacity,
+            "sink": self.sink,
+            "window": self.capacity - self.sink,
+        }
+
+    def reach(self) -> str:
+        return "X"
+
+    def extras(self) -> dict[str, Any]:
+        return {"cached": self.cached(), "dropped": int(self.kept_from) - self.sink}
+
+    def _soft_capacity(self) -> int:
+        p = self.parameters
+        if p.budget is None and p.window is not None:
+            return p.window + (MIN_SINK if p.sink is None else p.sink)
+        return budget_of(p, self.traits.context)
+
+    def _sinks(self) -> int:
+        """As given, else the system prompt up to a quarter of C, at least four tokens."""
+        if self.parameters.sink is not None:
+            return self.parameters.sink
+        return max(MIN_SINK, min(self.preamble, self.capacity // 4)) if self.parameters.window is None else MIN_SINK
+
+    def _pruned(self, length: Tensor) -> Tensor:
+        p = self.parameters
+        return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
+
+    def _realign(self) -> None:
+        """Put the sinks directly before the first kept recent token."""
+        (slots,) = self.store.slots
+        keys = slots.kv[:, 0, :, : self.sink, : self.geometry.d_k]
+        for rotation, layers in self._rotated_layers():
+            cos, sin = cos_sin(rotation, self.kept_from - self.sink)
+            keys[layers] = rotate(self.sinks[layers], rotation, cos, sin)
+
+    def _rotated_layers(self) -> list[tuple[Rotation, list[int]]]:
+        groups: dict[int, tuple[Rotation, list[int]]] = {}
+        for layer, rotation in enumerate(self.traits.rotations):
+            if rotation is not None:
+                groups.setdefault(id(rotation), (rotation, []))[1].append(layer)
+        return list(groups.values())

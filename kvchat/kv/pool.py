@@ -1,0 +1,159 @@
+"""Device slots: room for tokens' K/V on the compute device, and the slot table that says who is where.
+
+Attention knows nothing else: it reads the slots whose table entry is not -1. A layout is
+``[pages * p | sink | window | rest of the last page]``: retrieved pages first, so that each is one aligned block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.geometry import Geometry
+
+EMPTY = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots of the layers ``first`` to ``last`` (exclusive): ``pages`` retrieved pages, ``sink`` and ``window`` tokens.
+
+    ``shared`` layers and heads hold the same tokens and have one table.
+    """
+
+    first: int
+    last: int
+    sink: int
+    window: int
+    pages: int = 0
+    shared: bool = True
+
+    def slots(self, page: int) -> int:
+        """Slots per KV head and layer, whole pages."""
+        return -(-(self.pages * page + self.sink + self.window) // page) * page
+
+    def nbytes(self, geometry: Geometry) -> int:
+        """Bytes that ``Slots`` of this layout allocate."""
+        n = self.slots(geometry.page)
+        layers = self.last - self.first
+        tables = 1 if self.shared else layers * geometry.kv_heads
+        pages = layers * geometry.kv_heads * self.pages * torch.int64.itemsize
+        rows = layers * geometry.kv_heads * n * 2 * geometry.row_bytes
+        return rows + pages + 2 * tables * n * torch.int32.itemsize
+
+
+class Slots:
+    """The slots of the layers of one ``Layout``.
+
+    ``kv [layers, 2, H, n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot
+    or -1, and ``read`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V
+    the page slots hold; whether their tokens may be read is the table's business.
+    """
+
+    def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
+        self.layout = layout
+        self.geometry = geometry
+        self.n = layout.slots(geometry.page)
+        self.offset = layout.pages * geometry.page
+        layers = layout.last - layout.first
+        tables = (1, 1) if layout.shared else (layers, geometry.kv_heads)
+        self.kv = torch.zeros((layers, 2, geometry.kv_heads, self.n, geometry.d), dtype=geometry.dtype, device=device)
+        self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
+        self.read = self.table.clone()
+        self.pages = torch.full((layers, geometry.kv_heads, layout.pages), EMPTY, dtype=torch.int64, device=device)
+        self._heads = torch.arange(2 * geometry.kv_heads, device=device) * self.n
+        self._write_rows = self._heads
+        self._biases: dict[tuple[int, int | None], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.kv.nbytes + self.table.nbytes + self.read.nbytes + self.pages.nbytes
+
+    def keys(self, layer: int) -> Tensor:
+        """``[H, n, d_k]``"""
+        return self.kv[layer - self.layout.first, 0, :, :, : self.geometry.d_k]
+
+    def values(self, layer: int) -> Tensor:
+        """``[H, n, d_v]``"""
+        return self.kv[layer - self.layout.first, 1, :, :, : self.geometry.d_v]
+
+    def rows(self, layer: int) -> Tensor:
+        """``[2 * H * n, d]``; V lies ``H * n`` rows after K."""
+        return self.kv[layer - self.layout.first].view(-1, self.geometry.d)
+
+    def blocks(self, layer: int) -> Tensor:
+        """One row per page of slots, ``[2 * H * n / p, p * d]``."""
+        return self.kv[layer - self.layout.first].view(-1, self.geometry.page * self.geometry.d)
+
+    def table_of(self, layer: int) -> Tensor:
+        """The layer's table, ``[H or 1, n]``."""
+        return self.table[0 if self.layout.shared else layer - self.layout.first]
+
+    def read_of(self, layer: int) -> Tensor:
+        """What the last attention of the layer could read, ``[H or 1, n]``."""
+        return self.read[0 if self.layout.shared else layer - self.layout.first]
+
+    def pages_of(self, layer: int) -> Tensor:
+        """The pages in the layer's page slots, ``[H, k]``."""
+        return self.pages[layer - self.layout.first]
+
+    def slot_of(self, positions: Tensor) -> Tensor:
+        """The slots of tokens that are sinks or in the window: sinks in order, then a ring."""
+        s, w = self.layout.sink, self.layout.window
+        return self.offset + torch.where(positions < s, positions, s + (positions - s) % w)
+
+    def admit(self, position: Tensor) -> None:
+        """Give the new token (0-d int64 ``position``) its slot in every table; who was there is released."""
+        slot = self.slot_of(position)
+        entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
+        self.table.index_copy_(2, slot.view(1), entry)
+        self._write_rows = self._heads + slot
+
+    def write(self, layer: int, kv: Tensor) -> None:
+        """Write the new token's rows, ``kv [2 * H, d]``, to its slot."""
+        self.rows(layer).index_copy_(0, self._write_rows, kv)
+
+    def open_pages(self, layers: slice, first: int, last: Tensor) -> None:
+        """Let attention read the tokens ``first`` to ``last`` (0-d int64, inclusive) of the resident pages."""
+        p = self.geometry.page
+        pages = self.pages[layers, :, :, None]
+        tokens = pages * p + torch.arange(p, device=pages.device)
+        closed = (pages < 0) | (tokens < first) | (tokens > last)
+        self.table[layers, :, : self.offset] = tokens.masked_fill(closed, EMPTY).flatten(2).to(torch.int32)
+
+    def truncate(self, tokens: int) -> None:
+        """Release everything from position ``tokens`` on; the page it lies in too, for it will be written anew."""
+        self.table.masked_fill_(self.table >= tokens, EMPTY)
+        self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
+
+    def grown(self, layout: Layout) -> Slots:
+        """The same tokens in slots of a larger window; only for windows that never came round."""
+        larger = Slots(layout, self.geometry, self.table.device)
+        larger.kv[:, :, :, : self.n] = self.kv
+        larger.table[:, :, : self.n] = self.table
+        larger.read[:, :, : self.n] = self.read
+        larger.pages.copy_(self.pages)
+        return larger
+
+    def begin_step(self) -> None:
+        """Forget the masks of the last step."""
+        self._biases.clear()
+
+    def bias(self, layer: int, position: Tensor, window: int | None) -> Tensor:
+        """The additive mask ``[H or 1, 1, n]``: 0 where the slot may be read, else -inf.
+
+        Shared tables are masked once a step, and what is read is noted then.
+        """
+        key = (0 if self.layout.shared else layer, window)
+        if key not in self._biases:
+            table = self.table_of(layer)
+            self.read_of(layer).copy_(table)
+            closed = table < 0
+            if window is not None:
+                closed = closed | (table <= position - window)
+            bias = torch.zeros(table.shape, dtype=self.geometry.dtype, device=table.device)
+            self._biases[key] = bias.masked_fill_(closed, float("-inf")).unsqueeze(1)
+        return self._biases[key]

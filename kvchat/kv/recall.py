@@ -1,0 +1,83 @@
+"""Recall: copying K/V from the host pool into slots; the only file that moves data to the device.
+
+A recall moves what is missing and nothing else. Where the device is the host, the rows that changed are picked
+out first, which is free there; a GPU would have to be asked for their number, so it copies all rows of the
+selection, unchanged ones onto themselves. Both give the same slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.host import HostPool
+from kvchat.kv.pool import Slots
+
+
+class Recall:
+    """Moves rows between a host pool and slots, and counts: device counters ``[moved, wanted, corrections]``.
+
+    ``moved`` and ``wanted`` count (page, KV head) blocks, ``corrections`` (layer, KV head) pairs.
+    """
+
+    def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
+        self.geometry = geometry
+        self.host = host
+        self.compact = device.type == "cpu"
+        self.counters = torch.zeros(3, dtype=torch.int64, device=device)
+        self.filled_bytes = 0
+        self.step_seconds: deque[float] = deque(maxlen=256)
+        self._seconds = 0.0
+        self._heads = torch.arange(geometry.kv_heads, device=device)[:, None]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one (page, KV head) block, K and V."""
+        return 2 * self.geometry.page * self.geometry.row_bytes
+
+    def pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor) -> None:
+        """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
+        began = time.perf_counter()
+        g = self.geometry
+        changed = (placed != resident) & (placed >= 0)
+        self.counters[0] += changed.sum()
+        self.counters[1] += (placed >= 0).sum()
+        source = (placed.clamp(min=0) * g.kv_heads + self._heads) * 2
+        target = self._heads * (slots.n // g.page) + torch.arange(placed.shape[1], device=placed.device)
+        if self.compact:
+            source, target = source[changed], target[changed]
+        value = g.kv_heads * slots.n // g.page
+        self._copy(self.host.blocks(layer), slots.blocks(layer), source.flatten(), 1, target.flatten(), value)
+        resident.copy_(placed)
+        self._seconds += time.perf_counter() - began
+
+    def tokens(self, slots: Slots, wanted: Tensor) -> None:
+        """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.
+
+        Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
+        """
+        g = self.geometry
+        changed = (wanted != slots.table) & (wanted >= 0)
+        for layer in range(slots.layout.first, slots.layout.last):
+            t = 0 if slots.layout.shared else layer - slots.layout.first
+            head, slot = changed[t].expand(g.kv_heads, -1).nonzero(as_tuple=True)
+            position = wanted[t].expand(g.kv_heads, -1)[head, slot].long()
+            source = self.host.row_index(position, head)
+            rows, target = slots.rows(layer), head * slots.n + slot
+            self._copy(self.host.rows(layer), rows, source, g.page, target, g.kv_heads * slots.n)
+            self.filled_bytes += 2 * source.numel() * g.row_bytes
+        slots.table.copy_(wanted)
+
+    def end_step(self) -> None:
+        """Close the books of one decode step."""
+        self.step_seconds.append(self._seconds)
+        self._seconds = 0.0
+
+    def _copy(self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int) -> None:
+        """Copy rows ``source`` of K, and of V ``v_source`` further, to rows ``target`` and ``v_target`` further."""
+        both = torch.cat((source, source + v_source))
+        slots.index_copy_(0, torch.cat((target, target + v_target)), host.index_select(0, both))

@@ -1,0 +1,71 @@
+"""Which pages a KV head wants next, and what has to move for it: score, top-k, diff (torch reference).
+
+All shapes are fixed, nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.pool import EMPTY
+
+
+def page_scores(query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+    """Upper bound of each page's attention logit (Quest's bound, FreeKV section 3.2), times ``scaling``.
+
+    Args:
+        query: ``[H_q, d_k]``.
+        digests: ``[H, page, 2 * d_k]``, ``[max | -min]``.
+        scaling: the layer's attention scale; the paper omits it, its published accurate program too (a departure).
+
+    Returns:
+        ``[H, G, page]``
+    """
+    parts = torch.cat((query.relu(), (-query).relu()), -1) * scaling
+    return torch.bmm(parts.view(digests.shape[0], -1, digests.shape[-1]), digests.transpose(1, 2))
+
+
+def top_pages(scores: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
+    """The ``k`` candidate pages of highest group-consistent weight, per KV head.
+
+    Softmax over the candidates in float32, mean over the group (FreeKV's MeanS).
+
+    Args:
+        scores: ``[H, G, page]``.
+        first: first candidate page (0-d int64).
+        last: last candidate page, inclusive; below ``first`` there is none.
+        k: pages to choose.
+
+    Returns:
+        ``[H, k]`` int64 page numbers, -1 where there are fewer candidates.
+    """
+    pages = torch.arange(scores.shape[-1], device=scores.device)
+    closed = (pages < first) | (pages > last)
+    weights = scores.float().masked_fill(closed, float("-inf")).softmax(-1).mean(1)
+    # A page outside the candidates must lose against one whose weight underflowed to 0.
+    ranked = weights.masked_fill(closed, -1.0)
+    best, chosen = ranked.topk(min(k, ranked.shape[-1]), -1)
+    chosen = chosen.masked_fill(~(best >= 0), EMPTY)
+    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
+
+
+def place(wanted: Tensor, resident: Tensor) -> Tensor:
+    """Where the wanted pages go: what is resident stays in its slot, the rest takes the slots of what is not wanted.
+
+    Args:
+        wanted: ``[H, k]`` page numbers, -1 = none.
+        resident: ``[H, k]`` page held by each slot, -1 = none.
+
+    Returns:
+        ``[H, k]`` page that each slot is to hold, -1 = none.
+    """
+    same = (wanted[:, :, None] == resident[:, None, :]) & (wanted >= 0)[:, :, None]
+    kept = same.any(1)
+    missing = (wanted >= 0) & ~same.any(2)
+    free_first = kept.to(torch.int8).argsort(dim=-1, stable=True)
+    missing_first = (~missing).to(torch.int8).argsort(dim=-1, stable=True)
+    rank = torch.arange(wanted.shape[1], device=wanted.device)
+    incoming = torch.where(rank < missing.sum(-1, keepdim=True), wanted.gather(1, missing_first), EMPTY)
+    placed = torch.where(kept, resident, EMPTY)
+    return placed.scatter(1, free_first, torch.maximum(incoming, placed.gather(1, free_first)))

@@ -1,0 +1,238 @@
+"""The store: host pool, slots and the mode at hand; what the model's attention calls.
+
+A prefill writes to the host pool and attends to everything in it; then the mode fills the slots. A decode step writes
+the new token through to the host pool, attends to the slots, and lets the mode fetch what the next step wants. Nothing
+in ``attention`` depends on the mode's name, and a decode step reads nothing back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvchat.kv import plan
+from kvchat.kv.attend import attend, attend_prefill
+from kvchat.kv.facts import LayerFacts
+from kvchat.kv.geometry import Geometry, grown
+from kvchat.kv.host import HostPool
+from kvchat.kv.modes.base import Mode
+from kvchat.kv.pool import Slots
+from kvchat.kv.recall import Recall
+
+
+class Store:
+    """K/V of one conversation.
+
+    ``total`` tokens are stored; ``position`` (0-d int64, on the device) is the position of the token being decoded, equal to
+    ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
+        g = geometry
+        self.geometry = g
+        self.device = device
+        self.host = HostPool(g, device)
+        self.recall = Recall(g, self.host, device)
+        self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
+        self.position = torch.zeros((), dtype=torch.int64, device=device)
+        self.new_keys = torch.zeros((g.kv_heads, g.d_k), dtype=g.dtype, device=device)
+        self.facts: list[LayerFacts | None] = [None] * g.layers
+        self.slots: list[Slots] = []
+        self._heads = torch.arange(g.kv_heads, device=device)
+        self._prefilling: int | None = None
+        self._decoded_last = False
+        self.mode = mode
+        self._enter(mode)
+
+    @property
+    def total(self) -> int:
+        """Tokens stored."""
+        return self.host.total
+
+    # ---- what the session calls between forwards
+
+    @contextmanager
+    def prefill(self, tokens: int) -> Iterator[None]:
+        """A forward of ``tokens`` new tokens runs inside; they are stored when it returns.
+
+        Raises:
+            DoesNotFitError: the host has no memory for them. If the forward raises, nothing new is stored.
+        """
+        self.host.reserve(self.total + tokens)
+        self._prefilling = self.total
+        try:
+            yield
+        finally:
+            self._prefilling = None
+        self.host.total += tokens
+        self._decoded_last = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A forward of one token runs inside, in the mode at hand; it is stored when it returns."""
+        self._make_room(self.total + 1)
+        for slots in self.slots:
+            slots.begin_step()
+        self._host_rows = self._new_rows()
+        self.mode.begin_step(self.position)
+        yield
+        self.mode.end_step(self.position)
+        self.recall.end_step()
+        self.position.add_(1)
+        self.host.total += 1
+        self._decoded_last = True
+
+    def settle(self, cached: int | None = None) -> None:
+        """After a prefill (or an aborted step): the mode fills its slots for the next token.
+
+        ``cached`` tokens could be read before, with those just prefilled; all, where not given.
+        """
+        self.position.fill_(self.total)
+        self._make_room(self.total + 1)
+        self.mode.fill(self.total if cached is None else cached)
+
+    def switch(self, mode: Mode) -> int:
+        """Enter ``mode``; returns the bytes moved to the device. What is stored stays as it is, byte for byte.
+
+        Raises:
+            DoesNotFitError: there is no room for its slots; the old mode goes on.
+        """
+        plan.check(mode, grown(self.total), self.device, self.device_bytes)
+        before, old = self.recall.filled_bytes, self.mode
+        try:
+            self._enter(mode)
+        except Exception:
+            self._enter(old)
+            raise
+        return self.recall.filled_bytes - before
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``."""
+        self.host.truncate(tokens)
+        for slots in self.slots:
+            slots.truncate(tokens)
+        self._decoded_last = False
+        self.settle()
+
+    # ---- what the model's attention calls
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+        """Store new K/V and attend: ``query [H_q, n, d_k]``, ``key [H, n, d_k]``, ``value [H, n, d_v]`` -> ``[H_q, n, d_v]``."""
+        self.facts[layer] = facts
+        if self._prefilling is not None:
+            return self._attend_prefill(layer, query, key, value, facts, self._prefilling)
+        return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], facts).unsqueeze(1)
+
+    def _attend_prefill(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts, start: int
+    ) -> Tensor:
+        self.host.append(layer, start, key, value)
+        self.query[layer].copy_(query[:, -1])
+        keys, values = self.host.dense(layer, start + key.shape[1])
+        return attend_prefill(query, keys, values, start, facts)
+
+    def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+        slots = self.slots_of(layer)
+        kv = self._packed(key, value)
+        self.host.rows(layer).index_copy_(0, self._host_rows, kv)
+        slots.write(layer, kv)
+        self.new_keys = key
+        self.mode.before(layer, query, facts)
+        bias = slots.bias(layer, self.position, facts.window)
+        attended = attend(query, slots.keys(layer), slots.values(layer), bias, facts)
+        self.query[layer].copy_(query)
+        self.mode.after(layer, query, facts)
+        return attended
+
+    # ---- what others read
+
+    def slots_of(self, layer: int) -> Slots:
+        """The slots that hold a layer."""
+        return self._places[layer]
+
+    def scaling(self, layer: int) -> float:
+        """The layer's attention scale; 1/sqrt(d_k) before the model first told."""
+        facts = self.facts[layer]
+        return facts.scaling if facts else self.geometry.d_k**-0.5
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of K/V, tables and digests on the device."""
+        return sum(slots.nbytes for slots in self.slots) + self.mode.device_bytes
+
+    def attended(self, layer: int) -> Tensor:
+        """Which stored tokens the last token's attention read, bool ``[H, total]``."""
+        g = self.geometry
+        facts = self.facts[layer]
+        positions = torch.arange(self.total, device=self.device)
+        seen = torch.ones((g.kv_heads, self.total), dtype=torch.bool, device=self.device)
+        if self._decoded_last:
+            table = self.slots_of(layer).read_of(layer).long().expand(g.kv_heads, -1)
+            seen = torch.zeros((g.kv_heads, self.total + 1), dtype=torch.bool, device=self.device)
+            # Empty slots mark one column more, which is cut off.
+            seen.scatter_(1, torch.where(table >= 0, table, self.total), torch.ones_like(table, dtype=torch.bool))
+            seen = seen[:, : self.total]
+        if facts is not None and facts.window is not None:
+            seen = seen & (positions > self.total - 1 - facts.window)
+        return seen
+
+    def check_integrity(self) -> None:
+        """Every readable slot holds exactly its token's stored K/V, no token twice (sinks of a re-aligning mode aside).
+
+        Raises:
+            AssertionError: naming layer and head.
+        """
+        for layer in range(self.geometry.layers):
+            self._check_layer(layer)
+
+    def _check_layer(self, layer: int) -> None:
+        slots, g = self.slots_of(layer), self.geometry
+        keys, values = self.host.dense(layer, self.total)
+        for head in range(g.kv_heads):
+            table = slots.table_of(layer).expand(g.kv_heads, -1)[head].long()
+            held = table[table >= 0]
+            assert held.unique().numel() == held.numel(), f"layer {layer} head {head}: a token in two slots"
+            assert bool((held < self.total).all()), f"layer {layer} head {head}: a token beyond the end"
+            assert torch.equal(slots.values(layer)[head][table >= 0], values[head][held]), f"{layer} {head}: values"
+            late = held >= slots.layout.sink
+            assert torch.equal(slots.keys(layer)[head][table >= 0][late], keys[head][held][late]), f"{layer} {head}: keys"
+
+    # ---- inside
+
+    def _enter(self, mode: Mode) -> None:
+        self.slots.clear()
+        self.mode = mode
+        self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(grown(self.total))]
+        self._place()
+        mode.attach(self)
+        self.settle()
+
+    def _make_room(self, tokens: int) -> None:
+        """Grow the host pool, and slots that hold everything; between steps only."""
+        self.host.reserve(tokens)
+        fresh = self.mode.layouts(grown(tokens))
+        for index, slots in enumerate(self.slots):
+            if slots.layout.window < fresh[index].window and slots.n < tokens + slots.offset + slots.layout.sink:
+                self.slots[index] = slots.grown(fresh[index])
+        self._place()
+
+    def _place(self) -> None:
+        self._places = [
+            slots for slots in self.slots for _ in range(slots.layout.first, slots.layout.last)
+        ]
+
+    def _new_rows(self) -> Tensor:
+        """Host rows of the new token: K of all heads, then V."""
+        rows = self.host.row_index(self.position, self._heads)
+        return torch.cat((rows, rows + self.geometry.page))
+
+    def _packed(self, key: Tensor, value: Tensor) -> Tensor:
+        """K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2 * H, d]``."""
+        d = self.geometry.d
+        if key.shape[-1] != value.shape[-1]:
+            pad = torch.nn.functional.pad
+            key, value = pad(key, (0, d - key.shape[-1])), pad(value, (0, d - value.shape[-1]))
+        return torch.cat((key, value))
