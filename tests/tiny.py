@@ -67,7 +67,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),
     "phi3": ("Phi3Config", {"sliding_window": 8, "partial_rotary_factor": 0.5}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
-    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING},

@@ -24,7 +24,8 @@ NAME = "kvchat"
 
 # Keyword arguments that arrive and change nothing about attention: positions are in the rotated keys already, the
 # others steer what happens outside attention. Everything else is refused, never swallowed.
-HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "logits_to_keep", "output_hidden_states"})
+HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits"})
+KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 
 
 class KeyValueManager(Protocol):
@@ -81,10 +82,16 @@ def attention(
     """transformers' attention function: ``query`` [1, H_q, n, d_k], ``key`` [1, H, n, d_k], ``value`` [1, H, n, d_v].
 
     Returns [1, n, H_q, d_v], contiguous, and no weights.
+
+    Raises:
+        ModelError: the layer asks for something kvchat's attention does not do.
+        EngineError: no manager is bound.
     """
+    if attention_mask is not None or not kwargs.keys() <= KNOWN:
+        _refuse_unknown(module, attention_mask, kwargs)
     facts = _facts.get(module)
     if facts is None:
-        facts = _facts[module] = layer_facts(module, query, attention_mask, **kwargs)
+        facts = _facts[module] = _layer_facts(module, query.shape[-1], kwargs)
     manager = _manager.get(None)
     if manager is None:
         raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
@@ -93,39 +100,28 @@ def attention(
     return attended.transpose(0, 1)[None].contiguous(), None
 
 
-def layer_facts(
-    module: nn.Module,
-    query: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> LayerFacts:
-    """What the keyword arguments of a layer's first call say about it.
-
-    Raises:
-        ModelError: the layer asks for something kvchat's attention does not do.
-    """
-    reason = _unsupported(module, attention_mask, dropout, others)
-    if reason:
-        raise ModelError("kvchat cannot run this model's attention.", f"{type(module).__name__} {reason}.")
-    return LayerFacts(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-
-
-def _unsupported(
-    module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]
-) -> str | None:
-    unknown = sorted(name for name in others.keys() - HARMLESS if others[name] is not None)
-    if unknown:
-        return f"passes {', '.join(unknown)}, which kvchat does not know"
-    if attention_mask is not None:
-        return "passes a mask of its own"
-    if dropout:
-        return "drops attention weights at random: the model is in training mode"
+def _layer_facts(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> LayerFacts:
+    """What a layer's first call says about it; it says the same at every later one."""
+    if kwargs.get("dropout"):
+        raise _refusal(module, "drops attention weights at random: the model is in training mode")
     if getattr(module, "is_causal", True) is False:
-        return "attends to later tokens"
-    return None
+        raise _refusal(module, "attends to later tokens")
+    scaling = kwargs.get("scaling")
+    return LayerFacts(
+        scaling=d_k**-0.5 if scaling is None else scaling,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+
+
+def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        raise _refusal(module, "passes a mask of its own")
+    unknown = sorted(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
+    if unknown:
+        raise _refusal(module, f"passes {', '.join(unknown)}, which kvchat does not know")
+
+
+def _refusal(module: nn.Module, reason: str) -> ModelError:
+    return ModelError("kvchat cannot run this model's attention.", f"{type(module).__name__} {reason}.")

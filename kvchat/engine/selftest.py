@@ -24,7 +24,7 @@ SECOND_TURN = 10
 
 # Relative L2 error of the logits. Right models measure below 1e-5 in float32 and about 0.02 in bfloat16; the wrong
 # ones in the module's docstring 0.2 to 1.1.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.15}
 
 
 class DenseManager:
