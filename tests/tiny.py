@@ -206,6 +206,11 @@ def config(name: str) -> Any:
 @functools.cache
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of the architecture with the seam's attention; the same object at every call."""
+    return fresh(name, dtype)
+
+
+def fresh(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A new object at every call, with the same weights."""
     seam.register()
     torch.manual_seed(0)
     built = transformers.AutoModelForCausalLM.from_config(config(name), attn_implementation=seam.NAME)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvchat.engine import seam, source
-from kvchat.engine.probe import Probe, probe
+from kvchat.engine.probe import Probe, pin_frequencies, probe
 from kvchat.engine.selftest import selftest
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
 
@@ -68,9 +68,10 @@ def load_model(name: str, device: str, dtype: str, progress: source.Progress) ->
         progress("Loading the weights")
         model = _model(model_class, found, precision, on)
         progress("Testing the model")
+        pinned = pin_frequencies(model)
         seen = probe(model)
         selftest(model)
-    return _loaded(found, model, tokenizer, seen)
+    return _loaded(found, model, tokenizer, seen, pinned)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -104,6 +105,8 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return "transformers does not let its attention be replaced"
     if model_class._is_stateful:
         return "It keeps a recurrent state, which cannot be rolled back to an earlier token"
+    if not getattr(text, "max_position_embeddings", None):
+        return "Its configuration does not tell how many tokens it can read"
     if others:
         return f"It has layers of the kind {', '.join(others)}; kvchat knows full and sliding attention"
     return None
@@ -166,7 +169,7 @@ def _model(model_class: Any, found: source.Source, dtype: torch.dtype, device: t
         raise _unreadable(found, "its weights", error) from error
 
 
-def _loaded(found: source.Source, model: Any, tokenizer: Any, seen: Probe) -> LoadedModel:
+def _loaded(found: source.Source, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:
     text = model.config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
@@ -184,7 +187,7 @@ def _loaded(found: source.Source, model: Any, tokenizer: Any, seen: Probe) -> Lo
         d_k=seen.d_k,
         d_v=seen.d_v,
         probe=seen,
-        notes=_notes(model, tokenizer, seen),
+        notes=_notes(model, tokenizer, seen, pinned),
         weight_bytes=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
     )
 
@@ -199,7 +202,7 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids - {None})
 
 
-def _notes(model: Any, tokenizer: Any, seen: Probe) -> tuple[str, ...]:
+def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, ...]:
     text = model.config.get_text_config(decoder=True)
     latent = getattr(text, "kv_lora_rank", None)
     shared = getattr(text, "num_kv_shared_layers", None)
@@ -209,6 +212,8 @@ def _notes(model: Any, tokenizer: Any, seen: Probe) -> tuple[str, ...]:
         notes.append(f"K/V are stored expanded and take {expanded:.0f} times the memory of this model's latent form.")
     if shared:
         notes.append(f"{shared} layers share K/V with others; kvchat stores them for each layer.")
+    if pinned:
+        notes.append("The rotary frequencies are those for the whole context, for short texts too.")
     if not tokenizer.chat_template:
         notes.append("The model has no chat template: turns are written as User: and Assistant:.")
     if seen.refusal:

@@ -61,6 +61,21 @@ def probe(model: Any) -> Probe:
     return Probe(q_heads, kv_heads, d_k, d_v, facts, rotations if refusal is None else (), refusal)
 
 
+def pin_frequencies(model: Any) -> bool:
+    """Hold rotary frequencies that follow the text's length at those of the whole context; False if none do.
+
+    longrope picks one of two sets by the positions of each forward, so the chunks of one long prompt would be rotated
+    by both. vLLM holds the long set too where the context may exceed the short one's.
+    """
+    rotary = [module for module in model.modules() if _follows_length(module)]
+    if rotary:
+        _observe(model, _context(model) - 1)
+    for module in rotary:
+        kinds = module.rope_type
+        module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+    return bool(rotary)
+
+
 class _Observer:
     """A KV manager for one token: notes what arrives and attends to the token itself."""
 
@@ -74,6 +89,16 @@ class _Observer:
         self.keys[layer], self.values[layer], self.facts[layer] = key[:, 0].float(), value[:, 0].float(), facts
         self.shapes[layer] = query.shape[0], key.shape[0], key.shape[2], value.shape[2]
         return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
+
+
+def _context(model: Any) -> int:
+    return int(model.config.get_text_config(decoder=True).max_position_embeddings)
+
+
+def _follows_length(module: Any) -> bool:
+    kinds = getattr(module, "rope_type", None) or ()
+    listed = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in kind or kind == "longrope" for kind in listed)
 
 
 def _observe(model: Any, position: int) -> _Observer:
@@ -120,7 +145,7 @@ def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...]
 
 def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation | None]) -> str | None:
     """Looks at twice the context: dynamic NTK and longrope switch to other frequencies on the way there."""
-    position = 2 * int(model.config.get_text_config(decoder=True).max_position_embeddings)
+    position = 2 * _context(model)
     far = _observe(model, position)
     _observe(model, BASE)  # a short forward puts the short text's frequencies back
     allowed = TOLERANCE[model.dtype] + FAR_TOLERANCE * position

@@ -7,10 +7,12 @@ import tiny
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from kvchat.engine import seam
 from kvchat.engine.load import refusal
-from kvchat.engine.probe import probe
-from kvchat.engine.selftest import selftest
+from kvchat.engine.probe import pin_frequencies, probe
+from kvchat.engine.selftest import DenseManager, selftest
 from kvchat.errors import ModelError
+from kvchat.kv.rope import cos_sin, rotate
 
 RIGHT = [
     *("llama", "llama-mha", "llama-head32", "llama-linear", "llama-yarn", "llama-llama3", "qwen2", "qwen2-window"),
@@ -150,3 +152,44 @@ def test_other_facts_are_observed():
     assert {facts.softcap for facts in probe(tiny.model("gemma2")).facts} == {2.0}
     assert {facts.scaling for facts in probe(tiny.model("granite")).facts} == {0.07}
     assert [facts.sinks.shape for facts in probe(tiny.model("gpt_oss")).facts] == [(4,)] * 4
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope"])
+def test_pinned_frequencies_no_longer_follow_the_length(name):
+    model = tiny.fresh(name)
+    assert pin_frequencies(model)
+    assert probe(model).refusal is None
+    assert selftest(model) < 2e-6
+
+
+def test_nothing_is_pinned_where_frequencies_stay():
+    assert not pin_frequencies(tiny.model("llama-yarn"))
+
+
+def test_chunks_across_longropes_switch_equal_one_long_prefill():
+    ids, manager, model = torch.arange(100), DenseManager(), tiny.fresh("llama-longrope")
+    whole = seam.forward(model, ids, ids, DenseManager(), logits=True)
+    pin_frequencies(model)
+    for chunk in ids.split(50):
+        last = seam.forward(model, chunk, chunk, manager, logits=True)
+    torch.testing.assert_close(last, whole, atol=1e-4, rtol=1e-5)
+
+
+def test_moved_keys_are_the_models_own():
+    """What streaming relies on: the stored key of a token, moved, is the key the model makes at the new position."""
+    for name in ROTATIONS:
+        near, far = Keys(), Keys()
+        for manager, position in ((near, 9), (far, 409)):
+            seam.forward(tiny.model(name), torch.tensor([50]), torch.tensor([position]), manager, logits=False)
+        for layer, rotation in enumerate(probe(tiny.model(name)).rotations):
+            moved = rotate(near[layer], rotation, *cos_sin(rotation, 400)) if rotation else near[layer]
+            error = (moved - far[layer]).abs().max() / far[layer].abs().max()
+            assert error < 3e-5, (name, layer, error)
+
+
+class Keys(dict):
+    """Notes each layer's keys; one token attends to itself."""
+
+    def attention(self, layer, query, key, value, facts):
+        self[layer] = key
+        return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
