@@ -24,6 +24,7 @@ BUNDLED = "bundled"
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
 TAIL_BYTES = 2**16
 
 
@@ -47,9 +48,9 @@ def find(name: str, progress: Progress) -> Source:
     if name == BUNDLED:
         return _checked(name, bundled_model_dir())
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return _checked(name, folder)
-    if folder.exists():
+    if folder.is_file():
         raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise ModelError(f'There is no folder "{name}".', "", "Check the path.")
@@ -138,7 +139,9 @@ def _download(name: str, progress: Progress) -> Path:
 
     progress(f"Looking for {name} on the hub")
     try:
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=DOWNLOADED, tqdm_class=_reporter(progress))
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(progress)
+        )
     except errors.HFValidationError as error:
         raise ModelError(
             f'"{name}" is no model.', "It is neither a folder nor the name of a hub repository."
