@@ -244,7 +244,7 @@ RIBBON = {
     "S": "sink",
     "W": "window",
     "D": "on the device",
-    "R": "recalled this step",
+    "R": "recalled just now",
     "H": "on the host",
     "X": "out of reach",
 }

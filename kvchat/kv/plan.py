@@ -22,7 +22,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check(mode: Mode, tokens: int, device: torch.device, given_back: int = 0) -> None:
-    """Refuse a mode whose slots for ``tokens`` tokens do not fit; ``given_back`` bytes are freed by leaving the old one.
+    """Refuse a mode whose slots for ``tokens`` tokens do not fit; leaving the old one frees ``given_back`` bytes.
 
     Raises:
         DoesNotFitError: with the numbers.

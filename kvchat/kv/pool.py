@@ -49,7 +49,8 @@ class Slots:
 
     ``kv [layers, 2, H, n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot
     or -1, and ``read`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V
-    the page slots hold; whether their tokens may be read is the table's business.
+    the page slots hold; whether their tokens may be read is the table's business. ``active`` sums, over layers and
+    steps, the mean number of tokens a KV head read.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -65,7 +66,8 @@ class Slots:
         self.pages = torch.full((layers, geometry.kv_heads, layout.pages), EMPTY, dtype=torch.int64, device=device)
         self._heads = torch.arange(2 * geometry.kv_heads, device=device) * self.n
         self._write_rows = self._heads
-        self._biases: dict[tuple[int, int | None], Tensor] = {}
+        self.active = torch.zeros((), dtype=torch.float64, device=device)
+        self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -130,30 +132,39 @@ class Slots:
         self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
 
     def grown(self, layout: Layout) -> Slots:
-        """The same tokens in slots of a larger window; only for windows that never came round."""
+        """The same tokens in more slots; only for windows that have not come round yet."""
         larger = Slots(layout, self.geometry, self.table.device)
-        larger.kv[:, :, :, : self.n] = self.kv
-        larger.table[:, :, : self.n] = self.table
-        larger.read[:, :, : self.n] = self.read
-        larger.pages.copy_(self.pages)
+        rest = self.n - self.offset
+        for old, new in (
+            (slice(0, self.offset), slice(0, self.offset)),
+            (slice(self.offset, self.n), slice(larger.offset, larger.offset + rest)),
+        ):
+            larger.kv[:, :, :, new] = self.kv[:, :, :, old]
+            larger.table[:, :, new] = self.table[:, :, old]
+            larger.read[:, :, new] = self.read[:, :, old]
+        larger.pages[:, :, : self.pages.shape[2]] = self.pages
+        larger.active = self.active
         return larger
 
     def begin_step(self) -> None:
         """Forget the masks of the last step."""
-        self._biases.clear()
+        self._masks.clear()
 
     def bias(self, layer: int, position: Tensor, window: int | None) -> Tensor:
-        """The additive mask ``[H or 1, 1, n]``: 0 where the slot may be read, else -inf.
+        """The additive mask ``[H or 1, 1, n]``: 0 where the layer may read the slot, else -inf; called once a step.
 
-        Shared tables are masked once a step, and what is read is noted then.
+        Notes what is read. Layers that share a table and a window share the mask.
         """
         key = (0 if self.layout.shared else layer, window)
-        if key not in self._biases:
+        if key not in self._masks:
             table = self.table_of(layer)
             self.read_of(layer).copy_(table)
             closed = table < 0
             if window is not None:
                 closed = closed | (table <= position - window)
             bias = torch.zeros(table.shape, dtype=self.geometry.dtype, device=table.device)
-            self._biases[key] = bias.masked_fill_(closed, float("-inf")).unsqueeze(1)
-        return self._biases[key]
+            bias.masked_fill_(closed, float("-inf"))
+            self._masks[key] = bias.unsqueeze(1), (~closed).sum() / table.shape[0]
+        bias, active = self._masks[key]
+        self.active += active
+        return bias

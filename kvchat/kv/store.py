@@ -7,6 +7,7 @@ in ``attention`` depends on the mode's name, and a decode step reads nothing bac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,8 +27,8 @@ from kvchat.kv.recall import Recall
 class Store:
     """K/V of one conversation.
 
-    ``total`` tokens are stored; ``position`` (0-d int64, on the device) is the position of the token being decoded, equal to
-    ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries.
+    ``total`` tokens are stored; ``position`` (0-d int64, on the device) is the position of the token being decoded,
+    equal to ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
@@ -41,6 +42,8 @@ class Store:
         self.new_keys = torch.zeros((g.kv_heads, g.d_k), dtype=g.dtype, device=device)
         self.facts: list[LayerFacts | None] = [None] * g.layers
         self.slots: list[Slots] = []
+        self.steps = 0
+        self._active_before = 0.0
         self._heads = torch.arange(g.kv_heads, device=device)
         self._prefilling: int | None = None
         self._decoded_last = False
@@ -78,11 +81,17 @@ class Store:
             slots.begin_step()
         self._host_rows = self._new_rows()
         self.mode.begin_step(self.position)
-        yield
+        try:
+            yield
+        except BaseException:
+            # The new token has taken a slot already: who was there comes back from the host pool.
+            self.truncate(self.total)
+            raise
         self.mode.end_step(self.position)
         self.recall.end_step()
         self.position.add_(1)
         self.host.total += 1
+        self.steps += 1
         self._decoded_last = True
 
     def settle(self, cached: int | None = None) -> None:
@@ -120,7 +129,7 @@ class Store:
     # ---- what the model's attention calls
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
-        """Store new K/V and attend: ``query [H_q, n, d_k]``, ``key [H, n, d_k]``, ``value [H, n, d_v]`` -> ``[H_q, n, d_v]``."""
+        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
         self.facts[layer] = facts
         if self._prefilling is not None:
             return self._attend_prefill(layer, query, key, value, facts, self._prefilling)
@@ -179,8 +188,26 @@ class Store:
             seen = seen & (positions > self.total - 1 - facts.window)
         return seen
 
+    def active_sum(self) -> float:
+        """Tokens read, mean over layers and KV heads, summed over all steps so far."""
+        return (self._active_before + sum(float(slots.active) for slots in self.slots)) / self.geometry.layers
+
+    def attended_counts(self) -> Tensor:
+        """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
+        alike: Counter[tuple[int, int, int | None]] = Counter()
+        for layer in range(self.geometry.layers):
+            slots, facts = self.slots_of(layer), self.facts[layer]
+            first = slots.layout.first
+            alike[first, first if slots.layout.shared else layer, facts.window if facts else None] += 1
+        counts = torch.zeros(self.total, dtype=torch.int64, device=self.device)
+        for (_, layer, _), times in alike.items():
+            counts += times * self.attended(layer).sum(0)
+        return counts
+
     def check_integrity(self) -> None:
-        """Every readable slot holds exactly its token's stored K/V, no token twice (sinks of a re-aligning mode aside).
+        """Every readable slot holds exactly its token's stored K/V, and the last attention read no token twice.
+
+        Keys of sinks are not compared: a mode may have rotated them.
 
         Raises:
             AssertionError: naming layer and head.
@@ -194,18 +221,25 @@ class Store:
         for head in range(g.kv_heads):
             table = slots.table_of(layer).expand(g.kv_heads, -1)[head].long()
             held = table[table >= 0]
-            assert held.unique().numel() == held.numel(), f"layer {layer} head {head}: a token in two slots"
-            assert bool((held < self.total).all()), f"layer {layer} head {head}: a token beyond the end"
+            read = slots.read_of(layer).expand(g.kv_heads, -1)[head]
+            twice = torch.bincount(read[read >= 0], minlength=1) > 1
+            assert not bool(twice.any()), f"{layer} {head}: a token read twice"
+            assert bool((held < self.total).all()), f"{layer} {head}: a token beyond the end"
             assert torch.equal(slots.values(layer)[head][table >= 0], values[head][held]), f"{layer} {head}: values"
             late = held >= slots.layout.sink
-            assert torch.equal(slots.keys(layer)[head][table >= 0][late], keys[head][held][late]), f"{layer} {head}: keys"
+            assert torch.equal(slots.keys(layer)[head][table >= 0][late], keys[head][held][late]), (
+                f"{layer} {head}: keys"
+            )
 
     # ---- inside
 
     def _enter(self, mode: Mode) -> None:
+        self._active_before += sum(float(slots.active) for slots in self.slots)
         self.slots.clear()
         self.mode = mode
-        self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(grown(self.total))]
+        self.recall.step_seconds.clear()
+        self._capacity = grown(self.total)
+        self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(self._capacity)]
         self._place()
         mode.attach(self)
         self.settle()
@@ -213,16 +247,14 @@ class Store:
     def _make_room(self, tokens: int) -> None:
         """Grow the host pool, and slots that hold everything; between steps only."""
         self.host.reserve(tokens)
-        fresh = self.mode.layouts(grown(tokens))
-        for index, slots in enumerate(self.slots):
-            if slots.layout.window < fresh[index].window and slots.n < tokens + slots.offset + slots.layout.sink:
-                self.slots[index] = slots.grown(fresh[index])
-        self._place()
+        if tokens > self._capacity:
+            self._capacity = grown(tokens)
+            pairs = zip(self.slots, self.mode.layouts(self._capacity), strict=True)
+            self.slots = [s if s.layout == layout else s.grown(layout) for s, layout in pairs]
+            self._place()
 
     def _place(self) -> None:
-        self._places = [
-            slots for slots in self.slots for _ in range(slots.layout.first, slots.layout.last)
-        ]
+        self._places = [slots for slots in self.slots for _ in range(slots.layout.first, slots.layout.last)]
 
     def _new_rows(self) -> Tensor:
         """Host rows of the new token: K of all heads, then V."""

@@ -1,4 +1,4 @@
-"""The modes by name. A new mode is one file here, one class in ``kvchat.parameters`` and one row in the tests' tables."""
+"""The modes by name. A new one is a file here, a class in ``kvchat.parameters`` and a row in the tests' tables."""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ class Mode:
     """Base of all modes. ``preamble`` is the number of tokens of the system prompt."""
 
     name: ClassVar[str]
+    sink: int = 0
+    window: int = 0
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         self.parameters = parameters
@@ -92,8 +94,9 @@ class Mode:
     def end_step(self, position: Tensor) -> None:
         """After the last layer."""
 
-    def truncate(self, tokens: int) -> None:
-        """Forget what the mode noted about positions from ``tokens`` on."""
+    def cached(self) -> int:
+        """Stored tokens that the next one may read or have recalled."""
+        return self.store.total
 
     @property
     def device_bytes(self) -> int:
@@ -104,8 +107,17 @@ class Mode:
         """The parameters with what was chosen for ``auto``."""
         return self.parameters.model_dump()
 
+    def covers(self, tokens: int) -> bool:
+        """Does a token decoded as number ``tokens`` of the store read everything before it?"""
+        return True
+
+    @property
+    def bounded(self) -> bool:
+        """Are positions limited by the model's context? A mode that re-aligns sinks goes on beyond it."""
+        return True
+
     def reach(self) -> str:
-        """Where a token is that is not on the device: ``H`` (the host, may return by itself) or ``X`` (out of reach)."""
+        """A token off the device is ``H`` (on the host, may return by itself) or ``X`` (out of reach)."""
         return "H"
 
     def extras(self) -> dict[str, Any]:

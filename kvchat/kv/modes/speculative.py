@@ -1,14 +1,14 @@
 """speculative: pages retrieved one step ahead, corrected per head where the query turned.
 
-Paper: FreeKV (speculative retrieval, fine-grained correction; sections 3.2-3.3). Step i attends to sinks, window and the
-k = (budget - sink - window) / p pages chosen with the query of step i-1; after its attention the pages for step i+1 are
-chosen with q_i and what is missing is recalled. Before attention, a KV head whose C = mean over its group of
+Paper: FreeKV (speculative retrieval, fine-grained correction; sections 3.2-3.3). Step i attends to sinks, window and
+the k = (budget - sink - window) / p pages chosen with the query of step i-1; after its attention the pages for step i+1
+are chosen with q_i and what is missing is recalled. Before attention, a KV head whose C = mean over its group of
 cos(q_i, q_{i-1}) is below tau gets the pages of q_i at once.
 
 Departures and decisions:
-    * The window is exact (the last W tokens, a ring), not whole pages: a page that the window is leaving is a candidate from
-      its first token on, and of a resident page only tokens outside sinks and window are read. So a token attends to at
-      most ``budget`` tokens and no token twice, and no page is missing for a step (candidates are those of position i+1).
+    * The window is exact (the last W tokens, a ring), not whole pages: a page that the window is leaving is a candidate
+      from its first token on, and of a resident page only tokens outside sinks and window are read. So a token attends
+      to at most ``budget`` tokens, to none twice, and no page is missing for a step (candidates for position i+1).
     * Scores are scaled by the layer's attention scale (``select.page_scores``).
     * The window holds at least one page, so that candidates are always complete.
 
@@ -62,7 +62,9 @@ class Speculative(Mode):
 
     def layouts(self, capacity: int) -> list[Layout]:
         full = [Layout(0, self.first, sink=0, window=capacity)] if self.first else []
-        rest = Layout(self.first, self.geometry.layers, self.sink, self.window, self.k, shared=False)
+        window = min(self.window, max(capacity, self.geometry.page))
+        pages = min(self.k, self.geometry.pages(capacity))
+        rest = Layout(self.first, self.geometry.layers, self.sink, window, pages, shared=False)
         return [*full, rest]
 
     def nbytes(self, capacity: int) -> int:
@@ -74,9 +76,13 @@ class Speculative(Mode):
     def device_bytes(self) -> int:
         return self.digests.nbytes
 
+    @property
+    def slots(self) -> Slots:
+        """Those of the layers that retrieve."""
+        return self.store.slots[-1]
+
     def fill(self, cached: int) -> None:
         super().fill(cached)
-        self.slots = self.store.slots[-1]
         self.digests = Digests(self.geometry, self.store.device, self.first)
         self.digests.reserve(self.geometry.pages(grown(self.store.total)))
         self.digests.rebuild(self.store.host)
@@ -85,13 +91,12 @@ class Speculative(Mode):
         position = torch.tensor(self.store.total, device=self.store.device)
         for layer in range(self.first, self.geometry.layers):
             self._recall(layer, self._choose(layer, self._scores(layer, self.store.query[layer]), position))
+        self._open(slice(None), position)
 
     def begin_step(self, position: Tensor) -> None:
         self.digests.reserve(self.geometry.pages(self.store.total + 1))
         super().begin_step(position)
         self._page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
-        if self.k:
-            self._open(slice(None), position)
 
     def before(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
         if layer < self.first:
@@ -109,8 +114,15 @@ class Speculative(Mode):
         if layer >= self.first and self.k and self.parameters.tau <= 1:
             self._recall(layer, self._choose(layer, self._score, self.store.position + 1))
 
+    def end_step(self, position: Tensor) -> None:
+        if self.k:
+            self._open(slice(None), position + 1)
+
     def extras(self) -> dict[str, Any]:
-        return {"pages per head": self.k, "candidate pages": self._candidates()}
+        return {"pages per head": self.k, "candidate pages": self._candidates(self.store.total + 1)}
+
+    def covers(self, tokens: int) -> bool:
+        return self._candidates(tokens) <= self.k
 
     def resolved(self) -> dict[str, Any]:
         return self.parameters.model_dump() | {"budget": self.budget, "sink": self.sink, "window": self.window}
@@ -133,7 +145,7 @@ class Speculative(Mode):
         """The pages for the step at ``position``: best of those with a token between sinks and window, ``[H, k]``."""
         p = self.geometry.page
         last = torch.div(position - self.window, p, rounding_mode="floor")
-        return top_pages(scores, torch.full_like(last, self.sink // p), last, self.k)
+        return top_pages(scores, torch.full_like(last, self.sink // p), last, self.slots.layout.pages)
 
     def _recall(self, layer: int, wanted: Tensor) -> None:
         resident = self.slots.pages_of(layer)
@@ -142,6 +154,7 @@ class Speculative(Mode):
     def _open(self, layers: slice, position: Tensor) -> None:
         self.slots.open_pages(layers, self.sink, position - self.window)
 
-    def _candidates(self) -> int:
+    def _candidates(self, tokens: int) -> int:
+        """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""
         p = self.geometry.page
-        return max(0, (self.store.total - self.window) // p - self.sink // p + 1)
+        return max(0, (tokens - 1 - self.window) // p - self.sink // p + 1)

@@ -1,14 +1,14 @@
 """streaming: StreamingLLM with Lazy Pruning, Slack and Max_Drop.
 
 Paper: "Lazy Pruning, Slack, Max_Drop" (Start+Recent streaming), Algorithm 1 and Eqs. 1-8; StreamingLLM (Xiao et al.).
-Attention reads the first S tokens and the recent ones; C = budget. When the number of cached tokens L reaches C + R, the
-oldest recents are dropped down to L* (Eq. 8). What is dropped leaves the device only: the host pool keeps it.
+Attention reads the first S tokens and the recent ones; C = budget. When the number of cached tokens L reaches C + R,
+the oldest recents are dropped down to L* (Eq. 8). What is dropped leaves the device only: the host pool keeps it.
 
 Departures:
-    * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink keys
-      are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and every
-      difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from the
-      canonical sink keys, by the total shift, with angles in float64.
+    * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink
+      keys are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and
+      every difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from
+      the canonical sink keys, by the total shift, with angles in float64.
     * A prune takes effect after the step that reaches C + R, as in the paper's program, which prunes the cache that the
       model's forward returned.
     * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
@@ -59,12 +59,13 @@ class Streaming(Mode):
             raise DoesNotFitError("Streaming cannot re-align this model's sinks.", traits.realign_refusal)
         self.capacity = self._soft_capacity()
         self.sink = self._sinks()
+        self.window = self.capacity - self.sink
         refuse_small_budget(self.name, self.capacity, self.sink, parameters.window or 1)
 
     def layouts(self, capacity: int) -> list[Layout]:
         p = self.parameters
         peak = self.capacity + (max(p.R, p.sigma + 1) if p.delta else p.R)
-        recent = capacity if p.R == 0 else peak - self.sink
+        recent = capacity if p.R == 0 else min(capacity, peak - self.sink)
         return [Layout(0, self.geometry.layers, self.sink, recent)]
 
     def nbytes(self, capacity: int) -> int:
@@ -87,27 +88,29 @@ class Streaming(Mode):
             self.sinks[layer, :, :stored] = self.store.host.dense(layer, stored)[0]
         self._realign()
 
-    def begin_step(self, position: Tensor) -> None:
-        super().begin_step(position)
-        # The step that prunes is over: what it dropped is closed before this one reads.
-        (slots,) = self.store.slots
-        slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
-
     def end_step(self, position: Tensor) -> None:
         cached = self.sink + position + 1 - self.kept_from
-        self.kept_from = self.kept_from + (cached - self._pruned(cached)).clamp(min=0)
+        self.kept_from = self.kept_from + cached - self._pruned(cached)
+        (slots,) = self.store.slots
+        slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
         self._realign()
 
     def cached(self) -> int:
-        """Tokens the next one could read, itself not counted."""
         return self.sink + self.store.total - int(self.kept_from)
 
     def resolved(self) -> dict[str, Any]:
         return self.parameters.model_dump() | {
             "budget": self.capacity,
             "sink": self.sink,
-            "window": self.capacity - self.sink,
+            "window": self.window,
         }
+
+    def covers(self, tokens: int) -> bool:
+        return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
+
+    @property
+    def bounded(self) -> bool:
+        return self.parameters.R == 0
 
     def reach(self) -> str:
         return "X"
