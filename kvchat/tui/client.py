@@ -1,0 +1,199 @@
+"""The engine's child process as the application sees it: commands go in, coalesced events come out.
+
+The child is started with asyncio's own subprocess (multiprocessing crashes inside Textual, which redirects the
+standard streams). Its stderr goes to a log file so that no C library paints over the screen. It ends when its stdin
+closes, so it cannot outlive the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvchat import protocol
+from kvchat.errors import EngineError, UsageError
+
+ENGINE = (sys.executable, "-m", "kvchat.engine.serve")
+GRACE_S = 3.0
+TAIL_LINES = 6
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """The child ended unasked; ``code`` is negative for a signal, ``log`` are its last lines."""
+
+    code: int
+    log: tuple[str, ...]
+
+
+Report = protocol.Event | Crashed
+
+
+class EngineClient:
+    """One child at a time. ``log_problem`` says why its stderr is not kept, empty while it is."""
+
+    def __init__(self, command: Sequence[str] | None, log_file: Path) -> None:
+        self.command = tuple(command or ENGINE)
+        self.log_file = log_file
+        self.log_problem = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._inbox: list[Report] = []
+        self._arrived = asyncio.Event()
+        self._log_start = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether a child runs and listens."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, None where none runs."""
+        return self._process.pid if self._process and self.alive else None
+
+    async def start(self) -> None:
+        """Start the child.
+
+        Raises:
+            EngineError: it cannot be started.
+        """
+        log = self._open_log()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log or subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's Ctrl+C is for the application alone
+            )
+        except OSError as error:
+            raise EngineError("The engine cannot be started.", f"{self.command[0]}: {error.strerror}.") from None
+        finally:
+            if log:
+                log.close()
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    def send(self, command: protocol.Command) -> None:
+        """Hand a command to the child; dropped where none runs, whose ``Crashed`` says so.
+
+        Raises:
+            UsageError: the command is longer than the protocol carries.
+        """
+        message = protocol.encode(command)
+        if len(message) > protocol.MAX_MESSAGE_BYTES:
+            raise UsageError(
+                "The conversation is too long to send.",
+                f"It has {len(message):,} bytes; at most {protocol.MAX_MESSAGE_BYTES:,} can be handed to the engine.",
+            )
+        if self._process and self._process.stdin and self.alive:
+            self._process.stdin.write(message)
+
+    async def receive(self) -> list[Report]:
+        """All that arrived since the last call, coalesced; waits for the first."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        reports, self._inbox = self._inbox, []
+        return coalesce(reports)
+
+    async def close(self) -> None:
+        """End the child: close its stdin, wait ``GRACE_S``, then kill it."""
+        process, reader = self._process, self._reader
+        self._process = self._reader = None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), GRACE_S)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        if reader:
+            reader.cancel()
+
+    async def restart(self) -> None:
+        """A fresh child; events of the old one are forgotten.
+
+        Raises:
+            EngineError: it cannot be started.
+        """
+        await self.close()
+        self._inbox.clear()
+        await self.start()
+
+    def kill(self) -> None:
+        """End the child at once, without an event loop: the last resort when the application itself fails."""
+        if self._process and self.alive:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        problem = ""
+        try:
+            while True:
+                header = await process.stdout.readexactly(4)
+                body = await process.stdout.readexactly(protocol.parse_length(header))
+                self._put(protocol.decode(body))  # type: ignore[arg-type]
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except ValueError as error:
+            problem = str(error)
+            process.kill()
+        code = await process.wait()
+        if process is self._process:
+            self._put(Crashed(code, (*self._log_tail(), problem) if problem else self._log_tail()))
+
+    def _put(self, report: Report) -> None:
+        self._inbox.append(report)
+        self._arrived.set()
+
+    def _open_log(self) -> BinaryIO | None:
+        """The log, opened and written to (a full disk shows only on writing); None with ``log_problem`` set."""
+        try:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with self.log_file.open("ab") as log:
+                log.write(time.strftime("--- engine started %Y-%m-%d %H:%M:%S\n").encode())
+                log.flush()
+                self._log_start = log.tell()
+            self.log_problem = ""
+            return self.log_file.open("ab")
+        except OSError as error:
+            self.log_problem = f"The engine's log {self.log_file} cannot be written: {error.strerror}."
+            return None
+
+    def _log_tail(self) -> tuple[str, ...]:
+        if self.log_problem:
+            return ()
+        try:
+            with self.log_file.open("rb") as log:
+                log.seek(max(self._log_start, log.seek(0, 2) - 8192))
+                lines = log.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return ()
+        return tuple(line for line in lines if line.strip())[-TAIL_LINES:]
+
+
+def coalesce(reports: Iterable[Report]) -> list[Report]:
+    """Neighbouring pieces of text merged, and only the latest snapshot and progress kept, at its own place."""
+    kept: list[Report] = []
+    latest: dict[type, int] = {}
+    for report in reports:
+        last = kept[-1] if kept else None
+        if isinstance(report, protocol.Text) and isinstance(last, protocol.Text):
+            kept[-1] = protocol.Text(last.text + report.text, last.tokens + report.tokens)
+            continue
+        if isinstance(report, protocol.Snapshot | protocol.Prefilled):
+            if (index := latest.get(type(report))) is not None:
+                del kept[index]
+                latest = {cls: place - (place > index) for cls, place in latest.items()}
+            latest[type(report)] = len(kept)
+        kept.append(report)
+    return kept

@@ -1,0 +1,26 @@
+"""What the application is started with: plain frozen data, filled by the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvchat.protocol import Load, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """All the application has to know; paths are absolute and need not exist yet.
+
+    ``theme_dirs`` are the user's, beside the bundled themes. ``history_file`` None keeps the prompt history in memory.
+    ``engine_command`` None starts the real engine.
+    """
+
+    log_file: Path
+    load: Load = field(default_factory=Load)
+    sampling: Sampling = field(default_factory=Sampling)
+    system: str | None = None
+    theme: str = "kvchat-dark"
+    theme_dirs: tuple[Path, ...] = ()
+    history_file: Path | None = None
+    engine_command: tuple[str, ...] | None = None

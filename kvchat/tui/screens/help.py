@@ -1,0 +1,71 @@
+"""Help: keys, commands and modes, from the tables they are defined in."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from kvchat.protocol import ModeInfo
+from kvchat.tui.commands import TABLE
+
+KEYS = (
+    ("Enter", "send"),
+    ("Ctrl+J", "newline (Shift+Enter where the terminal knows it)"),
+    ("Esc", "stop the answer and keep what there is; else back to the prompt"),
+    ("Ctrl+C", "copy the selection; else stop; twice: quit"),
+    ("F5", "answer the last question again"),
+    ("F6 / Shift+F6", "next / previous KV mode, also in the middle of an answer"),
+    ("F7", "show or hide the panels"),
+    ("Up / Down", "earlier and later prompts, at the first and last line"),
+    ("PgUp / PgDn", "scroll the transcript; Ctrl+End follows the newest again"),
+    ("Tab", "to the transcript and the ribbon; there ← → show the stored text"),
+    ("Ctrl+N", "new conversation"),
+    ("Ctrl+P", "command palette"),
+    ("Ctrl+Q", "quit"),
+)
+
+
+class HelpScreen(ModalScreen[None]):
+    """Scrolls; Esc, F1 or q closes it."""
+
+    CSS = """
+    HelpScreen { align: center middle; }
+    HelpScreen > VerticalScroll { width: 92; max-width: 100%; height: auto; max-height: 100%; background: $surface;
+                                  border: round $primary; padding: 0 2; scrollbar-size-vertical: 1; }
+    HelpScreen Static { margin: 0 0 1 0; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", "Close", id="help.close")]
+
+    def __init__(self, modes: tuple[ModeInfo, ...]) -> None:
+        super().__init__()
+        self._modes = modes
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = "kvchat help"
+            box.border_subtitle = "Esc closes"
+            yield Static(table("Keys", KEYS, 16))
+            yield Static(table("Commands", [(entry.line, entry.doc) for entry in TABLE.values()], 26))
+            yield Static(table("KV modes", mode_lines(self._modes), 16))
+
+
+def table(title: str, rows: list[tuple[str, str]] | tuple[tuple[str, str], ...], width: int) -> Content:
+    """A titled two-column table, the first column ``width`` wide."""
+    lines = [Content.styled(title, "bold $primary")]
+    lines += [Content.assemble((f"{left:<{width}} ", "$accent"), right) for left, right in rows]
+    return Content("\n").join(lines)
+
+
+def mode_lines(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
+    """Each mode and its parameters; what is not built yet says so."""
+    rows = []
+    for mode in modes:
+        rows.append((mode.name, mode.title if mode.available else f"{mode.title} — not available yet"))
+        rows += [(f"  {p.name}", p.doc) for p in mode.params]
+    return rows

@@ -1,0 +1,84 @@
+"""Themes: one TOML file each, a Textual theme's fields with the ribbon's colours under ``[variables]``."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from textual.color import Color, ColorParseError
+from textual.theme import Theme
+
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.paths import bundled_themes_dir
+
+DEFAULT = "kvchat-dark"
+# What a theme that leaves them out gets: readable on dark and light.
+RIBBON_DEFAULTS = {
+    "ribbon-sink": "#c792ea",
+    "ribbon-window": "#5ab0f6",
+    "ribbon-device": "#3fb68b",
+    "ribbon-recalled": "#f5a742",
+    "ribbon-host": "#6b7685",
+    "ribbon-lost": "#565c66",
+    "ribbon-tick": "#e06c75",
+}
+_COLORS = {"primary", "secondary", "warning", "error", "success", "accent", "foreground", "background", "surface"} | {
+    "panel",
+    "boost",
+}
+
+
+def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageError]]:
+    """The bundled themes and those in ``directories`` by name (the later wins), and what could not be read."""
+    themes: dict[str, Theme] = {}
+    problems: list[UsageError] = []
+    for directory in (bundled_themes_dir(), *directories):
+        for path in sorted(directory.glob("*.toml")):
+            try:
+                theme = load(path)
+            except UsageError as problem:
+                problems.append(problem)
+            else:
+                themes[theme.name] = theme
+    return themes, problems
+
+
+def load(path: Path) -> Theme:
+    """The theme in one file; its name is the file's where it gives none.
+
+    Raises:
+        UsageError: the file cannot be read, is no TOML or has a wrong field or colour; it names file and reason.
+    """
+    try:
+        fields = {"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}
+        _check(fields)
+        return Theme(**fields)
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from None
+    except (ValueError, TypeError) as error:  # TOML and UTF-8 errors are ValueErrors
+        raise _refused(path, str(error)) from None
+
+
+def _check(fields: dict[str, object]) -> None:
+    known = [field.name for field in dataclasses.fields(Theme)]
+    for key in fields:
+        if key not in known:
+            raise ValueError(f'there is no field "{key}". {did_you_mean(key, known)}')
+    if "primary" not in fields:
+        raise ValueError("the field primary is missing")
+    variables = fields.get("variables", {})
+    if not isinstance(variables, dict):
+        raise ValueError("variables is no table")
+    colors = {key: value for key, value in fields.items() if key in _COLORS}
+    colors |= {key: value for key, value in variables.items() if key in RIBBON_DEFAULTS}
+    for key, value in colors.items():
+        try:
+            Color.parse(str(value))
+        except ColorParseError:
+            raise ValueError(f'{key} = "{value}" is no colour; write it as "#rrggbb"') from None
+
+
+def _refused(path: Path, reason: str) -> UsageError:
+    return UsageError(f"The theme {path} cannot be used.", f"{reason[:1].upper()}{reason[1:]}".rstrip(".") + ".")

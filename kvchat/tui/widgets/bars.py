@@ -1,0 +1,131 @@
+"""The one-line bars: mode above the transcript, status and key hints below it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from kvchat.protocol import Loaded, Params, Snapshot
+from kvchat.tui.format import bars, figure, percent, size
+from kvchat.tui.state import Phase
+
+SPARK_POINTS = 8
+
+
+# Dot, style and word of each phase: the dot's shape alone tells it without colour.
+DOTS = {
+    Phase.LOADING: ("◌", "$warning", "loading"),
+    Phase.READY: ("●", "$success", "ready"),
+    Phase.PREFILL: ("◔", "$accent", "reading"),
+    Phase.ANSWERING: ("◉", "$primary", "answering"),
+    Phase.DOWN: ("✖", "$error", "down"),
+}
+
+
+def spread(left: Content, right: Content, width: int) -> Content:
+    """``left`` and ``right`` at the two ends of ``width`` cells; the left one is cut where they meet."""
+    room = width - right.cell_length
+    if room <= 0:
+        return right.truncate(width)
+    return left.truncate(room, ellipsis=True, pad=True) + right
+
+
+class ModeBar(Widget):
+    """Model, dtype, mode, budget and the engine's state."""
+
+    DEFAULT_CSS = "ModeBar { height: 1; background: $panel; color: $text-muted; }"
+
+    phase: reactive[Phase] = reactive(Phase.LOADING)
+    stage: reactive[str] = reactive("")
+    info: reactive[Loaded | None] = reactive(None)
+    mode: reactive[str] = reactive("")
+    params: reactive[Params] = reactive(dict)
+
+    def render(self) -> Content:
+        """Model at the left, mode and state at the right; a narrow bar leaves out the words."""
+        wide = self.size.width >= 72
+        left = Content.assemble((" kvchat  ", "bold $primary"), (self._model(wide), "$foreground"))
+        return spread(left, self._mode(wide) + self._state(wide), self.size.width)
+
+    def _model(self, wide: bool) -> str:
+        if self.info is None:
+            return ""
+        return f"{self.info.model} · {self.info.dtype} · {self.info.device}" if wide else self.info.model
+
+    def _mode(self, wide: bool) -> Content:
+        budget = self.params.get("budget")
+        words = f"  budget {budget}" if budget and wide else f" {budget}" if budget else ""
+        return Content.assemble((f" {self.mode.upper()} ", "bold reverse") if self.mode else "", words)
+
+    def _state(self, wide: bool) -> Content:
+        dot, style, word = DOTS[self.phase]
+        said = self.stage if self.phase is Phase.LOADING and self.stage else word
+        return Content.assemble("  ", (dot, f"bold {style}"), f" {said} " if wide else " ")
+
+
+class StatusBar(Widget):
+    """Tokens per second with its recent course, time to first token, recall and context used."""
+
+    DEFAULT_CSS = "StatusBar { height: 1; color: $text-muted; }"
+
+    snapshot: reactive[Snapshot | None] = reactive(None)
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._speeds: deque[float] = deque(maxlen=SPARK_POINTS)
+
+    def add(self, snapshot: Snapshot, answering: bool) -> None:
+        """The latest numbers; only a running answer moves the course of the speed."""
+        if answering and snapshot.tokens_per_s is not None:
+            self._speeds.append(snapshot.tokens_per_s)
+        self.snapshot = snapshot
+
+    def render(self) -> Content:
+        """What is not measured yet is left out; what does not fit at the right is cut."""
+        s = self.snapshot
+        if s is None:
+            return Content("")
+        speed = Content.assemble(
+            (f" {figure(s.tokens_per_s, 'tok/s', 1)} ", "bold $foreground"), (bars(self._speeds), "$primary")
+        )
+        words = [f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "", *self._recall(s)]
+        if s.gpu:
+            words.append(f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}")
+        right = Content.assemble((f" ctx {percent(s.total / s.context if s.context else None)} ", "$foreground"))
+        return spread(speed + Content("".join(f"   {word}" for word in words if word)), right, self.size.width)
+
+    def _recall(self, s: Snapshot) -> list[str]:
+        return [
+            f"recall p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
+            f"hit {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
+        ]
+
+
+class KeyHints(Widget):
+    """The keys that matter now, from the bindings themselves, so that a keymap changes them too."""
+
+    DEFAULT_CSS = "KeyHints { height: 1; color: $text-muted; }"
+    ORDER = (
+        "prompt.send",
+        "prompt.newline",
+        "ribbon.left",
+        "ribbon.right",
+        "stop",
+        "mode.next",
+        "panels",
+        "palette",
+        "help",
+    )
+
+    def on_mount(self) -> None:
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
+
+    def render(self) -> Content:
+        """Key and word of each, as many as fit."""
+        shown = {active.binding.id: active.binding for active in self.screen.active_bindings.values()}
+        keys = [shown[name] for name in self.ORDER if name in shown]
+        words = [((f" {key.key_display or key.key}", "bold $primary"), (f" {key.description} ", "")) for key in keys]
+        return Content.assemble(*(part for pair in words for part in pair)).truncate(self.size.width)

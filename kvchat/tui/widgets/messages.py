@@ -1,0 +1,209 @@
+"""What the transcript holds: questions, streamed answers, notes and error blocks."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.timer import Timer
+from textual.widgets import Markdown, Static
+
+from kvchat.errors import KvchatError
+from kvchat.protocol import Switched
+from kvchat.tui import flush
+from kvchat.tui.format import count, figure, size
+
+SHOWN_CHARACTERS = 4000
+SETTLED_TOKENS = 64
+
+
+class Question(Static):
+    """What the user said; a very long text shows its beginning and its size."""
+
+    DEFAULT_CSS = """
+    Question { margin: 1 1 0 1; color: $accent; text-style: bold; }
+    Question.queued { color: $text-muted; text-style: italic; }
+    """
+
+    def __init__(self, text: str, queued: bool = False) -> None:
+        super().__init__(classes="queued" if queued else "", markup=False)
+        self.text = text
+        self.queued = queued
+
+    def on_mount(self) -> None:
+        self.update(self._content())
+
+    def send(self) -> None:
+        """It waits no longer."""
+        self.queued = False
+        self.remove_class("queued")
+        self.update(self._content())
+
+    def _content(self) -> Content:
+        shown = self.text[:SHOWN_CHARACTERS]
+        more = f" … ({size(len(self.text.encode('utf-8', 'replace')))})" if len(self.text) > SHOWN_CHARACTERS else ""
+        body = shown.replace("\n", "\n  ") + more + ("  (queued)" if self.queued else "")
+        return Content(f"❯ {body}")
+
+
+class Note(Static):
+    """A quiet line: a switch, a notice, a table of numbers."""
+
+    DEFAULT_CSS = "Note { margin: 1 1 0 1; color: $text-muted; }"
+
+    def __init__(self, text: str | Content, id: str | None = None) -> None:
+        super().__init__(text, id=id, markup=False)
+
+
+class SwitchNote(Note):
+    """A live switch: ``── full -> speculative · 14,203 tok · 41 -> 58 tok/s ──``; the second figure comes later."""
+
+    def __init__(self, switched: Switched, speed_before: float | None) -> None:
+        self.switched = switched
+        self.settled = False
+        self._before = speed_before
+        self._tokens = 0
+        self._begun: float | None = None
+        super().__init__(self._line(None))
+
+    def count(self, tokens: int, now: float) -> None:
+        """Tokens that came since; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
+        if self.settled:
+            return
+        if self._begun is None:
+            self._begun = now
+            return
+        self._tokens += tokens
+        if self._tokens >= SETTLED_TOKENS:
+            self.close(now)
+
+    def close(self, now: float) -> None:
+        """Fill in the speed from what came so far; without any token the note stays open for the next answer."""
+        if not self.settled and self._begun is not None and self._tokens and now > self._begun:
+            self.settled = True
+            self.update(self._line(self._tokens / (now - self._begun)))
+
+    def _line(self, after: float | None) -> str:
+        s = self.switched
+        name = s.mode if s.before == s.mode else f"{s.before} -> {s.mode}"
+        parts = [name, *(f"{key} {value}" for key, value in s.params.items() if key == "budget" and value)]
+        parts.append(f"{count(s.total)} tok")
+        speeds = [figure(speed) for speed in (self._before, after) if speed is not None]
+        if speeds:
+            parts.append(" -> ".join(speeds) + " tok/s")
+        if s.moved_bytes:
+            parts.append(f"moved {size(s.moved_bytes)}")
+        if s.reduced_tokens:
+            parts.append(f"{count(s.reduced_tokens)} tok computed with less context")
+        return f"── {' · '.join(parts)} ──"
+
+
+class Problem(Static):
+    """Something failed: title, detail, hint."""
+
+    DEFAULT_CSS = "Problem { margin: 1 1 0 1; padding: 0 1; border-left: outer $error; }"
+
+    def __init__(self, error: KvchatError) -> None:
+        self.error = error
+        parts = [Content.styled(f"✖ {error.title}", "bold $error"), Content(error.detail)]
+        parts.append(Content.styled(error.hint, "dim"))
+        super().__init__(Content("\n").join(part for part in parts if part), markup=False)
+
+
+class Answer(Vertical):
+    """One answer, streamed as Markdown. It owns its text; ``collapsed`` it is one plain widget of the same height."""
+
+    DEFAULT_CSS = """
+    Answer { height: auto; margin: 1 1 0 1; border-left: outer $primary; padding: 0 0 0 1; }
+    Answer.stopped { border-left: outer $warning; }
+    Answer > Markdown { padding: 0; margin: 0; background: transparent; }
+    Answer > .tail { color: $text; }
+    Answer > .tail.waiting { color: $text-muted; }
+    Answer > .receipt { color: $text-disabled; }
+    """
+
+    class Grew(Message):
+        """More of the answer is on screen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        self.receipt = ""
+        self.collapsed = False
+        self.finished = False
+        self._open = flush.OpenBlock()
+        self._pending = ""
+        self._timer: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        if self.collapsed:
+            yield Static(self.text, classes="placeholder", markup=False)
+            return
+        yield Markdown(self.text or None, open_links=False)
+        tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
+        tail.display = not self.finished
+        yield tail
+        receipt = Static(self.receipt, classes="receipt", markup=False)
+        receipt.display = bool(self.receipt)
+        yield receipt
+
+    def wait(self, words: str) -> None:
+        """Say what is being done before the first word comes."""
+        if not self.text:
+            self._show_tail(words, waiting=True)
+
+    def feed(self, text: str) -> None:
+        """More text; it is drawn at the next flush."""
+        self.text += text
+        self._pending += text
+        if self._timer is None:
+            self._timer = self.set_timer(flush.SHORTEST_S, self._flush)
+
+    async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
+        """The whole answer at last: parsed once more as one text, with the receipt under it."""
+        self.text, self.receipt, self.finished = text, receipt, True
+        if self._timer:
+            self._timer.stop()
+        self.set_class(stopped, "stopped")
+        await self.query_one(Markdown).update(text)
+        self._show_tail("" if text.strip() else "(no text)", waiting=True)
+        line = self.query_one(".receipt", Static)
+        line.update(receipt)
+        line.display = bool(receipt)
+        self.post_message(self.Grew())
+
+    async def set_collapsed(self, collapsed: bool) -> None:
+        """Swap the Markdown blocks for one plain widget of the remembered height, or back."""
+        if collapsed == self.collapsed or not self.finished:
+            return
+        self.styles.height = self.size.height if collapsed else "auto"
+        self.collapsed = collapsed
+        await self.recompose()
+
+    async def _flush(self) -> None:
+        self._timer = None
+        if self.finished:
+            return
+        pending, self._pending = self._pending, ""
+        begun = perf_counter()
+        if closed := self._open.feed(pending):
+            await self.query_one(Markdown).append(closed)
+        if self.finished:
+            return
+        self._show_tail(self._open.tail)
+        self.post_message(self.Grew())
+        self._timer = self.set_timer(flush.interval(perf_counter() - begun), self._again)
+
+    async def _again(self) -> None:
+        self._timer = None
+        if self._pending:
+            await self._flush()
+
+    def _show_tail(self, text: str, waiting: bool = False) -> None:
+        for tail in self.query(".tail").results(Static):
+            tail.set_class(waiting, "waiting")
+            tail.update(text.rstrip("\n"))
+            tail.display = bool(text.strip())

@@ -1,0 +1,185 @@
+"""The panel columns: labelled numbers from one snapshot; a missing reading is drawn ``n/a``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+from textual.widgets import Static
+
+from kvchat.protocol import RIBBON, Gpu, Params, Snapshot
+from kvchat.tui.format import MISSING, count, figure, percent, size
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
+from kvchat.tui.widgets.timeline import Timeline
+
+Rows = list[tuple[str, str]]
+MAX_EVENTS = 200
+
+
+def mode_rows(snapshot: Snapshot) -> Rows:
+    """The mode's parameters as they are now."""
+    return [(name, _value(value)) for name, value in snapshot.params.items()]
+
+
+def context_rows(s: Snapshot) -> Rows:
+    """Active and total tokens, and what is not read."""
+    rows = [
+        ("active", f"{count(s.active)} tok"),
+        ("stored", f"{count(s.total)} of {count(s.context)}"),
+        ("not read", percent(1 - s.active / s.total if s.total else None)),
+    ]
+    return [*rows, ("reduced context", f"{count(s.reduced_tokens)} tok")] if s.reduced_tokens else rows
+
+
+def recall_rows(s: Snapshot) -> Rows:
+    """What moved from host to device."""
+    p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
+    return [
+        ("moved", size(s.recalled_bytes)),
+        ("last step", size(s.step_bytes)),
+        ("hit rate", percent(s.recall_hit_rate)),
+        ("corrections", count(s.corrections)),
+        ("p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}"),
+    ]
+
+
+def memory_rows(s: Snapshot) -> Rows:
+    """The device as NVML sees it, then torch's own numbers, then what kvchat holds."""
+    return [
+        *(gpu_rows(s.gpu) if s.gpu else [("GPU", MISSING)]),
+        ("torch allocated", size(s.torch_allocated)),
+        ("torch reserved", size(s.torch_reserved)),
+        ("weights", size(s.weight_bytes)),
+        ("KV on the device", size(s.kv_device_bytes)),
+        ("KV on the host", size(s.kv_host_bytes)),
+    ]
+
+
+def gpu_rows(gpu: Gpu) -> Rows:
+    """What NVML reads."""
+    vitals = (figure(gpu.utilization, "%"), figure(gpu.temperature, "°C"), figure(gpu.power, "W"))
+    return [
+        ("GPU", gpu.name),
+        ("used", MISSING if gpu.used is None else f"{size(gpu.used)} / {size(gpu.total)}"),
+        ("this process", size(gpu.process)),
+        ("load · heat · power", " · ".join(vitals)),
+    ]
+
+
+def extra_rows(extras: Params) -> Rows:
+    """Numbers that only the mode at hand has."""
+    return [(name, _value(value)) for name, value in extras.items()]
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+    return str(value)
+
+
+class Rowed(Widget):
+    """A titled block of label and value rows, values at the right edge."""
+
+    DEFAULT_CSS = """
+    Rowed { height: auto; border-top: solid $panel-lighten-1; border-title-color: $primary; padding: 0 1;
+            color: $text-muted; }
+    """
+
+    rows: reactive[Rows] = reactive(list)
+
+    def __init__(self, title: str, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.border_title = f" {title} "
+
+    def watch_rows(self, old: Rows, new: Rows) -> None:
+        """Numbers change ten times a second: a new layout only where their count does."""
+        self.refresh(layout=len(old) != len(new))
+
+    def render(self) -> Content:
+        """One line a row; a value too long is cut, the label never."""
+        width = self.content_size.width or 34
+        return Content("\n").join(self._line(label, value, width) for label, value in self.rows)
+
+    def _line(self, label: str, value: str, width: int) -> Content:
+        room = max(width - len(label) - 1, 3)
+        shown = value if len(value) <= room else value[: room - 1] + "…"
+        style = "dim" if value == MISSING else "$foreground"
+        return Content.assemble(label, " " * max(width - len(label) - len(shown), 1), (shown, style))
+
+
+class KvColumn(VerticalScroll, can_focus=False):
+    """Mode, active against total over time, recall and memory."""
+
+    DEFAULT_CSS = """
+    KvColumn { width: 36; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
+    KvColumn > Timeline { margin: 0 1; }
+    """
+
+    def compose(self) -> ComposeResult:
+        yield Rowed("mode", id="mode-rows")
+        yield Rowed("active against stored", id="context-rows")
+        yield Timeline()
+        yield Rowed("recall", id="recall-rows")
+        yield Rowed("memory", id="memory-rows")
+
+    def on_mount(self) -> None:
+        """All labels from the start, so that nothing jumps when the numbers come."""
+        self.show(Snapshot("mode", {}, 0, 0, 0, 0, 0))
+
+    def show(self, s: Snapshot) -> None:
+        """Draw one snapshot."""
+        mode = self.query_one("#mode-rows", Rowed)
+        mode.border_title, mode.rows = f" {s.mode} ", mode_rows(s)
+        self.query_one("#context-rows", Rowed).rows = context_rows(s)
+        self.query_one("#recall-rows", Rowed).rows = recall_rows(s)
+        self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
+        if s.total:
+            self.query_one(Timeline).add(s.active, s.total)
+
+
+class DetailColumn(VerticalScroll, can_focus=False):
+    """What only a large screen has room for: the mode's own numbers, the ribbon's legend and the event log."""
+
+    DEFAULT_CSS = """
+    DetailColumn { width: 42; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
+    DetailColumn > .block { height: auto; padding: 0 1; border-top: solid $panel-lighten-1; }
+    DetailColumn > .block { border-title-color: $primary; }
+    """
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._events: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        yield Rowed("this mode", id="extra-rows")
+        yield Static(legend(), id="legend", classes="block")
+        yield Static(id="events", classes="block", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one("#legend").border_title = " ribbon "
+        self.query_one("#events").border_title = " events "
+        self.query_one("#extra-rows", Rowed).rows = [("own numbers", MISSING)]
+
+    def show(self, s: Snapshot) -> None:
+        """Draw the mode's own numbers."""
+        self.query_one("#extra-rows", Rowed).rows = extra_rows(s.extras) or [("own numbers", MISSING)]
+
+    def log_event(self, text: str) -> None:
+        """One line in the event log, newest first."""
+        self._events = [f"{time.strftime('%H:%M:%S')}  {text}", *self._events][:MAX_EVENTS]
+        self.query_one("#events", Static).update("\n".join(self._events))
+
+
+def legend(letters: Iterable[str] = RIBBON) -> Content:
+    """Glyph, colour and word of each state of the ribbon."""
+    lines = [Content.assemble((GLYPHS[x] * 2, f"$ribbon-{CLASSES[x]}"), f"  {RIBBON[x]}") for x in letters]
+    return Content("\n").join([*lines, Content.assemble(("┃ ", "$ribbon-tick"), "  the mode changed")])

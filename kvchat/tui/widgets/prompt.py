@@ -1,0 +1,122 @@
+"""The prompt: Enter sends, Ctrl+J is a newline, Up and Down walk the history at the edges, large pastes fold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import TextArea
+
+from kvchat.tui.format import size
+from kvchat.tui.history import PromptHistory
+
+NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
+FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would block for many seconds
+
+
+class Prompt(TextArea):
+    """A multi-line editor that posts ``Sent``; the text stays until the receiver calls ``accept``."""
+
+    DEFAULT_CSS = """
+    Prompt { height: auto; min-height: 3; max-height: 10; border: round $panel-lighten-2; padding: 0 1;
+             background: transparent; scrollbar-size-vertical: 1; }
+    Prompt:focus { border: round $primary; background: transparent; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "send", "send", key_display="⏎", id="prompt.send"),
+        Binding(",".join(NEWLINE_KEYS), "newline", "newline", key_display="^J", id="prompt.newline"),
+    ]
+
+    @dataclass
+    class Sent(Message):
+        """The user wants this sent, pastes expanded."""
+
+        text: str
+
+    def __init__(self, history: PromptHistory, id: str | None = None) -> None:
+        super().__init__(
+            id=id, soft_wrap=True, show_line_numbers=False, tab_behavior="focus", highlight_cursor_line=False
+        )
+        self.placeholder = "Ask something…   (/ for commands)"
+        self.prompts = history
+        self._pastes: dict[str, str] = {}
+
+    def action_send(self) -> None:
+        """Post what is written, folded pastes in full."""
+        self.post_message(self.Sent(self.expanded()))
+
+    def action_newline(self) -> None:
+        """Insert a line break at the cursor."""
+        self._replace_via_keyboard("\n", *self.selection)
+
+    def expanded(self) -> str:
+        """The text with every folded paste in full."""
+        text = self.text
+        for label, paste in self._pastes.items():
+            text = text.replace(label, paste)
+        return text
+
+    def accept(self) -> None:
+        """The text was taken: remember it and begin an empty one.
+
+        Raises:
+            OSError: the history file cannot be written.
+        """
+        text = self.expanded()
+        self._pastes.clear()
+        self.load_text("")
+        self.prompts.add(text)
+
+    def restore(self, text: str) -> None:
+        """Give a text back to the user, unless another has been begun."""
+        if not self.text:
+            self.load_text("")
+            self.insert(self._fold(text))
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        """Up, or the older prompt at the first line."""
+        if select or not self.cursor_at_first_line:
+            super().action_cursor_up(select)
+        elif (entry := self.prompts.older(self.text)) is not None:
+            self._show(entry)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        """Down, or the newer prompt at the last line."""
+        if select or not self.cursor_at_last_line:
+            super().action_cursor_down(select)
+        elif (entry := self.prompts.newer()) is not None:
+            self._show(entry)
+
+    async def _on_key(self, event: events.Key) -> None:
+        """Enter and newline in the order they were typed; a binding runs in the app, after keys typed later."""
+        action = {"enter": self.action_send, **dict.fromkeys(NEWLINE_KEYS, self.action_newline)}.get(event.key)
+        if action is not None:
+            event.stop()
+            event.prevent_default()
+            action()
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        """Literally, newlines and all; a large one as a placeholder that is expanded when sent."""
+        event.prevent_default()
+        event.stop()
+        self._replace_via_keyboard(self._fold(event.text.replace("\r\n", "\n").replace("\r", "\n")), *self.selection)
+
+    def _fold(self, text: str) -> str:
+        if len(text) <= FOLD_CHARACTERS:
+            return text
+        label = f"[pasted {_megabytes(len(text))}]"
+        while self._pastes.get(label, text) != text:
+            label = label[:-1] + "+]"
+        self._pastes[label] = text
+        return label
+
+    def _show(self, text: str) -> None:
+        self.load_text(text)
+        self.move_cursor(self.document.end)
+
+
+def _megabytes(characters: int) -> str:
+    return f"{characters / 1e6:.1f} MB" if characters >= 1e6 else size(characters).replace("KiB", "KB")

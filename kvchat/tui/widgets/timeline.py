@@ -1,0 +1,101 @@
+"""Active against total KV over time: the shaded hill is what is stored, the solid one what attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from kvchat.tui.format import BARS
+
+STORED, MARK = "░", "╎"
+MAX_POINTS = 2048
+
+
+@dataclass(frozen=True)
+class Point:
+    """One moment; ``switched`` where the mode changed since the point before."""
+
+    active: float
+    total: float
+    switched: bool = False
+
+
+def thin(points: Sequence[Point], width: int) -> list[Point]:
+    """At most ``width`` points, each the last of its group; a mark in a group survives."""
+    if len(points) <= width:
+        return list(points)
+    edges = [column * len(points) // width for column in range(width + 1)]
+    groups = [points[start:end] for start, end in pairwise(edges)]
+    return [Point(group[-1].active, group[-1].total, any(p.switched for p in group)) for group in groups]
+
+
+def column(point: Point, top: float, height: int) -> list[str]:
+    """The glyphs of one column, from the top row down: one of ``BARS``, ``STORED``, ``MARK`` or a blank."""
+    active, total = (value / top * height for value in (point.active, point.total))
+    rows = []
+    for row in reversed(range(height)):
+        level = min(max(active - row, 0.0), 1.0)
+        if level >= 1 / 16:
+            rows.append(BARS[max(round(level * 8) - 1, 0)])
+        elif total - row >= 0.5 or (row == 0 and total > 0):
+            rows.append(STORED)
+        else:
+            rows.append(MARK if point.switched else " ")
+    return rows
+
+
+class Timeline(Widget):
+    """The newest point is at the right; older ones are squeezed together, so the whole conversation stays in sight."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"timeline--active", "timeline--stored", "timeline--mark"}
+    DEFAULT_CSS = """
+    Timeline { height: 6; }
+    Timeline > .timeline--active { color: $ribbon-device; }
+    Timeline > .timeline--stored { color: $ribbon-host; }
+    Timeline > .timeline--mark { color: $ribbon-tick; }
+    """
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.points: list[Point] = []
+        self._switched = False
+
+    def add(self, active: float, total: float) -> None:
+        """One more moment; nothing where nothing changed."""
+        if self.points and (self.points[-1].active, self.points[-1].total) == (active, total) and not self._switched:
+            return
+        self.points.append(Point(active, total, self._switched))
+        self._switched = False
+        if len(self.points) > MAX_POINTS:
+            self.points = thin(self.points, MAX_POINTS // 2)
+        self.refresh()
+
+    def mark(self) -> None:
+        """The mode changed: the next point carries a mark."""
+        self._switched = True
+
+    def clear(self) -> None:
+        """Forget everything: a new conversation."""
+        self.points, self._switched = [], False
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        width, height = self.size
+        points = thin(self.points, width)
+        top = max((point.total for point in points), default=0.0)
+        if not top:
+            return Strip.blank(width, self.rich_style)
+        glyphs = [column(point, top, height)[y] for point in points]
+        strip = Strip([Segment(glyph, self._style(glyph)) for glyph in glyphs])
+        return strip.adjust_cell_length(width, self.rich_style)
+
+    def _style(self, glyph: str) -> Style:
+        name = {STORED: "stored", MARK: "mark", " ": "stored"}.get(glyph, "active")
+        return self.rich_style + self.get_component_rich_style(f"timeline--{name}", partial=True)
