@@ -118,6 +118,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
     "apertus": ("ApertusConfig", {}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 8}),
+    "nanochat": ("NanoChatConfig", {}),
     "gpt2": ("GPT2Config", {"only": GPT2_NAMES}),
     "opt": (
         "OPTConfig",

@@ -162,10 +162,10 @@ def _candidates(model: Any, d_k: int) -> Iterator[Rotation]:
         if "original" not in name and not any(torch.equal(buffer, other) for other in distinct):
             distinct.append(buffer)
     for buffer in distinct:
-        for interleaved, end in itertools.product((False, True), (False, True)):
-            offset = d_k - 2 * buffer.numel()
-            if offset > 0 or (offset == 0 and not end):
-                yield Rotation(buffer.double().clone(), interleaved, offset if end else 0)
+        for inv_freq in (buffer.double(), -buffer.double()):  # nanochat turns backwards
+            for interleaved, offset in itertools.product((False, True), {0, d_k - 2 * buffer.numel()}):
+                if offset >= 0:
+                    yield Rotation(inv_freq.clone(), interleaved, offset)
 
 
 def _identify(

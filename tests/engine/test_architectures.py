@@ -18,7 +18,8 @@ RIGHT = [
     *("llama", "llama-mha", "llama-head32", "llama-linear", "llama-yarn", "llama-llama3", "qwen2", "qwen2-window"),
     *("qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "gemma", "gemma2", "gemma3", "gemma3n", "gpt_neox"),
     *("olmo2", "olmo3", "granite", "gpt_oss", "cohere", "cohere2", "glm", "glm4", "smollm3", "stablelm", "starcoder2"),
-    *("nemotron", "ministral3", "hunyuan_v1", "ernie4_5", "apertus", "seed_oss", "gpt2", "opt", "deepseek_v3"),
+    *("nemotron", "ministral3", "hunyuan_v1", "ernie4_5", "apertus", "seed_oss", "nanochat", "gpt2", "opt"),
+    *("deepseek_v3", "exaone4"),
 ]
 
 REFUSED = {
@@ -55,6 +56,7 @@ ROTATIONS = {
     "cohere2": [(16, True, 0)] * 3 + [None],
     "glm": [(8, True, 0)] * 4,
     "glm4": [(8, True, 0)] * 4,
+    "nanochat": [HALF16] * 4,
     "smollm3": [HALF16] * 3 + [None],
     "deepseek_v3": [(8, False, 16)] * 4,
 }
