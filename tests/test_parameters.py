@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from kvchat import parameters
+from kvchat.errors import UsageError
+from kvchat.parameters import PARAMETERS, SpeculativeParameters, StreamingParameters
+
+
+@pytest.mark.parametrize("mode", parameters.available_modes())
+def test_every_available_mode_has_defaults(mode: str) -> None:
+    parsed = parameters.parse(mode, {})
+    assert isinstance(parsed, PARAMETERS[mode])
+    assert not parsed.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "message"),
+    [
+        ("frezee", {}, 'There is no KV mode "frezee". Did you mean "freeze"?'),
+        ("freeze", {}, "The freeze mode is not available yet. Available: full, streaming, speculative."),
+        ("full", {"budget": 512}, 'The full mode has no parameter "budget". It has no parameters.'),
+        ("streaming", {"sigm": 1}, 'The streaming mode has no parameter "sigm". Did you mean "sigma"?'),
+        ("speculative", {"budget": 3}, "speculative: budget = 3 is refused."),
+        ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused."),
+        ("streaming", {"window": 0}, "streaming: window = 0 is refused."),
+    ],
+)
+def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parameters.parse(mode, params)
+    assert str(caught.value).startswith(message)
+
+
+def test_texts_become_numbers() -> None:
+    assert parameters.parse("speculative", {"budget": "512", "tau": "0.5", "first_full": "false"}) == (
+        SpeculativeParameters(budget=512, tau=0.5, first_full=False)
+    )
+
+
+def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
+    current = SpeculativeParameters(budget=512, tau=0.5)
+    assert parameters.merge(current, "streaming", {"sigma": 1}) == StreamingParameters(budget=512, sigma=1)
+    assert parameters.merge(current, "streaming", {"budget": 256}) == StreamingParameters(budget=256)
+    assert parameters.merge(current, "full", {}).model_dump() == {}
+    with pytest.raises(UsageError, match="no KV mode"):
+        parameters.merge(current, "ful", {})
+
+
+def test_every_parameter_is_described() -> None:
+    infos = {info.name: info for info in parameters.mode_infos()}
+    assert list(infos) == list(PARAMETERS)
+    assert all(info.title for info in infos.values())
+    assert all(param.doc for info in infos.values() for param in info.params)
+    assert {p.name: p.default for p in infos["speculative"].params}["tau"] == 0.8
