@@ -66,11 +66,15 @@ def load_model(name: str, device: str, dtype: str, progress: source.Progress) ->
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(found)
         progress("Loading the weights")
-        model = _model(model_class, found, precision, on)
-        progress("Testing the model")
-        pinned = pin_frequencies(model)
-        seen = probe(model)
-        selftest(model)
+        model = _model(model_class, found, precision)
+        try:
+            model.to(on)
+            progress("Testing the model")
+            pinned = pin_frequencies(model)
+            seen = probe(model)
+            selftest(model)
+        except torch.OutOfMemoryError as error:
+            raise _does_not_fit(found, on) from error
     return _loaded(found, model, tokenizer, seen, pinned)
 
 
@@ -155,18 +159,17 @@ def _tokenizer(found: source.Source) -> Any:
         raise _unreadable(found, "its tokenizer", error) from error
 
 
-def _model(model_class: Any, found: source.Source, dtype: torch.dtype, device: torch.device) -> Any:
+def _model(model_class: Any, found: source.Source, dtype: torch.dtype) -> Any:
+    """On the CPU: transformers reads straight to a GPU only with accelerate, which kvchat does not need otherwise."""
     seam.register()
     try:
         model, info = model_class.from_pretrained(
             found.folder, dtype=dtype, attn_implementation=seam.NAME, local_files_only=True, output_loading_info=True
         )
-        _check_complete(found, info)
-        return model.eval().to(device)
-    except torch.OutOfMemoryError as error:
-        raise _does_not_fit(found, device) from error
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, OSError, RuntimeError) as error:
         raise _unreadable(found, "its weights", error) from error
+    _check_complete(found, info)
+    return model.eval()
 
 
 def _loaded(found: source.Source, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:

@@ -329,9 +329,23 @@ def test_auto_dtype(device, own, expected):
     assert load._resolve_dtype("auto", config, torch.device(device)) == expected
 
 
-def test_weights_larger_than_the_free_memory_are_refused_unread(monkeypatch):
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """A GPU in name only, with 2 MB free."""
     monkeypatch.setattr(load, "resolve_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+
+
+def test_weights_larger_than_the_free_memory_are_refused_unread(small_gpu):
     with pytest.raises(DoesNotFitError, match=r"bundled does not fit GPU X.*take 0.0 GB, and 0.0 of 24.0 GB are free"):
         load_model("bundled", "cuda", "auto", silent)
+
+
+def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
+    def run_out(model, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", run_out)
+    with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
+        load_model(str(folder), "cuda", "float32", silent)
