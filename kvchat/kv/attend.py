@@ -17,24 +17,25 @@ from kvchat.kv.facts import LayerFacts
 SCORE_BLOCK = 2**24
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts) -> Tensor:
-    """One token's attention over its layer's slots.
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token's attention over slots.
 
     Args:
-        query: ``[H_q, d_k]``.
+        query: ``[H, G, d_k]``.
         keys: ``[H, n, d_k]``, in the slots' order.
         values: ``[H, n, d_v]``.
         bias: ``[H or 1, 1, n]``, 0 where the slot may be read, else -inf.
-        facts: scaling, soft cap and learned sinks of the layer.
+        facts: scaling and soft cap of the layer.
+        sinks: learned sink logits ``[H, G]``, where the layer has them.
 
     Returns:
-        ``[H_q, d_v]``
+        ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
-    heads = keys.shape[0]
-    grouped = query.view(heads, -1, query.shape[-1])
-    scores = torch.bmm(grouped * facts.scaling, keys.transpose(1, 2))
-    weights = _softmax(_capped(scores, facts).add_(bias), facts, heads)
-    return torch.bmm(weights.to(values.dtype), values).view(query.shape[0], -1)
+    scores = torch.bmm(query * facts.scaling, keys.transpose(1, 2))
+    weights = _softmax(_capped(scores, facts).add_(bias), sinks)
+    return torch.bmm(weights.to(values.dtype), values), weights
 
 
 def attend_prefill(query: Tensor, keys: Tensor, values: Tensor, start: int, facts: LayerFacts) -> Tensor:
@@ -71,7 +72,9 @@ def _dense(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: Lay
         args = query[None], keys[None], values[None], bias[None, None]
         return F.scaled_dot_product_attention(*args, scale=facts.scaling)[0]
     scores = torch.bmm(query, keys.transpose(1, 2)) * facts.scaling
-    weights = _softmax(_capped(scores, facts) + bias, facts, keys.shape[0])
+    sinks = None if facts.sinks is None else facts.sinks.view(keys.shape[0], -1)
+    repeated = None if sinks is None else sinks.repeat_interleave(query.shape[1] // sinks.shape[1], 1)
+    weights = _softmax(_capped(scores, facts) + bias, repeated)
     return torch.bmm(weights.to(values.dtype), values)
 
 
@@ -83,14 +86,11 @@ def _capped(scores: Tensor, facts: LayerFacts) -> Tensor:
     return scores if facts.softcap is None else torch.tanh(scores / facts.softcap) * facts.softcap
 
 
-def _softmax(scores: Tensor, facts: LayerFacts, heads: int) -> Tensor:
-    """Softmax in float32 over ``scores [H, G * n, T]``; a learned sink is one more logit that attends to nothing."""
-    if facts.sinks is None:
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax in float32 over ``scores [H, m, n]``; learned sinks ``[H, m]`` are one more logit with no value."""
+    if sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
-    group = facts.sinks.shape[0] // heads
-    sinks = facts.sinks.float().view(heads, group, 1, 1).expand(-1, -1, scores.shape[1] // group, 1)
-    with_sinks = torch.cat((scores.float(), sinks.reshape(heads, -1, 1)), -1)
-    return with_sinks.softmax(-1)[..., :-1]
+    return torch.cat((scores.float(), sinks.float().unsqueeze(-1)), -1).softmax(-1)[..., :-1]
 
 
 def _causal_bias(start: int, n: int, first: int, length: int, window: int | None, like: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ EMPTY = -1
 class Layout:
     """Slots of the layers ``first`` to ``last`` (exclusive): ``pages`` retrieved pages, ``sink`` and ``window`` tokens.
 
-    ``shared`` layers and heads hold the same tokens and have one table.
+    ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
+    the same length for each layer; all, where there is none.
     """
 
     first: int
@@ -29,6 +30,11 @@ class Layout:
     window: int
     pages: int = 0
     shared: bool = True
+    heads: tuple[tuple[int, ...], ...] | None = None
+
+    def width(self, geometry: Geometry) -> int:
+        """KV heads per layer."""
+        return len(self.heads[0]) if self.heads else geometry.kv_heads
 
     def slots(self, page: int) -> int:
         """Slots per KV head and layer, whole pages."""
@@ -37,20 +43,21 @@ class Layout:
     def nbytes(self, geometry: Geometry) -> int:
         """Bytes that ``Slots`` of this layout allocate."""
         n = self.slots(geometry.page)
-        layers = self.last - self.first
-        tables = 1 if self.shared else layers * geometry.kv_heads
-        pages = layers * geometry.kv_heads * self.pages * torch.int64.itemsize
-        rows = layers * geometry.kv_heads * n * 2 * geometry.row_bytes
+        heads = (self.last - self.first) * self.width(geometry)
+        tables = 1 if self.shared else heads
+        pages = heads * self.pages * torch.int64.itemsize
+        rows = heads * n * 2 * geometry.row_bytes
         return rows + pages + 2 * tables * n * torch.int32.itemsize
 
 
 class Slots:
     """The slots of the layers of one ``Layout``.
 
-    ``kv [layers, 2, H, n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot
-    or -1, and ``read`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V
-    the page slots hold; whether their tokens may be read is the table's business. ``active`` sums, over layers and
-    steps, the mean number of tokens a KV head read.
+    H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
+    n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and ``read``
+    the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots hold;
+    whether their tokens may be read is the table's business. ``active`` sums, over layers and steps, the number of
+    tokens that a KV head of the model read here, on average.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -58,14 +65,16 @@ class Slots:
         self.geometry = geometry
         self.n = layout.slots(geometry.page)
         self.offset = layout.pages * geometry.page
-        layers = layout.last - layout.first
-        tables = (1, 1) if layout.shared else (layers, geometry.kv_heads)
-        self.kv = torch.zeros((layers, 2, geometry.kv_heads, self.n, geometry.d), dtype=geometry.dtype, device=device)
+        layers, width = layout.last - layout.first, layout.width(geometry)
+        tables = (1, 1) if layout.shared else (layers, width)
+        self.heads = torch.tensor(layout.heads, device=device) if layout.heads else None
+        self.kv = torch.zeros((layers, 2, width, self.n, geometry.d), dtype=geometry.dtype, device=device)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
         self.read = self.table.clone()
-        self.pages = torch.full((layers, geometry.kv_heads, layout.pages), EMPTY, dtype=torch.int64, device=device)
-        self._heads = torch.arange(2 * geometry.kv_heads, device=device) * self.n
-        self._write_rows = self._heads
+        self.pages = torch.full((layers, width, layout.pages), EMPTY, dtype=torch.int64, device=device)
+        self._all = torch.arange(geometry.kv_heads, device=device)
+        self._row_starts = torch.arange(2 * width, device=device) * self.n
+        self._write_rows = self._row_starts
         self.active = torch.zeros((), dtype=torch.float64, device=device)
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
@@ -73,6 +82,14 @@ class Slots:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return self.kv.nbytes + self.table.nbytes + self.read.nbytes + self.pages.nbytes
+
+    def heads_of(self, layer: int) -> Tensor:
+        """The KV heads held, ``[H]`` int64."""
+        return self._all if self.heads is None else self.heads[layer - self.layout.first]
+
+    def pick(self, layer: int, tensor: Tensor, dim: int) -> Tensor:
+        """The entries of the KV heads held from a tensor that has all along ``dim``."""
+        return tensor if self.heads is None else tensor.index_select(dim, self.heads_of(layer))
 
     def keys(self, layer: int) -> Tensor:
         """``[H, n, d_k]``"""
@@ -112,11 +129,11 @@ class Slots:
         slot = self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
         self.table.index_copy_(2, slot.view(1), entry)
-        self._write_rows = self._heads + slot
+        self._write_rows = self._row_starts + slot
 
     def write(self, layer: int, kv: Tensor) -> None:
-        """Write the new token's rows, ``kv [2 * H, d]``, to its slot."""
-        self.rows(layer).index_copy_(0, self._write_rows, kv)
+        """Write the new token's ``kv [2, kv_heads, d]`` to its slot."""
+        self.rows(layer).index_copy_(0, self._write_rows, self.pick(layer, kv, 1).flatten(0, 1))
 
     def open_pages(self, layers: slice, first: int, last: Tensor) -> None:
         """Let attention read the tokens ``first`` to ``last`` (0-d int64, inclusive) of the resident pages."""
@@ -164,7 +181,8 @@ class Slots:
                 closed = closed | (table <= position - window)
             bias = torch.zeros(table.shape, dtype=self.geometry.dtype, device=table.device)
             bias.masked_fill_(closed, float("-inf"))
-            self._masks[key] = bias.unsqueeze(1), (~closed).sum() / table.shape[0]
+            share = self.layout.width(self.geometry) / self.geometry.kv_heads
+            self._masks[key] = bias.unsqueeze(1), (~closed).sum() * (share / table.shape[0])
         bias, active = self._masks[key]
         self.active += active
         return bias

@@ -32,7 +32,6 @@ class Recall:
         self.filled_bytes = 0
         self.step_seconds: deque[float] = deque(maxlen=256)
         self._seconds = 0.0
-        self._heads = torch.arange(geometry.kv_heads, device=device)[:, None]
 
     @property
     def block_bytes(self) -> int:
@@ -46,12 +45,14 @@ class Recall:
         changed = (placed != resident) & (placed >= 0)
         self.counters[0] += changed.sum()
         self.counters[1] += (placed >= 0).sum()
-        source = (placed.clamp(min=0) * g.kv_heads + self._heads) * 2
-        target = self._heads * (slots.n // g.page) + torch.arange(placed.shape[1], device=placed.device)
+        width = placed.shape[0]
+        source = (placed.clamp(min=0) * g.kv_heads + slots.heads_of(layer)[:, None]) * 2
+        row = torch.arange(width, device=placed.device)[:, None]
+        target = row * (slots.n // g.page) + torch.arange(placed.shape[1], device=placed.device)
         if self.compact:
             source, target = source[changed], target[changed]
-        value = g.kv_heads * slots.n // g.page
-        self._copy(self.host.blocks(layer), slots.blocks(layer), source.flatten(), 1, target.flatten(), value)
+        v_target = width * slots.n // g.page
+        self._copy(self.host.blocks(layer), slots.blocks(layer), source.flatten(), 1, target.flatten(), v_target)
         resident.copy_(placed)
         self._seconds += time.perf_counter() - began
 
@@ -60,15 +61,15 @@ class Recall:
 
         Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
         """
-        g = self.geometry
+        g, width = self.geometry, slots.layout.width(self.geometry)
         changed = (wanted != slots.table) & (wanted >= 0)
         for layer in range(slots.layout.first, slots.layout.last):
             t = 0 if slots.layout.shared else layer - slots.layout.first
-            head, slot = changed[t].expand(g.kv_heads, -1).nonzero(as_tuple=True)
-            position = wanted[t].expand(g.kv_heads, -1)[head, slot].long()
-            source = self.host.row_index(position, head)
+            head, slot = changed[t].expand(width, -1).nonzero(as_tuple=True)
+            position = wanted[t].expand(width, -1)[head, slot].long()
+            source = self.host.row_index(position, slots.heads_of(layer)[head])
             rows, target = slots.rows(layer), head * slots.n + slot
-            self._copy(self.host.rows(layer), rows, source, g.page, target, g.kv_heads * slots.n)
+            self._copy(self.host.rows(layer), rows, source, g.page, target, width * slots.n)
             self.filled_bytes += 2 * source.numel() * g.row_bytes
         slots.table.copy_(wanted)
 

@@ -144,23 +144,33 @@ class Store:
         return attend_prefill(query, keys, values, start, facts)
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
-        slots = self.slots_of(layer)
         kv = self._packed(key, value)
-        self.host.rows(layer).index_copy_(0, self._host_rows, kv)
-        slots.write(layer, kv)
+        self.host.rows(layer).index_copy_(0, self._host_rows, kv.flatten(0, 1))
+        for slots in self._places[layer]:
+            slots.write(layer, kv)
         self.new_keys = key
         self.mode.before(layer, query, facts)
-        bias = slots.bias(layer, self.position, facts.window)
-        attended = attend(query, slots.keys(layer), slots.values(layer), bias, facts)
+        parts = [self._attend_slots(slots, layer, query, facts) for slots in self._places[layer]]
         self.query[layer].copy_(query)
-        self.mode.after(layer, query, facts)
-        return attended
+        self.mode.after(layer, query, [weights for _, weights in parts], facts)
+        return self._joined(layer, [attended for attended, _ in parts])
+
+    def _attend_slots(self, slots: Slots, layer: int, query: Tensor, facts: LayerFacts) -> tuple[Tensor, Tensor]:
+        """Attention of the KV heads in ``slots``: ``[H, G, d_v]`` and weights ``[H, G, n]``."""
+        g = self.geometry
+        bias = slots.bias(layer, self.position, facts.window)
+        grouped = slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0)
+        sinks = None if facts.sinks is None else slots.pick(layer, facts.sinks.view(g.kv_heads, g.group), 0)
+        return attend(grouped, slots.keys(layer), slots.values(layer), bias, facts, sinks)
+
+    def _joined(self, layer: int, parts: list[Tensor]) -> Tensor:
+        """The heads' outputs in the model's order, ``[H_q, d_v]``."""
+        if len(parts) == 1:
+            return parts[0].flatten(0, 1)
+        order = torch.cat([slots.heads_of(layer) for slots in self._places[layer]])
+        return torch.empty_like(joined := torch.cat(parts)).index_copy_(0, order, joined).flatten(0, 1)
 
     # ---- what others read
-
-    def slots_of(self, layer: int) -> Slots:
-        """The slots that hold a layer."""
-        return self._places[layer]
 
     def scaling(self, layer: int) -> float:
         """The layer's attention scale; 1/sqrt(d_k) before the model first told."""
@@ -174,17 +184,18 @@ class Store:
 
     def attended(self, layer: int) -> Tensor:
         """Which stored tokens the last token's attention read, bool ``[H, total]``."""
-        g = self.geometry
-        facts = self.facts[layer]
-        positions = torch.arange(self.total, device=self.device)
-        seen = torch.ones((g.kv_heads, self.total), dtype=torch.bool, device=self.device)
+        g, facts = self.geometry, self.facts[layer]
+        seen = torch.full((g.kv_heads, self.total + 1), not self._decoded_last, device=self.device)
         if self._decoded_last:
-            table = self.slots_of(layer).read_of(layer).long().expand(g.kv_heads, -1)
-            seen = torch.zeros((g.kv_heads, self.total + 1), dtype=torch.bool, device=self.device)
-            # Empty slots mark one column more, which is cut off.
-            seen.scatter_(1, torch.where(table >= 0, table, self.total), torch.ones_like(table, dtype=torch.bool))
-            seen = seen[:, : self.total]
+            for slots in self._places[layer]:
+                heads = slots.heads_of(layer)
+                table = slots.read_of(layer).long().expand(len(heads), -1)
+                # Empty slots mark one column more, which is cut off.
+                columns = torch.where(table >= 0, table, self.total)
+                seen[heads] = seen[heads].scatter(1, columns, True)
+        seen = seen[:, : self.total]
         if facts is not None and facts.window is not None:
+            positions = torch.arange(self.total, device=self.device)
             seen = seen & (positions > self.total - 1 - facts.window)
         return seen
 
@@ -194,13 +205,14 @@ class Store:
 
     def attended_counts(self) -> Tensor:
         """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
-        alike: Counter[tuple[int, int, int | None]] = Counter()
+        alike: Counter[tuple[int, int | None]] = Counter()
         for layer in range(self.geometry.layers):
-            slots, facts = self.slots_of(layer), self.facts[layer]
-            first = slots.layout.first
-            alike[first, first if slots.layout.shared else layer, facts.window if facts else None] += 1
+            shared = all(slots.layout.shared for slots in self._places[layer])
+            same_as = self._places[layer][0].layout.first if shared else layer
+            facts = self.facts[layer]
+            alike[same_as, facts.window if facts else None] += 1
         counts = torch.zeros(self.total, dtype=torch.int64, device=self.device)
-        for (_, layer, _), times in alike.items():
+        for (layer, _), times in alike.items():
             counts += times * self.attended(layer).sum(0)
         return counts
 
@@ -212,24 +224,22 @@ class Store:
         Raises:
             AssertionError: naming layer and head.
         """
-        for layer in range(self.geometry.layers):
-            self._check_layer(layer)
+        for layer, places in enumerate(self._places):
+            for slots in places:
+                self._check_slots(slots, layer)
 
-    def _check_layer(self, layer: int) -> None:
-        slots, g = self.slots_of(layer), self.geometry
+    def _check_slots(self, slots: Slots, layer: int) -> None:
         keys, values = self.host.dense(layer, self.total)
-        for head in range(g.kv_heads):
-            table = slots.table_of(layer).expand(g.kv_heads, -1)[head].long()
+        for row, head in enumerate(slots.heads_of(layer).tolist()):
+            where = f"{self.mode.name}, layer {layer}, head {head}"
+            table = slots.table_of(layer).expand(len(slots.heads_of(layer)), -1)[row].long()
             held = table[table >= 0]
-            read = slots.read_of(layer).expand(g.kv_heads, -1)[head]
-            twice = torch.bincount(read[read >= 0], minlength=1) > 1
-            assert not bool(twice.any()), f"{layer} {head}: a token read twice"
-            assert bool((held < self.total).all()), f"{layer} {head}: a token beyond the end"
-            assert torch.equal(slots.values(layer)[head][table >= 0], values[head][held]), f"{layer} {head}: values"
+            read = slots.read_of(layer).expand(len(slots.heads_of(layer)), -1)[row]
+            assert not bool((torch.bincount(read[read >= 0], minlength=1) > 1).any()), f"{where}: a token read twice"
+            assert bool((held < self.total).all()), f"{where}: a token beyond the end"
+            assert torch.equal(slots.values(layer)[row][table >= 0], values[head][held]), f"{where}: values"
             late = held >= slots.layout.sink
-            assert torch.equal(slots.keys(layer)[head][table >= 0][late], keys[head][held][late]), (
-                f"{layer} {head}: keys"
-            )
+            assert torch.equal(slots.keys(layer)[row][table >= 0][late], keys[head][held][late]), f"{where}: keys"
 
     # ---- inside
 
@@ -254,7 +264,11 @@ class Store:
             self._place()
 
     def _place(self) -> None:
-        self._places = [slots for slots in self.slots for _ in range(slots.layout.first, slots.layout.last)]
+        """Note which slots hold a layer; more than one where heads differ in what they keep."""
+        self._places = [
+            [slots for slots in self.slots if slots.layout.first <= layer < slots.layout.last]
+            for layer in range(self.geometry.layers)
+        ]
 
     def _new_rows(self) -> Tensor:
         """Host rows of the new token: K of all heads, then V."""
@@ -262,9 +276,9 @@ class Store:
         return torch.cat((rows, rows + self.geometry.page))
 
     def _packed(self, key: Tensor, value: Tensor) -> Tensor:
-        """K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2 * H, d]``."""
+        """K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2, H, d]``."""
         d = self.geometry.d
         if key.shape[-1] != value.shape[-1]:
             pad = torch.nn.functional.pad
             key, value = pad(key, (0, d - key.shape[-1])), pad(value, (0, d - value.shape[-1]))
-        return torch.cat((key, value))
+        return torch.stack((key, value))

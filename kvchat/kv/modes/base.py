@@ -88,8 +88,8 @@ class Mode:
     def before(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
         """Before the layer's attention; ``query [H_q, d_k]`` of the new token."""
 
-    def after(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
-        """After the layer's attention."""
+    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
+        """After the layer's attention, with its ``weights [H, G, n]`` (float32), one tensor for each of its slots."""
 
     def end_step(self, position: Tensor) -> None:
         """After the last layer."""

@@ -64,7 +64,7 @@ class Speculative(Mode):
         full = [Layout(0, self.first, sink=0, window=capacity)] if self.first else []
         window = min(self.window, max(capacity, self.geometry.page))
         pages = min(self.k, self.geometry.pages(capacity))
-        rest = Layout(self.first, self.geometry.layers, self.sink, window, pages, shared=False)
+        rest = Layout(self.first, self.geometry.layers, min(self.sink, capacity), window, pages, shared=False)
         return [*full, rest]
 
     def nbytes(self, capacity: int) -> int:
@@ -109,7 +109,7 @@ class Speculative(Mode):
         if self.parameters.tau > -1:
             self._correct(layer, query)
 
-    def after(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
             self._recall(layer, self._choose(layer, self._score, self.store.position + 1))
