@@ -57,11 +57,12 @@ def load_model(name: str, device: str, dtype: str, progress: source.Progress) ->
         DoesNotFitError: the weights do not fit the device's free memory.
     """
     on = resolve_device(device)
-    found = source.find(name, progress)
+    place = source.locate(name, progress)
     with _quiet():
-        config = _config(found)
+        config = _config(place)
         model_class = _model_class(config)
         precision = _resolve_dtype(dtype, config, on)
+        found = source.complete(place, progress)
         _check_fits(found, on)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(found)
@@ -119,14 +120,14 @@ def refusal(config: Any, model_class: Any) -> str | None:
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _config(found: source.Source) -> Any:
+def _config(place: source.Place) -> Any:
     from transformers import AutoConfig
 
-    source.read_json(found.folder / "config.json")  # with a better message than transformers' for a damaged file
+    source.read_json(place.folder / "config.json")  # with a better message than transformers' for a damaged file
     try:
-        return AutoConfig.from_pretrained(found.folder, local_files_only=True)
+        return AutoConfig.from_pretrained(place.folder, local_files_only=True)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise _unreadable(found, "its config.json", error) from error
+        raise _unreadable(place.name, "its config.json", error) from error
 
 
 def _model_class(config: Any) -> Any:
@@ -156,7 +157,7 @@ def _tokenizer(found: source.Source) -> Any:
     try:
         return AutoTokenizer.from_pretrained(found.folder, local_files_only=True)
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
-        raise _unreadable(found, "its tokenizer", error) from error
+        raise _unreadable(found.name, "its tokenizer", error) from error
 
 
 def _model(model_class: Any, found: source.Source, dtype: torch.dtype) -> Any:
@@ -167,7 +168,7 @@ def _model(model_class: Any, found: source.Source, dtype: torch.dtype) -> Any:
             found.folder, dtype=dtype, attn_implementation=seam.NAME, local_files_only=True, output_loading_info=True
         )
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, OSError, RuntimeError) as error:
-        raise _unreadable(found, "its weights", error) from error
+        raise _unreadable(found.name, "its weights", error) from error
     _check_complete(found, info)
     return model.eval()
 
@@ -262,9 +263,9 @@ def _check_complete(found: source.Source, info: dict[str, Any]) -> None:
         )
 
 
-def _unreadable(found: source.Source, what: str, error: Exception) -> ModelError:
+def _unreadable(name: str, what: str, error: Exception) -> ModelError:
     first = str(error).strip().split("\n", 1)[0][:300]
-    return ModelError(f"{found.name} cannot be loaded.", f"transformers refuses {what}: {first}")
+    return ModelError(f"{name} cannot be loaded.", f"transformers refuses {what}: {first}")
 
 
 @contextlib.contextmanager

@@ -23,14 +23,24 @@ Progress = Callable[[str], None]
 BUNDLED = "bundled"
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+CONFIGURATION = ["config.json"]
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
 TAIL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
+class Place:
+    """A folder with a model's config.json; on the hub the weights may still have to come."""
+
+    name: str
+    folder: Path
+    on_hub: bool = False
+
+
+@dataclass(frozen=True)
 class Source:
-    """A folder with a model's files; ``revision`` changes when they do."""
+    """A folder with all of a model's files; ``revision`` changes when they do."""
 
     name: str
     folder: Path
@@ -39,23 +49,32 @@ class Source:
     weight_bytes: int
 
 
-def find(name: str, progress: Progress) -> Source:
-    """The checked folder of the model ``name``, downloaded if it is on the hub and not here.
+def locate(name: str, progress: Progress) -> Place:
+    """Where the model ``name`` is; of one on the hub the configuration is fetched and not yet the weights.
 
     Raises:
-        ModelError: there is no such model, or its files are not complete.
+        ModelError: there is no such model.
     """
-    if name == BUNDLED:
-        return _checked(name, bundled_model_dir())
-    folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        return _checked(name, folder)
-    if folder.is_file():
-        raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
-        raise ModelError(f'There is no folder "{name}".', "", "Check the path.")
-    downloaded = _download(name, progress)
-    return _checked(name, downloaded, revision=downloaded.name)
+    place = _place(name, progress)
+    if not (place.folder / "config.json").is_file():
+        raise ModelError(f"{_where(place)} is no model.", "It has no config.json.", _format_hint(place.folder))
+    return place
+
+
+def complete(place: Place, progress: Progress) -> Source:
+    """All files of a located model, checked as far as their headers tell; fetches what is on the hub and not here.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    folder = _download(place.name, DOWNLOADED, progress) if place.on_hub else place.folder
+    weights = _weights(folder, _where(place))
+    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
+        raise ModelError(f"{_where(place)} has no tokenizer.", f"None of {', '.join(TOKENIZERS)} is there.")
+    for file in weights:
+        _check_readable(file)
+    revision = folder.name if place.on_hub else _digest(folder, weights)
+    return Source(place.name, folder, revision, weights, sum(file.stat().st_size for file in weights))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -73,37 +92,44 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _checked(name: str, folder: Path, revision: str = "") -> Source:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is no model folder.", "It has no config.json.", _gguf_hint(folder))
-    weights = _weights(folder)
-    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
-        raise ModelError(f"{folder} has no tokenizer.", f"None of {', '.join(TOKENIZERS)} is there.")
-    for file in weights:
-        _check_readable(file)
-    size = sum(file.stat().st_size for file in weights)
-    return Source(name, folder, revision or _digest(folder, weights), weights, size)
+def _place(name: str, progress: Progress) -> Place:
+    if name == BUNDLED:
+        return Place(name, bundled_model_dir())
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return Place(name, folder)
+    if folder.is_file():
+        raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer.")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise ModelError(f'There is no folder "{name}".', "", "Check the path.")
+    progress(f"Looking for {name} on the hub")
+    return Place(name, _download(name, CONFIGURATION, progress), on_hub=True)
 
 
-def _weights(folder: Path) -> tuple[Path, ...]:
+def _where(place: Place) -> str:
+    """What a person gave: a folder's path or a repository's name."""
+    return place.name if place.on_hub else str(place.folder)
+
+
+def _weights(folder: Path, where: str) -> tuple[Path, ...]:
     index = folder / INDEX
     if not index.is_file():
         found = tuple(sorted(folder.glob("model*.safetensors")))
         if not found:
-            raise ModelError(f"{folder} has no weights.", "There is no model.safetensors.", _gguf_hint(folder))
+            raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", _format_hint(folder))
         return found
     shards = sorted(set(read_json(index).get("weight_map", {}).values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(
-            f"{folder} is incomplete.",
+            f"{where} is incomplete.",
             f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}.",
             "Download the model again.",
         )
     return tuple(folder / shard for shard in shards)
 
 
-def _gguf_hint(folder: Path) -> str:
+def _format_hint(folder: Path) -> str:
     other = any(folder.glob("*.gguf")) or any(folder.glob("*.bin"))
     return "kvchat reads safetensors only, not GGUF or .bin files." if other else ""
 
@@ -133,14 +159,13 @@ def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
 # ---- the hub ---------------------------------------------------------------------------------------
 
 
-def _download(name: str, progress: Progress) -> Path:
+def _download(name: str, patterns: list[str], progress: Progress) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    progress(f"Looking for {name} on the hub")
     try:
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(progress)
+            name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(progress)
         )
     except errors.HFValidationError as error:
         raise ModelError(
@@ -155,12 +180,14 @@ def _download(name: str, progress: Progress) -> Path:
             "There is no folder of that name either.",
             "Check the spelling; a private model needs `hf auth login`.",
         ) from error
-    except (errors.LocalEntryNotFoundError, OSError) as error:
+    except errors.LocalEntryNotFoundError as error:
         raise ModelError(
             f"{name} cannot be downloaded.",
-            f"The hub cannot be reached, and the model is not (completely) in the local cache: {_first_line(error)}",
-            f'Check the network, or give a folder. The model "{BUNDLED}" needs neither.',
+            "The hub cannot be reached, and the model is not (completely) in the local cache.",
+            f'Check the network and HF_HUB_OFFLINE, or give a folder. The model "{BUNDLED}" needs neither.',
         ) from error
+    except OSError as error:
+        raise ModelError(f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200]) from error
     return Path(folder)
 
 
@@ -179,7 +206,3 @@ def _reporter(progress: Progress) -> type:
                     progress(f"Downloading {self.n / 1e9:.1f} of {self.total / 1e9:.1f} GB")
 
     return Reporter
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]

@@ -43,6 +43,10 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+def revision(folder):
+    return source.complete(source.locate(str(folder), silent), silent).revision
+
+
 def edit_json(file, **changes):
     content = json.loads(file.read_text())
     content.update(changes)
@@ -79,13 +83,13 @@ def test_every_end_token_counts(folder):
 
 
 def test_the_revision_follows_the_files(folder):
-    before = source.find(str(folder), silent).revision
-    assert source.find(str(folder), silent).revision == before
+    before = revision(folder)
+    assert revision(folder) == before
     weights = sorted(folder.glob("*.safetensors"))[-1]
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert source.find(str(folder), silent).revision != before
+    assert revision(folder) != before
 
 
 def test_notes_name_what_a_person_should_know(tmp_path):
@@ -194,7 +198,7 @@ def damaged_tokenizer(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (no_config, "is no model folder. It has no config.json"),
+        (no_config, "is no model. It has no config.json"),
         (gguf_only, "not GGUF"),
         (damaged_config, "config.json cannot be read"),
         (list_config, "holds no JSON object"),
@@ -249,7 +253,7 @@ def answering(monkeypatch, answer):
         (errors.GatedRepoError, "org/model is gated"),
         (errors.LocalEntryNotFoundError, "org/model cannot be downloaded"),
         (errors.HFValidationError, '"org/model" is no model'),
-        (ConnectionError, "org/model cannot be downloaded"),
+        (OSError, "org/model cannot be downloaded"),
     ],
 )
 def test_the_hubs_refusals_are_told_apart(monkeypatch, error, message):
@@ -262,6 +266,20 @@ def test_offline_and_not_in_the_cache(no_network, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="cannot be reached"):
         load_model("org/model", "cpu", "auto", silent)
+
+
+def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
+    recurrent(folder)
+    fetched = []
+
+    def snapshot_download(name, *, allow_patterns, **kwargs):
+        fetched.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelError, match="recurrent"):
+        load_model("org/model", "cpu", "auto", silent)
+    assert fetched == [["config.json"]]
 
 
 def test_a_downloaded_model_has_its_commit_as_revision(monkeypatch, folder):
