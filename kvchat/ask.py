@@ -73,7 +73,13 @@ def ask(question: Question) -> int:
     session = kvchat.load(load.model, device=load.device, dtype=load.dtype, mode=load.mode, **load.params)
     switcher = _Switcher(session, question.switches)
     with _interrupt_cancels(session) as interrupted:
-        finished = _answer(session, question, switcher.between)
+
+        def between(generated: int) -> None:
+            if interrupted:
+                session.cancel()  # it came while the prompt was being encoded, before the answer began
+            switcher.between(generated)
+
+        finished = _answer(session, question, between)
     if question.as_json:
         _write(json.dumps(_result(session, load.mode, finished)) + "\n")
     elif not finished.text.endswith("\n"):

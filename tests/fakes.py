@@ -45,8 +45,11 @@ class FakeSession:
         self.closed = False
         self.loaded: dict[str, Any] = {}
 
-    def load(self, model: str = "bundled", **given: Any) -> FakeSession:
+    def load(
+        self, model: str = "bundled", progress: Callable[[str], None] = lambda stage: None, **given: Any
+    ) -> FakeSession:
         """Stands in for ``kvchat.load``."""
+        progress("reading the weights")
         self.loaded = {"model": model, **given}
         self.mode = given.get("mode", "full")
         return self

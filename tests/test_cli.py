@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from fakes import PIECES, FakeSession
@@ -266,6 +266,19 @@ def test_interrupting_keeps_the_text_and_exits_with_130(run: Run, session: FakeS
     assert run("ask", "hello") == (130, "The quick\n", "")
     assert json.loads(run("ask", "hello", "--json").out)["finish_reason"] == "stopped"
     assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_an_interrupt_before_the_answer_begins_is_not_lost(
+    run: Run, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = session.answer
+
+    def encode_for_long(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return answer(*args)
+
+    monkeypatch.setattr(session, "answer", encode_for_long)
+    assert run("ask", "hello") == (130, "\n", "")
 
 
 def test_a_second_interrupt_does_not_wait(run: Run, session: FakeSession) -> None:

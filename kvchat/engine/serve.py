@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 from kvchat import protocol
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol import Chat, Command, Event, Failed, Load, Peek, Stop, Switch, Text
+from kvchat.protocol import Chat, Command, Event, Failed, Load, Loading, Peek, Stop, Switch, Text
 
 TEXT_S = 1 / 30
 SNAPSHOT_S = 1 / 10
@@ -174,9 +174,14 @@ class Server:
         if self._session:
             self._session.close()
             self._session = None
-        self._outbox.send(protocol.Loading(f"loading {command.model}"))
+        self._outbox.send(Loading("importing torch"))  # 4 seconds before the loader can say anything
         self._session = self._load_session(
-            command.model, device=command.device, dtype=command.dtype, mode=command.mode, **command.params
+            command.model,
+            device=command.device,
+            dtype=command.dtype,
+            mode=command.mode,
+            progress=lambda stage: self._outbox.send(Loading(stage)),
+            **command.params,
         )
         self._outbox.send(self._session.info)
         self._snapshot()

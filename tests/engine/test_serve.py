@@ -108,7 +108,7 @@ def session(clock: Clock) -> FakeSession:
 def child(session: FakeSession, clock: Clock) -> Iterator[Child]:
     child = Child(session, clock)
     child.send(Load("bundled", mode="speculative", params={"budget": 128}))
-    child.until(Loaded)
+    assert [e.stage for e in child.until(Loaded)[:-1]] == ["importing torch", "reading the weights"]
     yield child
     child.close()
 
@@ -249,7 +249,7 @@ def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
     session.load = refuse  # type: ignore[method-assign]
     child = Child(session, clock)
     child.send(Load("huge"), CHAT)
-    assert child.until(Failed) == [Loading("loading huge"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
+    assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
     assert child.until(Failed) == [Failed("No model is loaded.", fatal=True)]
     child.close()
 

@@ -1,0 +1,19 @@
+"""Lint, format and types are part of the one test command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["ruff check", "ruff format --check", "mypy"])
+def test_style(check: str) -> None:
+    command = [sys.executable, "-m", *check.split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr

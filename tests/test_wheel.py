@@ -1,0 +1,82 @@
+"""What is built is complete, holds nothing else, and works where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvchat import paths
+
+ROOT = Path(__file__).parents[1]
+SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".typed"}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("wheel"),
+]
+
+
+def run(*args: str, **kwargs: object) -> str:
+    result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, **kwargs)  # type: ignore[call-overload]
+    assert result.returncode == 0, result.stdout + result.stderr
+    return str(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
+    return folder
+
+
+def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    kept = [p for p in (ROOT / "kvchat").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    themes = {f"kvchat/themes/{p.name}" for p in (ROOT / "themes").iterdir()}
+    assert names == {p.relative_to(ROOT).as_posix() for p in kept} | themes
+    assert {Path(name).suffix for name in names} <= SUFFIXES
+    assert len(themes) >= 2
+    assert {"kvchat/models/pocket/model.safetensors", "kvchat/py.typed"} <= names
+
+
+def test_licence_and_entry_point_are_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        info = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
+    assert "MIT License" in info["LICENSE"]
+    assert "kvchat = kvchat.__main__:main" in info["entry_points.txt"]
+    assert "License-Expression: MIT" in info["METADATA"]
+
+
+def test_the_installed_package_works_elsewhere(installed: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    listed = json.loads(run("-m", "kvchat", "modes", "--json", cwd=tmp_path, env=env))
+    assert "full" in [mode["name"] for mode in listed]
+    found = run(
+        "-c",
+        "from kvchat import paths; print(paths.bundled_model_dir()); print(paths.bundled_themes_dir());"
+        "from kvchat.tui import themes; print(sorted(themes.load_all(())[0]))",
+        cwd=tmp_path,
+        env=env,
+    ).splitlines()
+    assert found[:2] == [str(installed / "kvchat/models/pocket"), str(installed / "kvchat/themes")]
+    assert (installed / "kvchat/models/pocket/model.safetensors").samefile(Path(found[0]) / "model.safetensors")
+    assert len(json.loads(found[2].replace("'", '"'))) == len(list(paths.bundled_themes_dir().glob("*.toml")))
+
+
+def test_the_installed_package_answers(installed: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    text = run("-m", "kvchat", "ask", "Hello", "--max-new-tokens", "3", cwd=tmp_path, env=env, stdin=subprocess.DEVNULL)
+    assert text.strip()
