@@ -9,16 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.geometry import Geometry, grown
 from kvchat.kv.host import HostPool
 
 
 class Digests:
-    """Digests ``[layers, H, page, 2 * d_k]`` of the layers ``first`` to the last, kept where selection needs them."""
+    """Digests ``[layers, H, page, 2 * d_k]`` of the layers ``first`` to the last, kept where selection needs them.
+
+    They count the first ``tokens`` tokens.
+    """
 
     def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
         self.geometry = geometry
         self.first = first
+        self.tokens = 0
         self.data = torch.empty(
             (geometry.layers - first, geometry.kv_heads, 0, 2 * geometry.d_k), dtype=geometry.dtype, device=device
         )
@@ -33,26 +37,29 @@ class Digests:
         """Pages there is room for."""
         return self.data.shape[2]
 
-    def reserve(self, pages: int) -> None:
-        """Make room for ``pages``; new ones are empty."""
-        if pages > self.pages:
-            more = self._lowest((*self.data.shape[:2], pages - self.pages, self.data.shape[3]))
+    def reserve(self, tokens: int) -> None:
+        """Make room for the pages of ``tokens``; new ones are empty."""
+        if self.geometry.pages(tokens) > self.pages:
+            pages = self.geometry.pages(grown(tokens))
+            shape = (*self.data.shape[:2], pages - self.pages, self.data.shape[3])
+            more = torch.full(shape, self._lowest, dtype=self.data.dtype, device=self.data.device)
             self.data = torch.cat((self.data, more), 2)
 
     def of(self, layer: int) -> Tensor:
         """``[H, page, 2 * d_k]``"""
         return self.data[layer - self.first]
 
-    def rebuild(self, host: HostPool, first_token: int = 0) -> None:
-        """Compute the digests of all pages from the one holding ``first_token`` to the end of the host pool."""
+    def catch_up(self, host: HostPool) -> None:
+        """Count exactly what the host pool holds; what was counted and is still stored is not read again."""
         g = self.geometry
-        begin, end = first_token // g.page, g.pages(host.total)
-        self.reserve(end)
-        self.data[:, :, begin:] = torch.finfo(g.dtype).min
+        begin, end = min(self.tokens, host.total) // g.page, g.pages(host.total)
+        self.reserve(host.total)
+        self.data[:, :, begin:] = self._lowest
+        self.tokens = host.total
         if begin == end:
             return
         for layer in range(self.first, g.layers):
-            keys = host.dense(layer, host.total)[0][:, begin * g.page :]
+            keys = host.dense(layer, host.total, begin)[0]
             self.of(layer)[:, begin:end] = _digest(keys, end - begin, g.page)
 
     def add(self, layer: int, page: Tensor, keys: Tensor) -> None:
@@ -61,8 +68,10 @@ class Digests:
         row = torch.cat((keys, -keys), -1).unsqueeze(1)
         digests.index_copy_(1, page, torch.maximum(digests.index_select(1, page), row))
 
-    def _lowest(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.full(shape, torch.finfo(self.geometry.dtype).min, dtype=self.data.dtype, device=self.data.device)
+    @property
+    def _lowest(self) -> float:
+        # Not -inf: relu(q) = 0 times it would be NaN.
+        return torch.finfo(self.geometry.dtype).min
 
 
 def _digest(keys: Tensor, pages: int, page: int) -> Tensor:

@@ -75,11 +75,11 @@ class HostPool:
         rows[:, : k.shape[2]].index_copy_(0, index, k.flatten(0, 1))
         rows[:, : v.shape[2]].index_copy_(0, index + self.geometry.page, v.flatten(0, 1))
 
-    def dense(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys ``[H, tokens, d_k]`` and values ``[H, tokens, d_v]`` of the first ``tokens``, copied to the device."""
+    def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of the tokens from ``page`` up to ``tokens``, on the device."""
         g = self.geometry
-        pages = self._aliases[layer][: g.pages(tokens)]
-        heads_first = pages.permute(2, 1, 0, 3, 4).reshape(2, g.kv_heads, -1, g.d)[:, :, :tokens]
+        pages = self._aliases[layer][page : g.pages(tokens)]
+        heads_first = pages.permute(2, 1, 0, 3, 4).reshape(2, g.kv_heads, -1, g.d)[:, :, : tokens - page * g.page]
         return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
 
     def _allocate(self, pages: int) -> None:

@@ -55,9 +55,9 @@ class Slots:
 
     H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
     n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and ``read``
-    the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots hold;
-    whether their tokens may be read is the table's business. ``active`` sums, over layers and steps, the number of
-    tokens that a KV head of the model read here, on average.
+    the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots
+    hold; whether their tokens may be read is the table's business. ``active`` sums, over layers and steps, the number
+    of tokens that a KV head of the model read here, on average.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:

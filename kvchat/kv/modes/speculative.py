@@ -18,7 +18,7 @@ Costs: a step scores all pages (2*d_k elements a page and head), and recalls onl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,14 @@ from torch import Tensor
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.digest import Digests
 from kvchat.kv.facts import LayerFacts
-from kvchat.kv.geometry import Geometry, grown
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
 from kvchat.kv.pool import Layout, Slots
 from kvchat.kv.select import page_scores, place, top_pages
 from kvchat.parameters import SpeculativeParameters
+
+if TYPE_CHECKING:
+    from kvchat.kv.store import Store
 
 
 class Speculative(Mode):
@@ -81,11 +84,13 @@ class Speculative(Mode):
         """Those of the layers that retrieve."""
         return self.store.slots[-1]
 
+    def attach(self, store: Store) -> None:
+        super().attach(store)
+        self.digests = Digests(self.geometry, store.device, self.first)
+
     def fill(self, cached: int) -> None:
         super().fill(cached)
-        self.digests = Digests(self.geometry, self.store.device, self.first)
-        self.digests.reserve(self.geometry.pages(grown(self.store.total)))
-        self.digests.rebuild(self.store.host)
+        self.digests.catch_up(self.store.host)
         if not self.k:
             return
         position = torch.tensor(self.store.total, device=self.store.device)
@@ -94,7 +99,8 @@ class Speculative(Mode):
         self._open(slice(None), position)
 
     def begin_step(self, position: Tensor) -> None:
-        self.digests.reserve(self.geometry.pages(self.store.total + 1))
+        self.digests.reserve(self.store.total + 1)
+        self.digests.tokens = self.store.total + 1
         super().begin_step(position)
         self._page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
 
