@@ -76,7 +76,7 @@ class HostPool:
         rows[:, : v.shape[2]].index_copy_(0, index + self.geometry.page, v.flatten(0, 1))
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of the tokens from ``page`` up to ``tokens``, on the device."""
+        """Keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of tokens from ``page`` up to ``tokens``, on the device."""
         g = self.geometry
         pages = self._aliases[layer][page : g.pages(tokens)]
         heads_first = pages.permute(2, 1, 0, 3, 4).reshape(2, g.kv_heads, -1, g.d)[:, :, : tokens - page * g.page]
