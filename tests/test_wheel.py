@@ -16,14 +16,11 @@ from kvchat import paths
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".typed"}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("wheel"),
-]
+pytestmark = pytest.mark.slow
 
 
 def run(*args: str, **kwargs: object) -> str:
-    result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, **kwargs)  # type: ignore[call-overload]
+    result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, **kwargs)
     assert result.returncode == 0, result.stdout + result.stderr
     return str(result.stdout)
 

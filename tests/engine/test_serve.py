@@ -246,7 +246,7 @@ def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
         raise DoesNotFitError("Too big.")
 
     session = FakeSession()
-    session.load = refuse  # type: ignore[method-assign]
+    session.load = refuse
     child = Child(session, clock)
     child.send(Load("huge"), CHAT)
     assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
@@ -302,9 +302,9 @@ def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[byt
 
 def receive(process: subprocess.Popen[bytes], kind: type) -> Event:
     assert process.stdout
-    while not isinstance(event := protocol.read(process.stdout), kind):  # type: ignore[arg-type]
+    while not isinstance(event := protocol.read(process.stdout), kind):
         assert event is not None
-    return event  # type: ignore[return-value]
+    return event
 
 
 def send(process: subprocess.Popen[bytes], *commands: Command) -> None:
