@@ -81,4 +81,4 @@ def _check(fields: dict[str, object]) -> None:
 
 
 def _refused(path: Path, reason: str) -> UsageError:
-    return UsageError(f"The theme {path} cannot be used.", f"{reason[:1].upper()}{reason[1:]}".rstrip(".") + ".")
+    return UsageError(f"The theme {path} cannot be used.", f"{reason.rstrip('.')}.")

@@ -178,7 +178,7 @@ class FakeEngine:
             Gpu("NVIDIA H200", 6 * 2**30, 140 * 2**30, None, 45, 61, None) if os.environ.get("FAKE_GPU") else None,
             self.speed + self.total % 7 if self.total else None, 0.41 if self.total else None,
             4096.0 if speculative else 0.0, self.recalled, 0.94 if speculative else None, 3 if speculative else 0,
-            0.8 if speculative else None, 1.8 if speculative else None, cell_tokens=32, ribbon=ribbon(self.total, self.mode), attended="",
+            0.8 if speculative else None, 1.8 if speculative else None, ribbon=ribbon(self.total, self.mode),
             extras={"pages a step": 1.5, "heads corrected": 3} if speculative else {},
         )  # fmt: skip
 

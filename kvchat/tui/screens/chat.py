@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvchat.tui.app import KvchatApp
 
 QUIT_WINDOW_S = 2.0
-WELCOME = "Ask something. The whole conversation is kept; F6 changes what the model attends to, also while it answers."
+WELCOME = "Ask something. Everything said stays stored; F6 changes how much of it the model reads, even mid-answer."
 
 
 class ChatScreen(Screen[None]):
@@ -45,6 +45,10 @@ class ChatScreen(Screen[None]):
 
     CSS = """
     ChatScreen { layers: base above; background: $background; }
+    Transcript, KvColumn, DetailColumn, Prompt {
+        scrollbar-background: $background; scrollbar-background-hover: $background;
+        scrollbar-background-active: $background; scrollbar-color: $panel-lighten-2;
+    }
     #body { height: 1fr; }
     #conversation { width: 1fr; }
     KvColumn, DetailColumn { display: none; background: $surface; }

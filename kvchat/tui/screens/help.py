@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
+from rich.table import Table
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
@@ -38,6 +40,7 @@ class HelpScreen(ModalScreen[None]):
     HelpScreen { align: center middle; }
     HelpScreen > VerticalScroll { width: 92; max-width: 100%; height: auto; max-height: 100%; background: $surface;
                                   border: round $primary; padding: 0 2; scrollbar-size-vertical: 1; }
+    HelpScreen .title { color: $primary; text-style: bold; margin: 0; }
     HelpScreen Static { margin: 0 0 1 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", "Close", id="help.close")]
@@ -50,16 +53,21 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll() as box:
             box.border_title = "kvchat help"
             box.border_subtitle = "Esc closes"
-            yield Static(table("Keys", KEYS, 16))
-            yield Static(table("Commands", [(entry.line, entry.doc) for entry in TABLE.values()], 26))
-            yield Static(table("KV modes", mode_lines(self._modes), 16))
+            color = self.app.theme_variables["accent"]
+            commands = [(entry.line, entry.doc) for entry in TABLE.values()]
+            for title, rows in (("Keys", KEYS), ("Commands", commands), ("KV modes", mode_lines(self._modes))):
+                yield Static(title, classes="title")
+                yield Static(table(rows, color))
 
 
-def table(title: str, rows: list[tuple[str, str]] | tuple[tuple[str, str], ...], width: int) -> Content:
-    """A titled two-column table, the first column ``width`` wide."""
-    lines = [Content.styled(title, "bold $primary")]
-    lines += [Content.assemble((f"{left:<{width}} ", "$accent"), right) for left, right in rows]
-    return Content("\n").join(lines)
+def table(rows: Iterable[tuple[str, str]], color: str) -> Table:
+    """Two columns, the second wraps within itself."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style=color)
+    grid.add_column()
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return grid
 
 
 def mode_lines(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:

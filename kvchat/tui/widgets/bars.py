@@ -58,7 +58,7 @@ class ModeBar(Widget):
     def _mode(self, wide: bool) -> Content:
         budget = self.params.get("budget")
         words = f"  budget {budget}" if budget and wide else f" {budget}" if budget else ""
-        return Content.assemble((f" {self.mode.upper()} ", "bold reverse") if self.mode else "", words)
+        return Content.assemble((f" {self.mode.upper()} ", "bold reverse $foreground") if self.mode else "", words)
 
     def _state(self, wide: bool) -> Content:
         dot, style, word = DOTS[self.phase]
@@ -89,7 +89,8 @@ class StatusBar(Widget):
         if s is None:
             return Content("")
         speed = Content.assemble(
-            (f" {figure(s.tokens_per_s, 'tok/s', 1)} ", "bold $foreground"), (bars(self._speeds), "$primary")
+            (f" {figure(s.tokens_per_s, 'tok/s', 1)} " if s.tokens_per_s is not None else "", "bold $foreground"),
+            (bars(self._speeds), "$primary"),
         )
         words = [f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "", *self._recall(s)]
         if s.gpu:

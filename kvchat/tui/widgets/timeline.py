@@ -14,7 +14,7 @@ from textual.widget import Widget
 
 from kvchat.tui.format import BARS
 
-STORED, MARK = "░", "╎"
+STORED, MARK = "░", "▾"
 MAX_POINTS = 2048
 
 
@@ -37,17 +37,17 @@ def thin(points: Sequence[Point], width: int) -> list[Point]:
 
 
 def column(point: Point, top: float, height: int) -> list[str]:
-    """The glyphs of one column, from the top row down: one of ``BARS``, ``STORED``, ``MARK`` or a blank."""
-    active, total = (value / top * height for value in (point.active, point.total))
-    rows = []
-    for row in reversed(range(height)):
+    """The glyphs of one column, from the top row down; the top row is for the marks alone."""
+    active, total = (value / top * (height - 1) for value in (point.active, point.total))
+    rows = [MARK if point.switched else " "]
+    for row in reversed(range(height - 1)):
         level = min(max(active - row, 0.0), 1.0)
         if level >= 1 / 16:
             rows.append(BARS[max(round(level * 8) - 1, 0)])
         elif total - row >= 0.5 or (row == 0 and total > 0):
             rows.append(STORED)
         else:
-            rows.append(MARK if point.switched else " ")
+            rows.append(" ")
     return rows
 
 
@@ -56,7 +56,7 @@ class Timeline(Widget):
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"timeline--active", "timeline--stored", "timeline--mark"}
     DEFAULT_CSS = """
-    Timeline { height: 6; }
+    Timeline { height: 7; }
     Timeline > .timeline--active { color: $ribbon-device; }
     Timeline > .timeline--stored { color: $ribbon-host; }
     Timeline > .timeline--mark { color: $ribbon-tick; }

@@ -1,0 +1,147 @@
+"""The engine client: coalescing, crashes, restarts, no orphans, a log that cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvchat.errors import EngineError, UsageError
+from kvchat.protocol import Chat, Load, Loaded, Prefilled, Sampling, Snapshot, Stop, Text, Turn
+from kvchat.tui import client as client_module
+from kvchat.tui.client import Crashed, EngineClient, Report, coalesce
+
+FAKE_ENGINE = (sys.executable, str(Path(__file__).parent / "fake_engine.py"))
+
+
+def snapshot(total: int) -> Snapshot:
+    return Snapshot("full", {}, total, total, 1024, 0, 0)
+
+
+async def received(client: EngineClient, kind: type) -> Report:
+    """The next report of a kind."""
+    async with asyncio.timeout(20):
+        while True:
+            for report in await client.receive():
+                if isinstance(report, kind):
+                    return report
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture
+async def client(tmp_path):
+    client = EngineClient(FAKE_ENGINE, tmp_path / "log" / "kvchat.log")
+    yield client
+    await client.close()
+
+
+def test_text_is_merged_and_only_the_latest_numbers_kept():
+    reports = [snapshot(1), Text("a", 1), Prefilled(1, 9), Prefilled(2, 9), Text("b", 1), snapshot(2), Text("c", 2)]
+    assert coalesce(reports) == [Text("a", 1), Prefilled(2, 9), Text("b", 1), snapshot(2), Text("c", 2)]
+    assert coalesce([Text("a", 1), Text("b", 1)]) == [Text("ab", 2)]
+    assert coalesce([snapshot(1), Text("a", 1), snapshot(2), Text("b", 1), snapshot(3)])[-1] == snapshot(3)
+    assert coalesce([]) == []
+
+
+async def test_it_loads_and_answers(client):
+    await client.start()
+    client.send(Load())
+    loaded = await received(client, Loaded)
+    assert loaded.model == "kvchat-pocket"
+    client.send(Chat((Turn("user", "hello"),), Sampling()))
+    assert (await received(client, Text)).text.startswith("Section")
+
+
+async def test_a_crash_tells_exit_code_and_last_lines_of_this_run(client):
+    client.log_file.parent.mkdir()
+    client.log_file.write_text("an older run\n")
+    await client.start()
+    client.send(Chat((Turn("user", "crash"),), Sampling()))
+    crashed = await received(client, Crashed)
+    assert crashed == Crashed(3, ("RuntimeError: the fake engine was told to crash",))
+    assert not client.alive
+    client.send(Stop())
+
+
+async def test_a_killed_child_is_a_crash_and_restart_gives_a_fresh_one(client):
+    await client.start()
+    pid = client.pid
+    os.kill(pid, signal.SIGKILL)
+    assert (await received(client, Crashed)).code == -signal.SIGKILL
+    await client.restart()
+    assert client.pid != pid
+    client.send(Load())
+    assert await received(client, Loaded)
+
+
+async def test_restart_of_a_living_child_is_no_crash(client):
+    await client.start()
+    pid = client.pid
+    await client.restart()
+    assert gone(pid)
+    client.send(Load())
+    reports: list[Report] = []
+    async with asyncio.timeout(20):
+        while not any(isinstance(report, Loaded) for report in reports):
+            reports += await client.receive()
+    assert not any(isinstance(report, Crashed) for report in reports)
+
+
+async def test_closing_leaves_no_orphan_even_when_the_child_ignores_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.1)
+    deaf = "import sys, time; sys.stdout.write('x'); sys.stdin.read(); time.sleep(3600)"
+    client = EngineClient((sys.executable, "-c", deaf), tmp_path / "log")
+    await client.start()
+    pid = client.pid
+    await client.close()
+    assert gone(pid)
+
+
+async def test_the_child_ends_by_itself_when_stdin_closes(client):
+    await client.start()
+    process = client._process
+    await client.close()
+    assert process.returncode == 0
+
+
+async def test_something_else_on_stdout_is_a_crash_that_says_so(tmp_path):
+    babble = "import time; print('hello, I am no engine', flush=True); time.sleep(3600)"
+    client = EngineClient((sys.executable, "-c", babble), tmp_path / "log")
+    await client.start()
+    crashed = await received(client, Crashed)
+    assert "does not speak kvchat's protocol" in crashed.log[-1]
+    await client.close()
+
+
+@pytest.mark.parametrize("log", ["/dev/full", "/proc/nowhere/kvchat.log"])
+async def test_a_log_that_cannot_be_written_is_told_and_not_needed(log):
+    client = EngineClient(FAKE_ENGINE, Path(log))
+    await client.start()
+    assert log in client.log_problem
+    client.send(Chat((Turn("user", "crash"),), Sampling()))
+    assert await received(client, Crashed) == Crashed(3, ())
+    await client.close()
+
+
+async def test_a_command_that_does_not_exist(tmp_path):
+    client = EngineClient(("/nonexistent/engine",), tmp_path / "log")
+    with pytest.raises(EngineError, match="cannot be started"):
+        await client.start()
+    await client.close()
+
+
+async def test_a_conversation_too_long_for_the_protocol_is_refused(client, monkeypatch):
+    monkeypatch.setattr(client_module.protocol, "MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(UsageError, match="at most 1,000"):
+        client.send(Chat((Turn("user", "x" * 1000),), Sampling()))

@@ -1,0 +1,42 @@
+"""The one table of commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.errors import UsageError
+from kvchat.parameters import mode_infos
+from kvchat.tui.commands import TABLE, assignments, find, literal
+from kvchat.tui.screens.help import mode_lines
+
+
+def test_each_command_has_a_line_and_a_doc():
+    for name, entry in TABLE.items():
+        assert entry.line.startswith(f"/{name}")
+        assert entry.doc
+        assert "[" not in entry.line  # the palette reads it as markup
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("512", 512), ("0.8", 0.8), ("yes", True), ("off", False), ("word", "word"), ("-1.1", -1.1)]
+)
+def test_literals(text, value):
+    assert literal(text) == value
+
+
+def test_assignments_need_an_equals_sign():
+    assert assignments(["budget=512", "first_full=no"]) == {"budget": 512, "first_full": False}
+    with pytest.raises(UsageError, match="key=value"):
+        assignments(["512"])
+
+
+def test_unknown_commands_name_the_nearest():
+    with pytest.raises(UsageError, match='Did you mean "budget"'):
+        find("buget")
+
+
+def test_help_tells_every_mode_and_which_are_to_come():
+    lines = dict(mode_lines(mode_infos()))
+    assert "not available yet" in lines["freeze"]
+    assert "not available yet" not in lines["streaming"]
+    assert "  tau" in lines

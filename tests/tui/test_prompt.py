@@ -1,0 +1,56 @@
+"""Pastes: literal when small, folded when large, whole when sent."""
+
+from __future__ import annotations
+
+import time
+
+from textual import events
+
+from kvchat.tui.widgets.prompt import FOLD_CHARACTERS, Prompt
+
+
+def paste(app, text: str) -> Prompt:
+    prompt = app.chat.query_one(Prompt)
+    prompt.post_message(events.Paste(text))
+    return prompt
+
+
+async def test_a_multi_line_paste_is_literal_and_not_sent(running):
+    async with running() as (app, _pilot, until):
+        prompt = paste(app, "one\r\ntwo\rthree\n")
+        await until(lambda: prompt.text)
+        assert prompt.text == "one\ntwo\nthree\n"
+        assert app.chat.state.conversation.turns == []
+
+
+async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
+    text = "0123456789abcde\n" * 312_500
+    async with running() as (app, pilot, until):
+        begun = time.monotonic()
+        prompt = paste(app, text)
+        await until(lambda: prompt.text)
+        assert prompt.text == "[pasted 5.0 MB]"
+        assert time.monotonic() - begun < 5
+        prompt.insert(" what is this?")
+        await pilot.press("enter")
+        await until(lambda: app.chat.state.stats)
+        assert app.chat.state.conversation.turns[0].content == text + " what is this?"
+
+
+async def test_two_large_pastes_of_one_size_stay_apart(running):
+    async with running() as (app, _pilot, until):
+        first, second = "a" * (FOLD_CHARACTERS + 1), "b" * (FOLD_CHARACTERS + 1)
+        prompt = paste(app, first)
+        await until(lambda: prompt.text)
+        paste(app, second)
+        await until(lambda: prompt.text.count("[") == 2)
+        assert prompt.expanded() == first + second
+
+
+async def test_a_text_given_back_does_not_overwrite_what_was_begun(running):
+    async with running() as (app, _pilot, _until):
+        prompt = app.chat.query_one(Prompt)
+        prompt.restore("question")
+        assert prompt.text == "question"
+        prompt.restore("another")
+        assert prompt.text == "question"

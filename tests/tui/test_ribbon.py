@@ -1,0 +1,61 @@
+"""Mapping the stored context to columns."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvchat.protocol import RIBBON
+from kvchat.tui.widgets.panels import legend
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, TICK, columns_of, squeeze, tokens_of
+
+
+def test_every_state_has_its_own_glyph_and_colour():
+    assert set(GLYPHS) == set(CLASSES) == set(RIBBON)
+    assert len({*GLYPHS.values(), TICK}) == len(RIBBON) + 1
+    assert all(word in legend().plain for word in RIBBON.values())
+
+
+@pytest.mark.parametrize(
+    ("cells", "width", "shown"),
+    [
+        ("SDDW", 10, "SDDW"),
+        ("SSHHHHWW", 4, "SHHW"),
+        ("HHHR" * 2, 2, "RR"),
+        ("HHD" * 3, 3, "HHH"),
+        ("", 5, ""),
+    ],
+)
+def test_squeezing_keeps_the_majority_and_what_was_recalled(cells, width, shown):
+    assert squeeze(cells, width) == shown
+
+
+@given(st.text("SWDRHX", min_size=1, max_size=300), st.integers(1, 120))
+def test_squeezed_ribbons_fit_and_lose_no_recall(cells, width):
+    shown = squeeze(cells, width)
+    assert len(shown) == min(len(cells), width)
+    assert ("R" in shown) == ("R" in cells)
+
+
+@given(st.integers(1, 1024), st.integers(1, 200), st.integers(1, 64))
+def test_columns_cover_all_tokens_without_gap_or_overlap(cells, width, cell_tokens):
+    total = cells * cell_tokens - cell_tokens // 2
+    ranges = [tokens_of(column, cell_tokens, cells, width, total) for column in range(min(cells, width))]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == total
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+
+
+def test_a_token_lies_in_the_column_that_shows_it():
+    for cells, width in ((10, 40), (1024, 60), (60, 60)):
+        for position in range(0, cells * 32, 37):
+            column = columns_of(position, 32, cells, width)
+            start, end = tokens_of(column, 32, cells, width, cells * 32)
+            assert start - 32 <= position < end + 32
+
+
+def test_nothing_stored_has_no_tokens():
+    assert tokens_of(0, 32, 0, 80, 0) == (0, 0)

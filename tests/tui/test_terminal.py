@@ -1,0 +1,150 @@
+"""The application in a real terminal: tmux, a fake engine, real keys, real signals."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.terminal, pytest.mark.skipif(not shutil.which("ps"), reason="no ps")]
+
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+START = """
+import sys
+from pathlib import Path
+from kvchat.tui.app import run
+from kvchat.tui.config import AppConfig
+folder, engine = Path(sys.argv[1]), (sys.executable, sys.argv[2])
+sys.exit(run(AppConfig(log_file=folder / "log", history_file=folder / "history", engine_command=engine)))
+"""
+PATIENCE_S = 30.0
+
+
+class Terminal:
+    """One tmux server with one pane that runs a command; what is on its screen, and keys for it."""
+
+    def __init__(self, socket: Path, command: list[str]) -> None:
+        self.socket = socket
+        line = f"unset COLUMNS LINES; {shlex.join(command)}; echo left with $?; cat"
+        self("-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "40", line)
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> str:
+        tmux = ["tmux", "-S", str(self.socket), *arguments]
+        return subprocess.run(tmux, check=True, capture_output=True, input=stdin).stdout.decode()
+
+    def screen(self) -> str:
+        return self("capture-pane", "-p")
+
+    def type(self, text: str, *keys: str) -> None:
+        self("send-keys", "-l", text)
+        for key in keys:
+            self("send-keys", key)
+
+    def key(self, *keys: str) -> None:
+        self("send-keys", *keys)
+
+    def resize(self, width: int, height: int) -> None:
+        self("resize-window", "-x", str(width), "-y", str(height))
+
+    def until(self, condition: Callable[[str], object]) -> str:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition(screen := self.screen()):
+            assert time.monotonic() < deadline, f"waited in vain; the screen is\n{screen}"
+            time.sleep(0.05)
+        return screen
+
+    def sees(self, text: str) -> str:
+        return self.until(lambda screen: text in screen)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    start = tmp_path / "start.py"
+    start.write_text(START)
+    terminal = Terminal(tmp_path / "tmux", [sys.executable, str(start), str(tmp_path), str(FAKE_ENGINE)])
+    yield terminal
+    subprocess.run(["tmux", "-S", str(terminal.socket), "kill-server"], check=False, capture_output=True)
+
+
+def engines(folder: Path) -> list[int]:
+    """Process ids of the fake engines whose parent was started with this folder."""
+    lines = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,ppid,args"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    rows = [line.split(None, 2) for line in lines[1:]]
+    apps = {pid for pid, _, arguments in rows if f" {folder} " in arguments}
+    return [int(pid) for pid, parent, arguments in rows if parent in apps and f" {folder} " not in arguments]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_session_from_the_first_key_to_the_last(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.sees("● ready")
+    terminal.type("hello there", "Enter")
+    terminal.until(lambda screen: "That is all there is to it." in screen and "TTFT 0.41 s · full" in screen)
+
+    terminal.type("slow", "Enter")
+    terminal.sees("◉ answering")
+    terminal.key("F6")
+    terminal.sees("── full -> streaming · budget 512 ·")
+    terminal.key("F6")
+    terminal.sees("── streaming -> speculative · budget 512 ·")
+    terminal.key("Escape")
+    terminal.until(lambda screen: "full → speculative" in screen and "· stopped" in screen)
+
+    terminal.type("a draft")
+    terminal.resize(80, 24)
+    terminal.until(lambda screen: "F1 help" in screen.splitlines()[23] and "a draft" in screen)
+    terminal.resize(30, 8)
+    terminal.sees("needs 40x12")
+    terminal.resize(120, 40)
+    terminal.until(lambda screen: "KV on the host" in screen and "a draft" in screen)
+
+    first = engines(tmp_path)
+    assert len(first) == 1
+    os.kill(first[0], signal.SIGKILL)
+    terminal.sees("The engine stopped: killed by SIGKILL.")
+    terminal.sees("● ready")
+    terminal.type(" and more", "Enter")
+    terminal.sees("❯ a draft and more")
+    terminal.until(lambda screen: "● ready" in screen and "speculative ·" in screen)
+
+    second = engines(tmp_path)
+    assert len(second) == 1
+    assert second != first
+    terminal.key("C-q")
+    terminal.sees("left with 0")
+    assert not any(alive(pid) for pid in first + second)
+
+
+def test_a_large_paste_does_not_hang(terminal: Terminal) -> None:
+    terminal.sees("● ready")
+    terminal("load-buffer", "-", stdin=b"fifteen letters\n" * 312_500)
+    terminal("paste-buffer", "-p", "-r")
+    terminal.sees("[pasted 5.0 MB]")
+    terminal.key("C-q")
+    terminal.sees("left with 0")
+
+
+def test_the_engine_ends_with_a_killed_application(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.sees("● ready")
+    (engine,) = engines(tmp_path)
+    terminal("kill-server")
+    deadline = time.monotonic() + PATIENCE_S
+    while alive(engine):
+        assert time.monotonic() < deadline, "the engine outlived the application"
+        time.sleep(0.05)
