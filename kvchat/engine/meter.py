@@ -97,7 +97,7 @@ class Meter:
             decode_tokens_per_s=answer.rate(),
             kv_device_bytes=store.device_bytes,
             kv_host_bytes=store.host.nbytes,
-            recalled_bytes=(now.moved - before.moved) * store.recall.block_bytes,
+            recalled_bytes=(now.moved - before.moved) * store.recall.pair_bytes,
             recall_hit_rate=_hit_rate(before, now),
             corrections=now.corrections - before.corrections,
             switches=tuple(answer.switches),
@@ -126,7 +126,7 @@ class Meter:
             tokens_per_s=self.answer.rate(RATE_TOKENS) if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
-            recalled_bytes=now.moved * store.recall.block_bytes,
+            recalled_bytes=now.moved * store.recall.pair_bytes,
             recall_hit_rate=self._hit_rate,
             corrections=now.corrections,
             recall_ms_p50=p50,
@@ -142,7 +142,7 @@ class Meter:
         """Per-step figures since the last snapshot in which there were steps."""
         steps = now.steps - self._last.steps
         if steps > 0:
-            self._step_bytes = (now.moved - self._last.moved) * self._store.recall.block_bytes / steps
+            self._step_bytes = (now.moved - self._last.moved) * self._store.recall.pair_bytes / steps
             self._hit_rate = _hit_rate(self._last, now)
             self._last = now
 

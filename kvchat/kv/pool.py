@@ -21,7 +21,8 @@ class Layout:
     """Slots of the layers ``first`` to ``last`` (exclusive): ``pages`` retrieved pages, ``sink`` and ``window`` tokens.
 
     ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
-    the same length for each layer; all, where there is none.
+    the same length for each layer; all, where there is none. In a ``loose`` layout (shared, window only) a token may
+    lie in any slot: a new one takes a vacant one, and the mode sees to it that there is one.
     """
 
     first: int
@@ -31,6 +32,7 @@ class Layout:
     pages: int = 0
     shared: bool = True
     heads: tuple[tuple[int, ...], ...] | None = None
+    loose: bool = False
 
     def width(self, geometry: Geometry) -> int:
         """KV heads per layer."""
@@ -124,9 +126,13 @@ class Slots:
         s, w = self.layout.sink, self.layout.window
         return self.offset + torch.where(positions < s, positions, s + (positions - s) % w)
 
+    def vacant(self, n: int) -> Tensor:
+        """Slots ``[n]`` of a loose layout: empty ones as far as there are, then others."""
+        return (self.table[0, 0] == EMPTY).to(torch.int32).topk(n).indices
+
     def admit(self, position: Tensor) -> None:
         """Give the new token (0-d int64 ``position``) its slot in every table; who was there is released."""
-        slot = self.slot_of(position)
+        slot = self.vacant(1) if self.layout.loose else self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
         self.table.index_copy_(2, slot.view(1), entry)
         self._write_rows = self._row_starts + slot
@@ -149,7 +155,9 @@ class Slots:
         self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
 
     def grown(self, layout: Layout) -> Slots:
-        """The same tokens in more slots; only for windows that have not come round yet."""
+        """The same tokens in more slots; only for windows that have not come round yet, and loose layouts."""
+        if layout.loose:
+            return self._resettled(layout)
         larger = Slots(layout, self.geometry, self.table.device)
         rest = self.n - self.offset
         for old, new in (
@@ -162,6 +170,19 @@ class Slots:
         larger.pages[:, :, : self.pages.shape[2]] = self.pages
         larger.active = self.active
         return larger
+
+    def _resettled(self, layout: Layout) -> Slots:
+        """The tokens of a loose layout in as many slots as ``layout`` has, from the first slot on."""
+        other = Slots(layout, self.geometry, self.table.device)
+        n = min(self.n, other.n)
+        held, read = (
+            (table[0, 0] == EMPTY).to(torch.int8).argsort(stable=True)[:n] for table in (self.table, self.read)
+        )
+        other.kv[:, :, :, :n] = self.kv.index_select(3, held)
+        other.table[..., :n] = self.table[..., held]
+        other.read[..., :n] = self.read[..., read]
+        other.active = self.active
+        return other
 
     def begin_step(self) -> None:
         """Forget the masks of the last step."""

@@ -21,7 +21,7 @@ from kvchat.kv.pool import Slots
 class Recall:
     """Moves rows between a host pool and slots, and counts: device counters ``[moved, wanted, corrections]``.
 
-    ``moved`` and ``wanted`` count (page, KV head) blocks, ``corrections`` (layer, KV head) pairs.
+    ``moved`` and ``wanted`` count K/V pairs (a token in one layer and KV head), ``corrections`` (layer, KV head) pairs.
     """
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
@@ -34,17 +34,17 @@ class Recall:
         self._seconds = 0.0
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one (page, KV head) block, K and V."""
-        return 2 * self.geometry.page * self.geometry.row_bytes
+    def pair_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer and KV head."""
+        return 2 * self.geometry.row_bytes
 
     def pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
         began = time.perf_counter()
         g = self.geometry
         changed = (placed != resident) & (placed >= 0)
-        self.counters[0] += changed.sum()
-        self.counters[1] += (placed >= 0).sum()
+        self.counters[0] += changed.sum() * g.page
+        self.counters[1] += (placed >= 0).sum() * g.page
         width = placed.shape[0]
         source = (placed.clamp(min=0) * g.kv_heads + slots.heads_of(layer)[:, None]) * 2
         row = torch.arange(width, device=placed.device)[:, None]
@@ -54,6 +54,25 @@ class Recall:
         v_target = width * slots.n // g.page
         self._copy(self.host.blocks(layer), slots.blocks(layer), source.flatten(), 1, target.flatten(), v_target)
         resident.copy_(placed)
+        self._seconds += time.perf_counter() - began
+
+    def placed(self, slots: Slots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
+        """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
+
+        -1 in either is an empty slot. The tables are the caller's business.
+        """
+        began = time.perf_counter()
+        changed = (placed != resident) & (placed >= 0)
+        self.counters[0] += changed.sum()
+        self.counters[1] += (placed >= 0).sum()
+        width, n = placed.shape
+        source = self.host.row_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
+        row = torch.arange(width, device=placed.device)[:, None]
+        target = row * slots.n + first + torch.arange(n, device=placed.device)
+        if self.compact:
+            source, target = source[changed], target[changed]
+        rows = slots.rows(layer)
+        self._copy(self.host.rows(layer), rows, source.flatten(), self.geometry.page, target.flatten(), width * slots.n)
         self._seconds += time.perf_counter() - began
 
     def tokens(self, slots: Slots, wanted: Tensor) -> None:
@@ -72,6 +91,27 @@ class Recall:
             self._copy(self.host.rows(layer), rows, source, g.page, target, width * slots.n)
             self.filled_bytes += 2 * source.numel() * g.row_bytes
         slots.table.copy_(wanted)
+
+    def into(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+        """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a loose layout where ``taken [m]`` (bool).
+
+        One copy a layer, of fixed shape on a GPU: a slot that is not taken gets once more what it holds.
+        """
+        began = time.perf_counter()
+        self.counters[0] += taken.sum() * (slots.layout.last - slots.layout.first) * self.geometry.kv_heads
+        if self.compact:
+            positions, targets = positions[taken], targets[taken]
+        else:
+            positions = torch.where(taken, positions, slots.table[0, 0, targets].long())
+        slots.table.index_copy_(2, targets, positions.to(torch.int32).expand(1, 1, -1))
+        source = self.host.row_index(positions.clamp(min=0), slots.heads_of(slots.layout.first)[:, None])
+        width = len(source)
+        target = torch.arange(width, device=targets.device)[:, None] * slots.n + targets
+        rows = source.flatten(), self.geometry.page, target.flatten(), width * slots.n
+        if len(targets):
+            for layer in range(slots.layout.first, slots.layout.last):
+                self._copy(self.host.rows(layer), slots.rows(layer), *rows)
+        self._seconds += time.perf_counter() - began
 
     def end_step(self) -> None:
         """Close the books of one decode step."""

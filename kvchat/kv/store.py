@@ -8,7 +8,7 @@ in ``attention`` depends on the mode's name, and a decode step reads nothing bac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,7 +28,8 @@ class Store:
     """K/V of one conversation.
 
     ``total`` tokens are stored; ``position`` (0-d int64, on the device) is the position of the token being decoded,
-    equal to ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries.
+    equal to ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries; ``pinned [capacity]``
+    (bool) marks tokens that no mode should leave out if it has the choice: the chat's control tokens.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
@@ -40,6 +41,7 @@ class Store:
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.new_keys = torch.zeros((g.kv_heads, g.d_k), dtype=g.dtype, device=device)
+        self.pinned = torch.zeros(self.host.capacity, dtype=torch.bool, device=device)
         self.facts: list[LayerFacts | None] = [None] * g.layers
         self.slots: list[Slots] = []
         self.steps = 0
@@ -58,25 +60,28 @@ class Store:
     # ---- what the session calls between forwards
 
     @contextmanager
-    def prefill(self, tokens: int) -> Iterator[None]:
-        """A forward of ``tokens`` new tokens runs inside; they are stored when it returns.
+    def prefill(self, tokens: int, pinned: Sequence[int] = ()) -> Iterator[None]:
+        """A forward of ``tokens`` new tokens runs inside; they are stored when it returns. Some may be ``pinned``.
 
         Raises:
             DoesNotFitError: the host has no memory for them. If the forward raises, nothing new is stored.
         """
-        self.host.reserve(self.total + tokens)
+        self._reserve(self.total + tokens)
         self._prefilling = self.total
         try:
             yield
         finally:
             self._prefilling = None
+        if pinned:
+            self.pinned[self.total + torch.tensor(pinned, device=self.device)] = True
         self.host.total += tokens
         self._decoded_last = False
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, pinned: bool = False) -> Iterator[None]:
         """A forward of one token runs inside, in the mode at hand; it is stored when it returns."""
         self._make_room(self.total + 1)
+        self.pinned[self.total] = pinned
         for slots in self.slots:
             slots.begin_step()
         self._host_rows = self._new_rows()
@@ -121,6 +126,7 @@ class Store:
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``."""
         self.host.truncate(tokens)
+        self.pinned[tokens:] = False
         for slots in self.slots:
             slots.truncate(tokens)
         self._decoded_last = False
@@ -255,13 +261,25 @@ class Store:
         self.settle()
 
     def _make_room(self, tokens: int) -> None:
-        """Grow the host pool, and slots that hold everything; between steps only."""
-        self.host.reserve(tokens)
+        """Grow the host pool, and slots that hold everything or no longer suit the mode; between steps only."""
+        self._reserve(tokens)
         if tokens > self._capacity:
             self._capacity = grown(tokens)
-            pairs = zip(self.slots, self.mode.layouts(self._capacity), strict=True)
-            self.slots = [s if s.layout == layout else s.grown(layout) for s, layout in pairs]
-            self._place()
+            self.refit()
+        elif self.mode.outgrown():
+            self.refit()
+
+    def refit(self) -> None:
+        """Give the mode as many slots as it wants now, with what they hold; between steps only."""
+        pairs = zip(self.slots, self.mode.layouts(self._capacity), strict=True)
+        self.slots = [s if s.layout == layout else s.grown(layout) for s, layout in pairs]
+        self._place()
+
+    def _reserve(self, tokens: int) -> None:
+        self.host.reserve(tokens)
+        more = self.host.capacity - len(self.pinned)
+        if more > 0:
+            self.pinned = torch.nn.functional.pad(self.pinned, (0, more))
 
     def _place(self) -> None:
         """Note which slots hold a layer; more than one where heads differ in what they keep."""

@@ -16,7 +16,9 @@ from torch import Tensor
 from kvchat.errors import UsageError
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.heads import Calibration
 from kvchat.kv.pool import EMPTY, Layout, Slots
+from kvchat.kv.recovery import Level
 from kvchat.kv.rope import Rotation
 from kvchat.parameters import BudgetParameters, ModeParameters
 
@@ -29,18 +31,23 @@ class ModelTraits:
     """What a mode may need to know of the model beside its geometry.
 
     ``rotations`` has one entry per layer, None where keys are not rotated; ``realign_refusal`` says why sinks cannot be
-    re-aligned, None where they can.
+    re-aligned, None where they can; ``calibration`` is None until the model's heads were measured.
     """
 
     context: int
     rotations: tuple[Rotation | None, ...]
     realign_refusal: str | None = None
+    calibration: Calibration | None = None
 
 
 class Mode:
-    """Base of all modes. ``preamble`` is the number of tokens of the system prompt."""
+    """Base of all modes. ``preamble`` is the number of tokens of the system prompt.
+
+    ``recoveries`` are the levels of recovery that change something in this mode.
+    """
 
     name: ClassVar[str]
+    recoveries: ClassVar[tuple[Level, ...]] = ("RR",)
     sink: int = 0
     window: int = 0
 
@@ -93,6 +100,13 @@ class Mode:
 
     def end_step(self, position: Tensor) -> None:
         """After the last layer."""
+
+    def outgrown(self) -> bool:
+        """Asked before each step: has the number of slots wanted changed, so that ``layouts`` is to be asked anew?"""
+        return False
+
+    def relax(self, level: Level) -> None:
+        """Between two steps: read more again, because the text may have gone wrong; ``level`` is SR, WR or FR."""
 
     def cached(self) -> int:
         """Stored tokens that the next one may read or have recalled."""
