@@ -34,6 +34,13 @@ class Entry:
         return f"/{self.name} {self.usage}".rstrip()
 
 
+def is_command(text: str) -> bool:
+    """Whether a text is a command: one slash, and one line unless it begins with a known name (``/system``)."""
+    if not text.startswith("/") or text.startswith("//"):
+        return False
+    return "\n" not in text.strip() or text[1:].split(None, 1)[0] in TABLE
+
+
 def find(name: str) -> Entry:
     """The command of that name.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from kvchat.parameters import PARAMETERS
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.config import AppConfig
 from kvchat.tui.state import Phase
@@ -21,6 +22,13 @@ PATIENCE_S = 20.0
 Condition = Callable[[], object]
 Until = Callable[[Condition], Awaitable[None]]
 Running = Callable[..., AbstractAsyncContextManager[tuple[KvchatApp, Pilot[None], Until]]]
+
+
+@pytest.fixture(autouse=True)
+def three_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F6 visits full, streaming and speculative here, however many modes are built."""
+    for cls in PARAMETERS.values():
+        monkeypatch.setattr(cls, "available", cls.name in ("full", "streaming", "speculative"))
 
 
 @pytest.fixture

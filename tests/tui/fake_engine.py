@@ -1,8 +1,9 @@
 """An engine without a model: speaks the protocol on stdin and stdout, scripted by the prompt.
 
-``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 400 words at 100 a second,
-``hold`` answers one word and waits for a command; any other prompt gets ``ANSWER``. Switching to ``speculative`` with
-budget 64 is refused. ``FAKE_LOAD=crash`` crashes while loading, ``FAKE_LOAD=wait`` loads until stdin closes.
+``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
+stopped, ``hold`` answers one word and waits for a command; any other prompt gets ``ANSWER``. Budget 64 is refused.
+``FAKE_LOAD=crash`` crashes while loading, ``FAKE_LOAD=wait`` loads until stdin closes, ``FAKE_GPU`` adds a GPU and
+``FAKE_REPEAT=100`` stores every prompt a hundred times.
 """
 
 from __future__ import annotations
@@ -197,9 +198,7 @@ def ribbon(total: int, mode: str) -> str:
 
 def pieces(prompt: str) -> Iterator[str]:
     """The answer's tokens."""
-    if prompt == "slow":
-        yield from (f"{WORDS[i % 10]} " for i in range(400))
-    elif prompt == "hold":
+    if prompt in ("slow", "hold"):
         yield from (f"{WORDS[i % 10]} " for i in range(10_000))
     else:
         yield from re.findall(r"\s*\S+", ANSWER)

@@ -131,7 +131,8 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         await pilot.press("shift+f6", "shift+f6")
         await until(lambda: app.chat.state.mode == "speculative")
         assert app.chat.state.phase is Phase.ANSWERING
-        await until(lambda: any(note.settled for note in app.chat.query(SwitchNote)))
+        await until(lambda: app.chat.query(SwitchNote).last().settled)
+        await pilot.press("escape")
         await until(lambda: finished(app))
         line = texts(app.chat.query(SwitchNote))[-1]
         assert line.startswith("── full -> speculative · budget 512 · ")
@@ -306,6 +307,18 @@ async def test_an_engine_that_keeps_crashing_is_restarted_by_the_next_question(r
         monkeypatch.delenv("FAKE_LOAD")
         await typed(pilot, "hello")
         await until(lambda: finished(app))
+
+
+async def test_a_waiting_question_is_given_back_when_the_engine_stays_down(running, monkeypatch):
+    monkeypatch.setenv("FAKE_LOAD", "crash")
+    async with running(ready=False) as (app, pilot, until):
+        await typed(pilot, "hello")
+        await until(lambda: app.chat.state.phase is Phase.DOWN)
+        await until(lambda: prompt(app).text == "hello")
+        assert not app.chat.query(Question)
+        await pilot.press("f6")
+        await until(lambda: app._notifications)
+        assert "not loaded" in next(iter(app._notifications)).message
 
 
 async def test_the_engine_is_restarted_by_command(running):

@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.errors import UsageError
 from kvchat.parameters import mode_infos
-from kvchat.tui.commands import TABLE, assignments, find, literal
+from kvchat.tui.commands import TABLE, assignments, find, is_command, literal
 from kvchat.tui.screens.help import mode_lines
 
 
@@ -22,6 +22,21 @@ def test_each_command_has_a_line_and_a_doc():
 )
 def test_literals(text, value):
     assert literal(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/mode full", True),
+        ("/no-such-thing", True),
+        ("//literal", False),
+        ("/system a\nb", True),
+        ("/etc/hosts:\n1 localhost", False),
+        ("what is /mode", False),
+    ],
+)
+def test_what_is_a_command(text, command):
+    assert is_command(text) is command
 
 
 def test_assignments_need_an_equals_sign():

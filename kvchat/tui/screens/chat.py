@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvchat.tui.app import KvchatApp
 
 QUIT_WINDOW_S = 2.0
+PEEK_TOKENS = 128  # more than a line holds
 WELCOME = "Ask something. Everything said stays stored; F6 changes how much of it the model reads, even mid-answer."
 
 
@@ -125,7 +126,7 @@ class ChatScreen(Screen[None]):
         text = message.text
         if not text.strip():
             self.toast("There is nothing to send yet: type a question first.", severity="warning")
-        elif text.startswith("/") and not text.startswith("//") and "\n" not in text.strip():
+        elif commands.is_command(text):
             self._accept()
             await self._attempt(commands.run(self, text.strip()))
         else:
@@ -172,6 +173,8 @@ class ChatScreen(Screen[None]):
         parameters.parse(mode or self.state.mode, params or {})
         if self.state.info is None:
             raise UsageError("The model is not loaded yet.", "Modes can be changed as soon as it is.")
+        if self.state.phase is Phase.DOWN:
+            raise UsageError("The engine is down.", "/restart or the next question starts it again.")
         self.state.wanted = mode or self.state.mode
         self.send(Switch(mode, params or {}))
 
@@ -265,7 +268,7 @@ class ChatScreen(Screen[None]):
 
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         if self.state.info is not None:
-            self.send(Peek(message.start, message.end))
+            self.send(Peek(message.start, min(message.end, message.start + PEEK_TOKENS)))
 
     # ---- for the commands and the events ---------------------------------------------------------
 

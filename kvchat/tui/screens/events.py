@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
+
+from textual.css.query import NoMatches
+from textual.widget import MountError
 
 from kvchat.errors import EngineError, KvchatError, UsageError
 from kvchat.protocol import (
@@ -31,6 +36,7 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
 
 if TYPE_CHECKING:
+    from kvchat.tui.app import KvchatApp
     from kvchat.tui.screens.chat import ChatScreen
 
 
@@ -46,10 +52,12 @@ class EngineEvents:
         self._may_restart = True
 
     async def listen(self) -> None:
-        """Handle events as long as the screen lives."""
-        while True:
-            for report in await self.screen.kvchat.client.receive():
-                await self.handle(report)
+        """Handle events as long as the application runs; while it closes, widgets vanish under a running handler."""
+        app = self.screen.kvchat
+        with closing(app):
+            while app.is_running:
+                for report in await app.client.receive():
+                    await self.handle(report)
 
     async def handle(self, report: Report) -> None:
         """One event."""
@@ -203,21 +211,27 @@ class EngineEvents:
         if self.state.phase.busy:
             await self.abandon()
         self._tell(EngineError(failed.title, failed.detail, failed.hint))
-        if failed.fatal:
-            self.screen.show_phase(Phase.DOWN)
-        elif self.state.info is not None:
+        if failed.fatal or self.state.info is None:
+            await self._down()
+        else:
             await self._ready()
 
     async def _crashed(self, crashed: Crashed) -> None:
         await self.abandon()
-        self.screen.show_phase(Phase.DOWN)
         again = self._may_restart
         self._may_restart = False
         hint = "It is being restarted" if again else "/restart or the next question restarts it"
         title = f"The engine stopped: {ending(crashed.code)}."
         self._tell(EngineError(title, "\n".join(crashed.log), f"{hint}; the conversation is kept."))
-        if again:
-            await self.screen.restart()
+        await (self.screen.restart() if again else self._down())
+
+    async def _down(self) -> None:
+        """Nothing is loaded: a question that waited for it is given back."""
+        self.screen.show_phase(Phase.DOWN)
+        question, self.screen.queued = self.screen.queued, None
+        if question is not None:
+            await question.remove()
+            self.screen.query_one(Prompt).restore(question.text)
 
     def _tell(self, error: KvchatError) -> None:
         self.screen.show_error(error)
@@ -225,6 +239,16 @@ class EngineEvents:
 
     def _log(self, text: str) -> None:
         self.screen.query_one(DetailColumn).log_event(text)
+
+
+@contextmanager
+def closing(app: KvchatApp) -> Iterator[None]:
+    """Let nobody hear of widgets that are gone because the application is leaving."""
+    try:
+        yield
+    except (NoMatches, MountError):
+        if app.is_running:
+            raise
 
 
 def ending(code: int) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.timer import Timer
-from textual.widgets import Markdown, Static
+from textual.widgets import Static
 
 from kvchat.errors import KvchatError
 from kvchat.protocol import Switched
 from kvchat.tui import flush
 from kvchat.tui.format import count, figure, size
+
+if TYPE_CHECKING:
+    from textual.widgets import Markdown
 
 SHOWN_CHARACTERS = 4000
 SETTLED_TOKENS = 64
@@ -142,6 +146,8 @@ class Answer(Vertical):
         if self.collapsed:
             yield Static(self.text, classes="placeholder", markup=False)
             return
+        from textual.widgets import Markdown  # 40 ms that the first paint need not wait for
+
         yield Markdown(self.text or None, open_links=False)
         tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
         tail.display = not self.finished
@@ -168,7 +174,7 @@ class Answer(Vertical):
         if self._timer:
             self._timer.stop()
         self.set_class(stopped, "stopped")
-        await self.query_one(Markdown).update(text)
+        await self._markdown.update(text)
         self._show_tail("" if text.strip() else "(no text)", waiting=True)
         line = self.query_one(".receipt", Static)
         line.update(receipt)
@@ -190,7 +196,7 @@ class Answer(Vertical):
         pending, self._pending = self._pending, ""
         begun = perf_counter()
         if closed := self._open.feed(pending):
-            await self.query_one(Markdown).append(closed)
+            await self._markdown.append(closed)
         if self.finished:
             return
         self._show_tail(self._open.tail)
@@ -201,6 +207,11 @@ class Answer(Vertical):
         self._timer = None
         if self._pending:
             await self._flush()
+
+    @property
+    def _markdown(self) -> Markdown:
+        markdown: Markdown = self.query_one("Markdown")  # type: ignore[assignment]
+        return markdown
 
     def _show_tail(self, text: str, waiting: bool = False) -> None:
         for tail in self.query(".tail").results(Static):

@@ -23,7 +23,7 @@ MAX_EVENTS = 200
 
 def mode_rows(snapshot: Snapshot) -> Rows:
     """The mode's parameters as they are now."""
-    return [(name, _value(value)) for name, value in snapshot.params.items()]
+    return [(name, _value(value)) for name, value in snapshot.params.items()] or [("parameters", "none")]
 
 
 def context_rows(s: Snapshot) -> Rows:
@@ -134,6 +134,8 @@ class KvColumn(VerticalScroll, can_focus=False):
     def on_mount(self) -> None:
         """All labels from the start, so that nothing jumps when the numbers come."""
         self.show(Snapshot("mode", {}, 0, 0, 0, 0, 0))
+        for block in self.query(Rowed):
+            block.rows = [(label, MISSING) for label, _ in block.rows]
 
     def show(self, s: Snapshot) -> None:
         """Draw one snapshot."""
