@@ -19,7 +19,7 @@ Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,12 @@ from torch import Tensor
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
-from kvchat.kv.pool import EMPTY, Layout
+from kvchat.kv.pool import EMPTY, Layout, Slots
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.parameters import StreamingParameters
+
+if TYPE_CHECKING:
+    from kvchat.kv.store import Store
 
 MIN_SINK = 4
 
@@ -70,11 +73,15 @@ class Streaming(Mode):
 
     def nbytes(self, capacity: int) -> int:
         g = self.geometry
-        return super().nbytes(capacity) + g.layers * g.kv_heads * self.sink * g.d_k * g.dtype.itemsize
+        return super().nbytes(capacity) + g.layers * g.kv_heads * (self.sink + 1) * g.d_k * g.dtype.itemsize
 
     @property
     def device_bytes(self) -> int:
         return self.sinks.nbytes
+
+    def attach(self, store: Store) -> None:
+        super().attach(store)
+        self._rotated = self._rotated_layers(store.device)
 
     def fill(self, cached: int) -> None:
         length = torch.tensor(cached, device=self.store.device)
@@ -82,8 +89,10 @@ class Streaming(Mode):
         (slots,) = self.store.slots
         self.store.recall.tokens(slots, self.wanted(slots, max(recent, 0)))
         self.kept_from = torch.tensor(max(self.sink, self.store.total - recent), device=self.store.device)
-        self.sinks = slots.kv.new_zeros((self.geometry.layers, *slots.keys(0)[:, : self.sink].shape))
-        for layer in range(self.geometry.layers):
+        g = self.geometry
+        # One row more than sinks: there the keys of all later tokens go.
+        self.sinks = slots.kv.new_zeros((g.layers, g.kv_heads, self.sink + 1, g.d_k))
+        for layer in range(g.layers):
             stored = min(self.sink, self.store.total)
             self.sinks[layer, :, :stored] = self.store.host.dense(layer, stored)[0]
         self._realign()
@@ -93,6 +102,7 @@ class Streaming(Mode):
         self.kept_from = self.kept_from + cached - self._pruned(cached)
         (slots,) = self.store.slots
         slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
+        self._note_sink(slots, position)
         self._realign()
 
     def cached(self) -> int:
@@ -134,17 +144,24 @@ class Streaming(Mode):
         p = self.parameters
         return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
 
+    def _note_sink(self, slots: Slots, position: Tensor) -> None:
+        """A conversation may begin with fewer tokens than sinks: the canonical key of a sink that was decoded."""
+        keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
+        self.sinks.index_copy_(2, position.clamp(max=self.sink).view(1), keys)
+
     def _realign(self) -> None:
         """Put the sinks directly before the first kept recent token."""
         (slots,) = self.store.slots
         keys = slots.kv[:, 0, :, : self.sink, : self.geometry.d_k]
-        for rotation, layers in self._rotated_layers():
+        for rotation, layers in self._rotated:
             cos, sin = cos_sin(rotation, self.kept_from - self.sink)
-            keys[layers] = rotate(self.sinks[layers], rotation, cos, sin)
+            canonical = self.sinks[:, :, : self.sink].index_select(0, layers)
+            keys.index_copy_(0, layers, rotate(canonical, rotation, cos, sin))
 
-    def _rotated_layers(self) -> list[tuple[Rotation, list[int]]]:
+    def _rotated_layers(self, device: torch.device) -> list[tuple[Rotation, Tensor]]:
+        """The rotations and the layers that each turns (int64, on the device, so that no step has to send them)."""
         groups: dict[int, tuple[Rotation, list[int]]] = {}
         for layer, rotation in enumerate(self.traits.rotations):
             if rotation is not None:
                 groups.setdefault(id(rotation), (rotation, []))[1].append(layer)
-        return list(groups.values())
+        return [(rotation, torch.tensor(layers, device=device)) for rotation, layers in groups.values()]
