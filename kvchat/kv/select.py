@@ -69,3 +69,33 @@ def place(wanted: Tensor, resident: Tensor) -> Tensor:
     incoming = torch.where(rank < missing.sum(-1, keepdim=True), wanted.gather(1, missing_first), EMPTY)
     placed = torch.where(kept, resident, EMPTY)
     return placed.scatter(1, free_first, torch.maximum(incoming, placed.gather(1, free_first)))
+
+
+def place_tokens(wanted: Tensor, resident: Tensor, tokens: int) -> Tensor:
+    """Where the wanted tokens go: what is resident stays in its slot, the rest takes empty slots, best first.
+
+    Slots of tokens that are no longer wanted become empty, but are not written to: attention may be reading them.
+
+    Args:
+        wanted: ``[C, k]`` distinct positions, best first, -1 = none; never position 0.
+        resident: ``[C, n]`` position held by each slot, -1 = empty.
+        tokens: more than the highest position.
+
+    Returns:
+        ``[C, n]`` position that each slot is to hold, -1 = none. Where empty slots are too few the last wait.
+    """
+    rows, n = resident.shape
+    slots = torch.arange(n, device=resident.device).expand(rows, n)
+    # Empty slots are noted at position 0, which nobody asks for.
+    slot_of = wanted.new_full((rows, tokens), EMPTY).scatter_(1, resident.clamp(min=0), slots)
+    at = slot_of.gather(1, wanted.clamp(min=0))
+    missing = (wanted >= 0) & (at < 0)
+    empty = resident < 0
+    empty_first = (~empty).to(torch.int8).argsort(dim=-1, stable=True)
+    rank = missing.cumsum(1) - 1
+    fits = missing & (rank < empty.sum(1, keepdim=True))
+    target = torch.where(fits, empty_first.gather(1, rank.clamp(min=0, max=n - 1)), at)
+    kept = (wanted >= 0) & (fits | ~missing)
+    # Tokens without a slot are collected in one column more, which is cut off.
+    placed = resident.new_full((rows, n + 1), EMPTY)
+    return placed.scatter_(1, torch.where(kept, target, n), wanted)[:, :n]

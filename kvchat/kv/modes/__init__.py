@@ -9,9 +9,10 @@ from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.full import Full
 from kvchat.kv.modes.speculative import Speculative
 from kvchat.kv.modes.streaming import Streaming
+from kvchat.kv.modes.sync import Sync
 from kvchat.parameters import ModeParameters
 
-MODES: dict[str, Any] = {mode.name: mode for mode in (Full, Streaming, Speculative)}
+MODES: dict[str, Any] = {mode.name: mode for mode in (Full, Streaming, Sync, Speculative)}
 
 
 def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> Mode:

@@ -1,0 +1,125 @@
+"""Which KV heads of a layer resemble each other, and which of them speaks for the others (SyncKV, section 4.1).
+
+The rows of D = max(S) - S are clustered by K-Means (the paper, appendix B.1). A layer has at most a few dozen heads, so
+K-Means is written out here: scikit-learn would bring scipy and joblib into every installation for these lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RULES = ("retrieval", "centroid")
+STARTS = 20
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of a model's KV heads. ``clusters`` is the number of representatives a layer by default.
+
+    ``similarity [layer][head][head]`` is the mean overlap coefficient of the heads' most attended tokens,
+    ``retrieval [layer][head]`` the attention mass on the source of tokens that are being repeated.
+    ``measured_on`` tells a person what was read.
+    """
+
+    revision: str
+    measured_on: str
+    clusters: int
+    similarity: tuple[tuple[tuple[float, ...], ...], ...]
+    retrieval: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """One layer's KV heads: follower i follows ``representatives[follows[i]]``."""
+
+    representatives: tuple[int, ...]
+    followers: tuple[int, ...]
+    follows: tuple[int, ...]
+
+
+def default_clusters(kv_heads: int) -> int:
+    """Representatives a layer: 2 of 8, 1 of 4 (the paper's choice for Llama and Qwen)."""
+    return max(1, kv_heads // 4)
+
+
+def roles(calibration: Calibration, clusters: int, rule: str) -> list[Roles]:
+    """Every layer's representatives and followers.
+
+    ``rule`` "retrieval" lets the member with the highest retrieval score represent its cluster, "centroid" the one
+    nearest to the centroid (the paper's).
+    """
+    return [
+        _layer_roles(torch.tensor(similarity, dtype=torch.float64), retrieval, clusters, rule)
+        for similarity, retrieval in zip(calibration.similarity, calibration.retrieval, strict=True)
+    ]
+
+
+def kmeans(points: Tensor, clusters: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Labels ``[n]`` and centroids ``[clusters, d]`` of ``points [n, d]``; the best of 20 starts, no cluster empty.
+
+    The same points and seed give the same answer; clusters are numbered by their first member.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    runs = [_lloyd(points, _first_centroids(points, clusters, generator)) for _ in range(STARTS)]
+    _, labels = min(runs, key=lambda run: run[0])
+    order = sorted(range(clusters), key=lambda c: int((labels == c).nonzero()[0]))
+    labels = torch.tensor([order.index(c) for c in labels.tolist()])
+    return labels, _centroids(points, labels, clusters)
+
+
+def _layer_roles(similarity: Tensor, retrieval: tuple[float, ...], clusters: int, rule: str) -> Roles:
+    distance = similarity.max() - similarity
+    labels, centroids = kmeans(distance, clusters)
+    representatives = []
+    for c in range(clusters):
+        members = (labels == c).nonzero().flatten().tolist()
+        if rule == "retrieval":
+            representatives.append(max(members, key=lambda h: retrieval[h]))
+        else:
+            away = (distance - centroids[c]).norm(dim=1)
+            representatives.append(min(members, key=lambda h: float(away[h])))
+    followers = tuple(h for h in range(len(labels)) if h not in representatives)
+    return Roles(tuple(representatives), followers, tuple(int(labels[h]) for h in followers))
+
+
+def _first_centroids(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
+    """k-means++: each further point is drawn with its squared distance to those drawn before."""
+    drawn = [int(torch.randint(len(points), (1,), generator=generator))]
+    while len(drawn) < clusters:
+        weights = torch.cdist(points, points[drawn]).amin(1).square()
+        weights[drawn] = 0
+        # Points that coincide with those drawn have no weight; any of them serves.
+        weights = weights + torch.finfo(points.dtype).tiny
+        weights[drawn] = 0
+        drawn.append(int(torch.multinomial(weights / weights.sum(), 1, generator=generator)))
+    return points[drawn]
+
+
+def _lloyd(points: Tensor, centroids: Tensor) -> tuple[float, Tensor]:
+    """Inertia and labels where nothing changes any more."""
+    labels = torch.full((len(points),), -1)
+    while True:
+        away = torch.cdist(points, centroids)
+        nearest = _none_empty(away, away.argmin(1))
+        if torch.equal(nearest, labels):
+            return float(away.gather(1, labels[:, None]).square().sum()), labels
+        labels = nearest
+        centroids = _centroids(points, labels, len(centroids))
+
+
+def _none_empty(away: Tensor, labels: Tensor) -> Tensor:
+    """An empty cluster takes the point farthest from its centroid among clusters with more than one."""
+    for c in range(away.shape[1]):
+        if not bool((labels == c).any()):
+            counts = labels.bincount(minlength=away.shape[1])
+            own = away.gather(1, labels[:, None])[:, 0].masked_fill(counts[labels] < 2, -1)
+            labels = labels.clone()
+            labels[int(own.argmax())] = c
+    return labels
+
+
+def _centroids(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
+    return torch.stack([points[labels == c].mean(0) for c in range(clusters)])

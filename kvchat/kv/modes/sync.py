@@ -1,0 +1,315 @@
+"""sync: a few representative heads keep and read everything, and choose tokens for the heads that resemble them.
+
+Paper: SyncKV (sections 4.1-4.4, algorithm 1). In each layer the KV heads are clustered (``kvchat.kv.heads``). The
+representative of a cluster keeps all K/V on the device; its followers keep k tokens: static ones (the best rho * k of
+the representative's attention at the last prompt position, for the whole turn) and dynamic ones. At every m-th step
+the representative's attention at that step names the dynamic tokens of the steps after it (anticipation); at all other
+steps nothing is chosen and nothing moves (suspension).
+
+Departures and decisions:
+    * Followers also keep a ring of recent tokens, which the paper does not mention and new tokens need. A token leaves
+      it only at an anticipation, where it may be chosen: the ring is w tokens long after one and w + m - 1 before the
+      next, so no token is out of reach for want of an anticipation.
+    * The first 4 tokens are always among the static ones.
+    * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
+    * Representatives are the best retrievers of their clusters; the paper's rule is ``representatives="centroid"``.
+    * Scores are maxima over the query heads of a group, as in the calibration.
+    * What is fetched goes to slots that nobody reads, of which there are as many as dynamic tokens: the paper's double
+      buffer, without copying what stays. Where static tokens were fewer than their share there are more dynamic ones;
+      of those, what finds no free slot waits for the next anticipation.
+
+Without a calibration, with one KV head or with all heads representatives it does what full does, and says so.
+
+Shapes: representatives share one table, slot = position; followers' tables ``[H - N_r, region + 4 + w + m - 1]``.
+Costs: an anticipation ranks all tokens once per cluster; between anticipations a step costs what it reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.attend import attend
+from kvchat.kv.facts import LayerFacts
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.heads import roles
+from kvchat.kv.modes.base import Mode, ModelTraits, refuse_small_budget
+from kvchat.kv.pool import EMPTY, Layout, Slots
+from kvchat.kv.select import place_tokens
+from kvchat.parameters import MIN_BUDGET, SyncParameters
+
+if TYPE_CHECKING:
+    from kvchat.kv.store import Store
+
+SINK = 4
+
+
+def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
+    """Tokens per follower so that ``mem`` of a full cache's bytes are used; the rows of the paper's tables fit this.
+
+    Raises:
+        DoesNotFitError: the representatives alone take as much.
+    """
+    refuse_small_mem(mem, kv_heads, representatives)
+    return tokens * (mem * kv_heads - representatives) / (kv_heads - representatives)
+
+
+def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
+    """Refuse a share of memory that the representatives alone exceed.
+
+    Raises:
+        DoesNotFitError: with the floor.
+    """
+    floor = representatives / kv_heads
+    if mem <= floor:
+        raise DoesNotFitError(
+            f"Sync does not fit {mem:.0%} of the K/V.",
+            f"{representatives} of {kv_heads} KV heads keep everything, which takes {floor:.0%} already.",
+            f"Give mem over {floor:.2f}, or fewer clusters.",
+        )
+
+
+class Sync(Mode):
+    """Representative heads hold everything; followers sinks, a ring, static and dynamic tokens."""
+
+    name = "sync"
+    parameters: SyncParameters
+
+    def __init__(self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
+        super().__init__(parameters, geometry, traits, preamble)
+        self.clusters = self._clusters()
+        self.split = self.clusters < geometry.kv_heads
+        if not self.split:
+            return
+        assert traits.calibration is not None
+        self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
+        self.sink, self.window = SINK, parameters.window
+        self.ring = parameters.window + parameters.m - 1
+        if parameters.budget is not None:
+            refuse_small_budget(self.name, parameters.budget, SINK, self.ring, " (window = w + m - 1)")
+        elif parameters.k is None:
+            refuse_small_mem(parameters.mem, geometry.kv_heads, self.clusters)
+
+    # ---- slots
+
+    def layouts(self, capacity: int) -> list[Layout]:
+        layers = self.geometry.layers
+        if not self.split:
+            return [Layout(0, layers, sink=0, window=capacity)]
+        representatives = tuple(r.representatives for r in self.roles)
+        followers = tuple(r.followers for r in self.roles)
+        everything = Layout(0, layers, sink=0, window=capacity, heads=representatives)
+        if not self.parameters.offload:
+            return [everything, Layout(0, layers, 0, capacity, shared=False, heads=followers)]
+        pages = self.geometry.pages(self._region(capacity))
+        rest = Layout(0, layers, SINK, min(self.ring, capacity), pages, shared=False, heads=followers)
+        return [everything, rest]
+
+    def k_of(self, capacity: int) -> int:
+        """Static and dynamic tokens of a follower, the sinks included, in a store of ``capacity`` tokens."""
+        p = self.parameters
+        if p.k is not None:
+            k = p.k
+        elif p.budget is not None:
+            k = p.budget - self.ring
+        else:
+            per_follower = paper_k(p.mem, capacity, self.geometry.kv_heads, self.clusters)
+            # Slots come in whole pages, twice: the region's and all of a head's.
+            k = max(MIN_BUDGET, int((per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)))
+        # More than there can be outside the ring of the step that needs the next slot would stay empty.
+        return max(SINK, min(k, capacity + 1 - p.window))
+
+    def nbytes(self, capacity: int) -> int:
+        held = self.geometry.layers * self.clusters * self._width(capacity) * torch.int64.itemsize if self.split else 0
+        return super().nbytes(capacity) + held
+
+    @property
+    def device_bytes(self) -> int:
+        return self.held.nbytes if self.split else 0
+
+    def attach(self, store: Store) -> None:
+        super().attach(store)
+        self.anticipations = 0
+        if self.split:
+            self.overlap = torch.zeros(2, dtype=torch.int64, device=store.device)
+            follows = [[*r.follows] for r in self.roles]
+            self._follows = torch.tensor(follows, device=store.device)
+
+    # ---- a new turn
+
+    def fill(self, cached: int) -> None:
+        """Static and dynamic tokens by the representatives' attention at the last stored position."""
+        if not self.split:
+            return super().fill(cached)
+        store, (everything, rest) = self.store, self.store.slots
+        store.recall.tokens(everything, self.wanted(everything, everything.layout.window))
+        candidates = max(0, store.total + 1 - self.window - SINK)
+        self.t = 0
+        self.static = min(self._static_share(), candidates)
+        layers = self.geometry.layers
+        self.held = torch.full((layers, self.clusters, self._width(self._capacity)), EMPTY, device=store.device)
+        last = torch.tensor(store.total - self.window, device=store.device)
+        if candidates:
+            for layer in range(layers):
+                chosen = self._best(self._rank(layer, self._last_weights(layer), last), self._k - SINK)
+                self.held[layer, :, : chosen.shape[1]] = chosen
+        self._load(rest, last)
+        return None
+
+    def _load(self, rest: Slots, last: Tensor) -> None:
+        """Bring to the followers' slots what they hold from now on."""
+        if self.parameters.offload:
+            table = self.wanted(rest, self.window - 1)
+            for layer in range(self.geometry.layers):
+                table[layer, :, : rest.offset] = self.held[layer][self._follows[layer]].to(torch.int32)
+            self.store.recall.tokens(rest, table)
+            return
+        self.store.recall.tokens(rest, self.wanted(rest, rest.layout.window))
+        for layer in range(self.geometry.layers):
+            self._open(rest, layer, last)
+
+    def _last_weights(self, layer: int) -> Tensor:
+        """The representatives' attention of the last stored token, ``[N_r, G, n]``."""
+        g, store, (everything, _) = self.geometry, self.store, self.store.slots
+        facts = store.facts[layer]
+        assert facts is not None
+        query = everything.pick(layer, store.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
+        table = everything.table_of(layer)
+        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(table < 0, float("-inf"))
+        return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), facts)[1]
+
+    # ---- a step
+
+    def begin_step(self, position: Tensor) -> None:
+        super().begin_step(position)
+        if self.split:
+            self.t += 1
+            grown = self._width(self._capacity) - self.held.shape[2]
+            if grown > 0:
+                self.held = torch.nn.functional.pad(self.held, (0, grown), value=EMPTY)
+
+    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
+        if not self.split or not self.held.shape[2] or not self.anticipates(layer):
+            return
+        # This layer's attention of this step is done: what changes now acts from the next step on.
+        last = self.store.position + 1 - self.window
+        ranked = self._rank(layer, weights[0], last)
+        ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
+        before = self.held[layer, :, self.static :]
+        wanted = self._best(ranked, self._k - SINK - self.static)
+        placed = place_tokens(wanted, before, ranked.shape[1])
+        self.overlap[0] += ((placed == before) & (placed >= 0)).sum()
+        self.overlap[1] += (placed >= 0).sum()
+        self._fetch(layer, placed, before)
+        before.copy_(placed)
+        self._open(self.store.slots[1], layer, last)
+
+    def end_step(self, position: Tensor) -> None:
+        if self.split:
+            self.anticipations += any(self.anticipates(layer) for layer in range(self.geometry.layers))
+
+    def anticipates(self, layer: int) -> bool:
+        """Does ``layer`` choose at the step being decoded? Counted from 1 since the mode filled its slots."""
+        m = self.parameters.m
+        return self.t % m == (layer % m if self.parameters.stagger else 0)
+
+    # ---- choosing
+
+    def _rank(self, layer: int, weights: Tensor, last: Tensor) -> Tensor:
+        """``weights [N_r, G, n]`` -> ``[N_r, n]``; -1 where a token is a sink, later than ``last`` or out of sight."""
+        facts = self.store.facts[layer]
+        tokens = torch.arange(weights.shape[2], device=weights.device)
+        closed = (tokens < SINK) | (tokens > last)
+        if facts is not None and facts.window is not None:
+            closed |= tokens < last + self.window - facts.window
+        return weights.amax(1).masked_fill(closed, -1.0)
+
+    def _best(self, ranked: Tensor, k: int) -> Tensor:
+        """The ``k`` highest of ``ranked [N_r, n]``, best first, EMPTY where there are fewer: ``[N_r, <= k]``."""
+        best, chosen = ranked.topk(min(k, ranked.shape[1]), -1)
+        return chosen.masked_fill(best < 0, EMPTY)
+
+    def _fetch(self, layer: int, placed: Tensor, before: Tensor) -> None:
+        if self.parameters.offload:
+            follows = self._follows[layer]
+            self.store.recall.placed(self.store.slots[1], layer, self.static, placed[follows], before[follows])
+
+    def _open(self, rest: Slots, layer: int, last: Tensor) -> None:
+        """Let the followers' attention read what they hold, the sinks, and what is later than ``last``."""
+        table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
+        if self.parameters.offload:
+            table[:, : rest.offset] = held.to(torch.int32)
+            ring = table[:, rest.offset :]
+            ring.masked_fill_((ring >= SINK) & (ring <= last), EMPTY)
+            return
+        tokens = torch.arange(rest.n, device=table.device)
+        inside = (tokens < SINK) | (tokens > last)
+        chosen = inside.repeat(len(held), 1).scatter_(1, held.clamp(min=0), True)
+        end = last + self.window
+        table.copy_(torch.where(chosen & (tokens < end), tokens, EMPTY))
+
+    # ---- what others read
+
+    def resolved(self) -> dict[str, Any]:
+        if not self.split:
+            return self.parameters.model_dump()
+        return self.parameters.model_dump() | {"clusters": self.clusters, "k": self._k}
+
+    def covers(self, tokens: int) -> bool:
+        return not self.split or tokens - self.window <= self._k
+
+    def extras(self) -> dict[str, Any]:
+        heads = self.geometry.kv_heads
+        if not self.split:
+            return {"representative heads": f"all {heads}: as full ({self._why_full()})"}
+        kept, chosen = self.overlap.tolist()
+        return {
+            "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
+            "k": self._k,
+            "anticipation steps": self.anticipations,
+            "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
+        }
+
+    # ---- inside
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens that the slots are made for."""
+        return self.store.slots[0].layout.window
+
+    @property
+    def _k(self) -> int:
+        return self.k_of(self._capacity)
+
+    def _static_share(self) -> int:
+        """ceil(rho * k) tokens, of which the sinks have slots of their own."""
+        return max(0, self._k - SINK - self._dynamic_share(self._k))
+
+    def _dynamic_share(self, k: int) -> int:
+        return min(k - SINK, int((1 - self.parameters.rho) * k))
+
+    def _region(self, capacity: int) -> int:
+        """Slots for static and, doubly, dynamic tokens."""
+        k = self.k_of(capacity)
+        return k - SINK + self._dynamic_share(k)
+
+    def _width(self, capacity: int) -> int:
+        """``_region`` in whole pages."""
+        return self.geometry.round_up(self._region(capacity))
+
+    def _clusters(self) -> int:
+        heads, calibration = self.geometry.kv_heads, self.traits.calibration
+        wanted = self.parameters.clusters
+        if wanted is not None and wanted > heads:
+            raise UsageError(f"sync: clusters = {wanted} is refused.", f"The model has {heads} KV heads a layer.")
+        if calibration is None:
+            return heads
+        return min(heads, wanted or calibration.clusters)
+
+    def _why_full(self) -> str:
+        if self.geometry.kv_heads == 1:
+            return "the model has one"
+        return "not calibrated yet" if self.traits.calibration is None else "as many clusters"
