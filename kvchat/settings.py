@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from kvchat import paths, protocol
 from kvchat.errors import UsageError
-from kvchat.parameters import PARAMETERS, SpeculativeParameters, StreamingParameters, available_modes
+from kvchat.parameters import PARAMETERS, SpeculativeParameters, StreamingParameters, SyncParameters, available_modes
 from kvchat.protocol import Params
 
 Key = tuple[str, ...]
@@ -52,6 +52,8 @@ class KvSettings(Section):
     """the KV mode a conversation starts in"""
     streaming: StreamingParameters = StreamingParameters()
     """parameters of the streaming mode, whenever it is entered"""
+    sync: SyncParameters = SyncParameters()
+    """parameters of the sync mode, whenever it is entered"""
     speculative: SpeculativeParameters = SpeculativeParameters()
     """parameters of the speculative mode, whenever it is entered"""
 

@@ -177,7 +177,7 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSes
         (["--device", "tpu"], '--device: "tpu" is refused'),
         (["--switch-at", "x:full"], '--switch-at "x:full" is not N:MODE.'),
         (["--switch-at", "3:ful"], 'There is no KV mode "ful". Did you mean "full"?'),
-        (["--switch-at", "3:sync"], "The sync mode is not available yet."),
+        (["--switch-at", "3:freeze"], "The freeze mode is not available yet."),
         (["--switch-at", "3:streaming,tau=1"], 'The streaming mode has no parameter "tau".'),
     ],
 )
@@ -197,7 +197,7 @@ def test_unknown_options_and_wrong_numbers_are_usage_errors(run: Run) -> None:
 
 def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
     outcome = run("ask", "hello", "--budget", "512")
-    assert outcome.err == "kvchat: --budget has no effect in the full mode, only in speculative, streaming.\n"
+    assert outcome.err == "kvchat: --budget has no effect in the full mode, only in speculative, streaming, sync.\n"
     assert outcome.code == 0
     assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
 
