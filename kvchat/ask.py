@@ -70,7 +70,14 @@ def ask(question: Question) -> int:
     """
     _quiet()
     load = question.load
-    session = kvchat.load(load.model, device=load.device, dtype=load.dtype, mode=load.mode, **load.params)
+    session = kvchat.load(
+        load.model,
+        device=load.device,
+        dtype=load.dtype,
+        mode=load.mode,
+        mode_params=load.mode_params,
+        **load.params,
+    )
     switcher = _Switcher(session, question.switches)
     with _interrupt_cancels(session) as interrupted:
 

@@ -270,7 +270,8 @@ def _run_application(resolved: Resolved) -> int:
 
 def _load(chosen: settings.Settings) -> Load:
     model, kv = chosen.model, chosen.kv
-    return Load(model.name, model.device, model.dtype, kv.mode, kv.params(kv.mode))
+    mode_params = {mode: params for mode in parameters.PARAMETERS if (params := kv.params(mode))}
+    return Load(model.name, model.device, model.dtype, kv.mode, mode_params=mode_params)
 
 
 def _switch_at(text: str, chosen: settings.Settings) -> SwitchAt:

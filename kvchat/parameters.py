@@ -123,12 +123,14 @@ def parse(mode: str, params: Params) -> ModeParameters:
         raise UsageError(*_explain(cls, error.errors()[0])) from None
 
 
-def merge(current: ModeParameters, mode: str, changes: Params) -> ModeParameters:
-    """The parameters after a live switch: same-named values chosen before are kept, ``changes`` win."""
-    if mode not in PARAMETERS:
-        return parse(mode, changes)
-    kept = {k: v for k, v in current.model_dump(exclude_unset=True).items() if k in PARAMETERS[mode].model_fields}
-    return parse(mode, {**kept, **changes})
+def merge(kept: Params, mode: str, changes: Params) -> ModeParameters:
+    """The parameters after a live switch: of the values ``kept`` those that the mode has, and ``changes`` over them.
+
+    Raises:
+        UsageError: as ``parse``; a kept value the mode does not have is no error.
+    """
+    known = PARAMETERS[mode].model_fields if mode in PARAMETERS else {}
+    return parse(mode, {**{name: value for name, value in kept.items() if name in known}, **changes})
 
 
 def mode_infos() -> tuple[ModeInfo, ...]:

@@ -47,13 +47,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Load:
-    """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``."""
+    """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+
+    ``mode_params`` are the settings of each mode, taken when it is entered; what is said later (``params``, ``Switch``)
+    holds for every mode that has a parameter of that name, and wins.
+    """
 
     model: str = "bundled"
     device: str = "auto"
     dtype: str = "auto"
     mode: str = "full"
     params: Params = field(default_factory=dict)
+    mode_params: dict[str, Params] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def prompt(session: FakeSession) -> str:
 def test_ask_prints_the_text_and_nothing_else(run: Run, session: FakeSession) -> None:
     assert run("ask", "hello") == (0, ANSWER + "\n", "")
     assert session.asked == [((Turn("user", "hello"),), Sampling())]
-    assert session.loaded == {"model": "bundled", "device": "auto", "dtype": "auto", "mode": "full"}
+    loaded = {"model": "bundled", "device": "auto", "dtype": "auto", "mode": "full", "mode_params": {}}
+    assert session.loaded == loaded
     assert session.closed
 
 
@@ -83,14 +84,10 @@ def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
         " --repetition-penalty 1.1 --seed 0 --stop a --stop b"
     )
     assert run(*flags).err == ""
-    assert session.loaded == {
-        "model": "there",
-        "device": "cpu",
-        "dtype": "bfloat16",
-        "mode": "speculative",
-        "budget": 512,
-        "tau": 0.5,
-    }
+    mode_params = session.loaded.pop("mode_params")
+    assert session.loaded == {"model": "there", "device": "cpu", "dtype": "bfloat16", "mode": "speculative"}
+    assert mode_params["speculative"] == {"budget": 512, "tau": 0.5}
+    assert mode_params["streaming"] == {"budget": 512}
     turns, sampling = session.asked[0]
     assert turns == (Turn("system", "Short."), Turn("user", "hello"))
     assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, 0, ("a", "b"), 9)
@@ -336,7 +333,8 @@ def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     assert run("--mode", "speculative", "--budget", "256", "--theme", "x", "--system", "Short.").code == 7
     config = started[0]
-    assert (config.load.mode, config.load.params) == ("speculative", {"budget": 256})
+    assert (config.load.mode, config.load.params) == ("speculative", {})
+    assert config.load.mode_params["speculative"] == config.load.mode_params["streaming"] == {"budget": 256}
     assert (config.theme, config.system) == ("x", "Short.")
     assert (config.log_file, config.history_file) == (paths.log_file(), paths.history_file())
     monkeypatch.setenv("TERM", "dumb")

@@ -180,6 +180,7 @@ class Server:
             device=command.device,
             dtype=command.dtype,
             mode=command.mode,
+            mode_params=command.mode_params,
             progress=lambda stage: self._outbox.send(Loading(stage)),
             **command.params,
         )

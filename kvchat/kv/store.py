@@ -107,6 +107,8 @@ class Store:
         self.position.fill_(self.total)
         self._make_room(self.total + 1)
         self.mode.fill(self.total if cached is None else cached)
+        for slots in self.slots:
+            slots.read.copy_(slots.table)
 
     def switch(self, mode: Mode) -> int:
         """Enter ``mode``; returns the bytes moved to the device. What is stored stays as it is, byte for byte.
@@ -189,7 +191,10 @@ class Store:
         return sum(slots.nbytes for slots in self.slots) + self.mode.device_bytes
 
     def attended(self, layer: int) -> Tensor:
-        """Which stored tokens the last token's attention read, bool ``[H, total]``."""
+        """Which stored tokens the last token's attention read, bool ``[H, total]``.
+
+        After a prefill that is all; after a switch, what the next token will read.
+        """
         g, facts = self.geometry, self.facts[layer]
         seen = torch.full((g.kv_heads, self.total + 1), not self._decoded_last, device=self.device)
         if self._decoded_last:

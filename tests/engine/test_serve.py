@@ -123,6 +123,7 @@ def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: F
         "device": "auto",
         "dtype": "auto",
         "mode": "speculative",
+        "mode_params": {},
         "budget": 128,
     }
     assert isinstance(child.until(Snapshot)[-1], Snapshot)

@@ -75,7 +75,8 @@ class Mode:
         Called after entering the mode, after a prefill, after growing and after truncating.
         """
         for slots in self.store.slots:
-            self.store.recall.tokens(slots, self.wanted(slots, slots.layout.window))
+            # One less than the window: the next token takes the slot of the oldest.
+            self.store.recall.tokens(slots, self.wanted(slots, slots.layout.window - 1))
 
     def wanted(self, slots: Slots, recent: int) -> Tensor:
         """The table that holds the sinks and the last ``recent`` tokens before the next one."""
