@@ -23,13 +23,13 @@ def test_every_state_has_its_own_glyph_and_colour():
     ("cells", "width", "shown"),
     [
         ("SDDW", 10, "SDDW"),
-        ("SSHHHHWW", 4, "SHHW"),
+        ("SHHHHHHDHHHW", 3, "SHW"),
         ("HHHR" * 2, 2, "RR"),
         ("HHD" * 3, 3, "HHH"),
         ("", 5, ""),
     ],
 )
-def test_squeezing_keeps_the_majority_and_what_was_recalled(cells, width, shown):
+def test_squeezing_keeps_the_majority_and_what_is_rare(cells, width, shown):
     assert squeeze(cells, width) == shown
 
 

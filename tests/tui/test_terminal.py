@@ -104,7 +104,7 @@ def test_a_session_from_the_first_key_to_the_last(terminal: Terminal, tmp_path: 
     terminal.type("/mode speculative", "Enter")
     terminal.sees(" -> speculative · budget 512 ·")
     terminal.key("Escape")
-    terminal.until(lambda screen: "full → speculative" in screen and "· stopped" in screen)
+    terminal.until(lambda screen: "full → speculative" in screen and "stopped" in screen)
 
     terminal.type("a draft")
     terminal.resize(80, 24)

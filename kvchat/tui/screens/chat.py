@@ -48,7 +48,7 @@ class ChatScreen(Screen[None]):
     ChatScreen { layers: base above; background: $background; }
     Transcript, KvColumn, DetailColumn, Prompt {
         scrollbar-background: $background; scrollbar-background-hover: $background;
-        scrollbar-background-active: $background; scrollbar-color: $panel-lighten-2;
+        scrollbar-background-active: $background; scrollbar-color: $foreground 25%;
     }
     #body { height: 1fr; }
     #conversation { width: 1fr; }
@@ -57,6 +57,7 @@ class ChatScreen(Screen[None]):
     ChatScreen.panels-off KvColumn, ChatScreen.panels-off DetailColumn { display: none; }
     ChatScreen.panels-on KvColumn { display: block; }
     ChatScreen.-ultra.panels-on DetailColumn { display: block; }
+    ChatScreen.-ultra Timeline { margin: 0 1 1 1; }
     ChatScreen.-ultra Rowed, ChatScreen.-ultra .block { margin: 0 0 1 0; }
     #too-small { layer: above; display: none; width: 100%; height: 100%; content-align: center middle; }
     ChatScreen.-tiny #too-small, ChatScreen.-flat #too-small { display: block; }

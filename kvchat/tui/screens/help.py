@@ -38,8 +38,11 @@ class HelpScreen(ModalScreen[None]):
 
     CSS = """
     HelpScreen { align: center middle; }
-    HelpScreen > VerticalScroll { width: 92; max-width: 100%; height: auto; max-height: 100%; background: $surface;
-                                  border: round $primary; padding: 0 2; scrollbar-size-vertical: 1; }
+    HelpScreen > VerticalScroll {
+        width: 92; max-width: 100%; height: auto; max-height: 100%; padding: 0 2;
+        background: $surface; border: round $primary;
+        scrollbar-size-vertical: 1; scrollbar-background: $surface; scrollbar-color: $foreground 25%;
+    }
     HelpScreen .title { color: $primary; text-style: bold; margin: 0; }
     HelpScreen Static { margin: 0 0 1 0; }
     """

@@ -84,7 +84,7 @@ class StatusBar(Widget):
         self.snapshot = snapshot
 
     def render(self) -> Content:
-        """What is not measured yet is left out; what does not fit at the right is cut."""
+        """What is not measured yet and what does not fit is left out."""
         s = self.snapshot
         if s is None:
             return Content("")
@@ -96,7 +96,11 @@ class StatusBar(Widget):
         if s.gpu:
             words.append(f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}")
         right = Content.assemble((f" ctx {percent(s.total / s.context if s.context else None)} ", "$foreground"))
-        return spread(speed + Content("".join(f"   {word}" for word in words if word)), right, self.size.width)
+        line = speed
+        for word in filter(None, words):
+            if line.cell_length + len(word) + 3 + right.cell_length <= self.size.width:
+                line += f"   {word}"
+        return spread(line, right, self.size.width)
 
     def _recall(self, s: Snapshot) -> list[str]:
         return [
@@ -127,6 +131,10 @@ class KeyHints(Widget):
     def render(self) -> Content:
         """Key and word of each, as many as fit."""
         shown = {active.binding.id: active.binding for active in self.screen.active_bindings.values()}
-        keys = [shown[name] for name in self.ORDER if name in shown]
-        words = [((f" {key.key_display or key.key}", "bold $primary"), (f" {key.description} ", "")) for key in keys]
-        return Content.assemble(*(part for pair in words for part in pair)).truncate(self.size.width)
+        line = Content("")
+        for key in (shown[name] for name in self.ORDER if name in shown):
+            word = Content.assemble((f" {key.key_display or key.key}", "bold $primary"), f" {key.description} ")
+            if line.cell_length + word.cell_length > self.size.width:
+                break
+            line += word
+        return line

@@ -65,6 +65,8 @@ class Note(Static):
 class SwitchNote(Note):
     """A live switch: ``── full -> speculative · 14,203 tok · 41 -> 58 tok/s ──``; the second figure comes later."""
 
+    DEFAULT_CSS = "SwitchNote { color: $secondary; }"
+
     def __init__(self, switched: Switched, speed_before: float | None) -> None:
         self.switched = switched
         self.settled = False

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
@@ -62,12 +63,12 @@ def memory_rows(s: Snapshot) -> Rows:
 
 def gpu_rows(gpu: Gpu) -> Rows:
     """What NVML reads."""
-    vitals = (figure(gpu.utilization, "%"), figure(gpu.temperature, "°C"), figure(gpu.power, "W"))
     return [
         ("GPU", gpu.name),
         ("used", MISSING if gpu.used is None else f"{size(gpu.used)} / {size(gpu.total)}"),
         ("this process", size(gpu.process)),
-        ("load · heat · power", " · ".join(vitals)),
+        ("load", figure(gpu.utilization, "%")),
+        ("heat · power", f"{figure(gpu.temperature, '°C')} · {figure(gpu.power, 'W')}"),
     ]
 
 
@@ -90,7 +91,7 @@ class Rowed(Widget):
     """A titled block of label and value rows, values at the right edge."""
 
     DEFAULT_CSS = """
-    Rowed { height: auto; border-top: solid $panel-lighten-1; border-title-color: $primary; padding: 0 1;
+    Rowed { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
             color: $text-muted; }
     """
 
@@ -103,6 +104,10 @@ class Rowed(Widget):
     def watch_rows(self, old: Rows, new: Rows) -> None:
         """Numbers change ten times a second: a new layout only where their count does."""
         self.refresh(layout=len(old) != len(new))
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """A line a row; asking ``render`` would need a width that is not known while the column is hidden."""
+        return len(self.rows)
 
     def render(self) -> Content:
         """One line a row; a value too long is cut, the label never."""
@@ -153,7 +158,7 @@ class DetailColumn(VerticalScroll, can_focus=False):
 
     DEFAULT_CSS = """
     DetailColumn { width: 42; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
-    DetailColumn > .block { height: auto; padding: 0 1; border-top: solid $panel-lighten-1; }
+    DetailColumn > .block { height: auto; padding: 0 1; border-top: solid $foreground 15%; }
     DetailColumn > .block { border-title-color: $primary; }
     """
 

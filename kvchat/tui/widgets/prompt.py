@@ -21,7 +21,7 @@ class Prompt(TextArea):
     """A multi-line editor that posts ``Sent``; the text stays until the receiver calls ``accept``."""
 
     DEFAULT_CSS = """
-    Prompt { height: auto; min-height: 3; max-height: 10; border: round $panel-lighten-2; padding: 0 1;
+    Prompt { height: auto; min-height: 3; max-height: 10; border: round $foreground 25%; padding: 0 1;
              background: transparent; scrollbar-size-vertical: 1; }
     Prompt:focus { border: round $primary; background: transparent; }
     """

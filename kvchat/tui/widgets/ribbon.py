@@ -29,7 +29,10 @@ MAX_TICKS = 64
 
 
 def squeeze(cells: str, width: int) -> str:
-    """``cells`` in at most ``width`` letters: the most common of each group, a recalled one wins."""
+    """``cells`` in at most ``width`` letters: the most common of each group, but what is recalled, sink or window wins.
+
+    Those are few and would vanish among thousands of others.
+    """
     if len(cells) <= width:
         return cells
     edges = [column * len(cells) // width for column in range(width + 1)]
@@ -52,7 +55,8 @@ def tokens_of(column: int, cell_tokens: int, cells: int, width: int, total: int)
 
 
 def _common(group: str) -> str:
-    return "R" if "R" in group else Counter(group).most_common(1)[0][0]
+    rare = next((letter for letter in "RSW" if letter in group), "")
+    return rare or Counter(group).most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Ribbon(Widget, can_focus=True):
     Ribbon > .ribbon--host { color: $ribbon-host; }
     Ribbon > .ribbon--lost { color: $ribbon-lost; }
     Ribbon > .ribbon--tick { color: $ribbon-tick; text-style: bold; }
-    Ribbon > .ribbon--label { color: $text-muted; text-style: bold; }
-    Ribbon > .ribbon--text { color: $text; }
+    Ribbon > .ribbon--label { color: $foreground 70%; text-style: bold; }
+    Ribbon > .ribbon--text { color: $foreground; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", "earlier", key_display="←", id="ribbon.left"),
