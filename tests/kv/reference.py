@@ -331,6 +331,20 @@ class Run:
         self.store.settle(cached + n)
         self.reference.enter(cached + n)
 
+    def store_only(self, n: int) -> None:
+        """``n`` tokens stored as by a prefill, without its attention (which is quadratic)."""
+        ids = self._new_ids(n)
+        self.store.host.reserve(n)
+        for layer in range(self.toy.geometry.layers):
+            q, k, v = self.toy.qkv(layer, ids, 0)
+            self.store.host.append(layer, 0, k, v)
+            self.store.query[layer] = self.query[layer] = q[:, -1]
+            self._keep(layer, k, v)
+        self.ids += ids
+        self.store.host.total = n
+        self.store.settle()
+        self.reference.enter(n)
+
     def step(self, n: int = 1) -> list[Tensor]:
         """``n`` decode steps; the last one's outputs, one ``[H_q, d_v]`` a layer."""
         outputs: list[Tensor] = []
