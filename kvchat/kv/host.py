@@ -30,7 +30,8 @@ class HostPool:
     @property
     def capacity(self) -> int:
         """Tokens that fit before the pool has to grow."""
-        return self.layers[0].shape[0] * self.geometry.page
+        # Layers differ when memory ran out while the pool grew: then it grows again.
+        return min(layer.shape[0] for layer in self.layers) * self.geometry.page
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +42,7 @@ class HostPool:
         """Make room for ``tokens`` in all; True when the pool moved (aliases and rows are new).
 
         Raises:
-            DoesNotFitError: the host has no memory for it; the pool is unchanged.
+            DoesNotFitError: the host has no memory for it; what is stored is unchanged.
         """
         if tokens <= self.capacity:
             return False

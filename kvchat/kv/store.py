@@ -269,15 +269,20 @@ class Store:
         """Grow the host pool, and slots that hold everything or no longer suit the mode; between steps only."""
         self._reserve(tokens)
         if tokens > self._capacity:
-            self._capacity = grown(tokens)
-            self.refit()
+            self.refit(grown(tokens))
         elif self.mode.outgrown():
             self.refit()
 
-    def refit(self) -> None:
-        """Give the mode as many slots as it wants now, with what they hold; between steps only."""
-        pairs = zip(self.slots, self.mode.layouts(self._capacity), strict=True)
+    def refit(self, capacity: int = 0) -> None:
+        """Give the mode as many slots as it wants now, with what they hold; between steps only.
+
+        ``capacity`` is the number of tokens to make room for; as before, where not given.
+        """
+        capacity = capacity or self._capacity
+        pairs = zip(self.slots, self.mode.layouts(capacity), strict=True)
         self.slots = [s if s.layout == layout else s.grown(layout) for s, layout in pairs]
+        # Not before there is room: if memory ran out the next step tries again.
+        self._capacity = capacity
         self._place()
 
     def _reserve(self, tokens: int) -> None:
