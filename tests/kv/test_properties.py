@@ -1,0 +1,95 @@
+"""Any geometry, any parameters, any order of turns, steps, switches and truncations: always the reference's answer."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv.reference import KINDS, Run, toy
+
+DEEP = settings(derandomize=True, deadline=None, max_examples=25, database=None)
+
+
+@st.composite
+def toys(draw):
+    sizes = st.sampled_from([8, 12, 16])
+    return toy(
+        tuple(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=3))),
+        kv_heads=draw(st.sampled_from([1, 2, 4])),
+        group=draw(st.integers(1, 3)),
+        d_k=draw(sizes),
+        d_v=draw(sizes),
+        page=draw(st.integers(1, 24)),
+        interleaved=draw(st.booleans()),
+        seed=draw(st.integers(0, 5)),
+    )
+
+
+@st.composite
+def modes(draw, page: int):
+    """A mode and parameters that it can be entered with."""
+    name = draw(st.sampled_from(["full", "streaming", "speculative"]))
+    if name == "full":
+        return name, {}
+    budget = draw(st.integers(64, 110))
+    sink = draw(st.integers(0, 20))
+    if name == "streaming":
+        lazy = {key: draw(st.integers(0, 12)) for key in ("R", "sigma", "delta")}
+        return name, {"budget": budget, "sink": sink, **lazy}
+    window = draw(st.integers(page, budget - sink))
+    tau = draw(st.sampled_from([-2.0, 0.6, 0.8, 2.0]))
+    return name, {"budget": budget, "sink": sink, "window": window, "tau": tau, "first_full": draw(st.booleans())}
+
+
+def actions(page: int):
+    return st.one_of(
+        st.tuples(st.just("prefill"), st.integers(1, 70)),
+        st.tuples(st.just("step"), st.integers(1, 25)),
+        st.tuples(st.just("step"), st.integers(1, 25)),
+        st.tuples(st.just("truncate"), st.floats(0, 1)),
+        st.tuples(st.just("switch"), modes(page)),
+    )
+
+
+@DEEP
+@given(st.data())
+def test_any_conversation_is_the_references(data):
+    made = data.draw(toys())
+    page = made.geometry.page
+    mode, params = data.draw(modes(page))
+    run = Run(made, mode, **params)
+    for what, how in data.draw(st.lists(actions(page), min_size=4, max_size=12)):
+        act(run, what, how)
+        run.check()
+    run.step(3)
+    run.check()
+
+
+def act(run: Run, what: str, how) -> None:
+    if what == "prefill":
+        run.prefill(how, chunk=1 + how // 2)
+    elif what == "step":
+        for _ in range(how):
+            run.step()
+            run.store.check_integrity()
+    elif what == "truncate":
+        run.truncate(int(how * run.store.total))
+    else:
+        run.switch(how[0], **how[1])
+
+
+@DEEP
+@given(st.data(), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_half_precision_reads_sinks_window_and_no_more_than_the_budget(data, dtype):
+    page = data.draw(st.integers(1, 24))
+    mode, params = data.draw(modes(page))
+    run = Run(toy(("plain", "plain"), page=page, dtype=dtype), mode, **params)
+    run.prefill(data.draw(st.integers(1, 150)))
+    for _ in range(25):
+        run.step()
+        seen = run.store.attended(1)
+        if mode == "speculative":
+            assert int(seen.sum(1).max()) <= params["budget"]
+            assert bool(seen[:, : params["sink"]].all())
+            assert bool(seen[:, -params["window"] :].all())
+    run.check()

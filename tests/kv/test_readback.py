@@ -1,0 +1,73 @@
+"""A decode step reads nothing back from the device and has the same shapes at every step, as a CUDA graph needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kv.reference import Run, toy
+from kv.test_modes import MIXED, ROWS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero")
+UPLOADS = ("lift_fresh",)  # torch.tensor(...) and indexing by a list: copied to the device at every step
+
+
+class Watch(TorchDispatchMode):
+    """Refuses what would wait for the device; notes every operation with the shapes that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert not name.startswith(READS), f"{name} reads back"
+        assert name not in UPLOADS, f"{name} sends from the host"
+        if name.startswith("index"):
+            indices = args[1] if isinstance(args[1], list | tuple) else [args[1]]
+            masks = [i for i in indices if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
+            assert not masks, f"{name} by a mask has as many rows as the mask says"
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, list | tuple) else [result]
+        self.seen.append((name, [tuple(one.shape) for one in made if isinstance(one, torch.Tensor)]))
+        return result
+
+
+def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
+    """One step of the store alone: its operations and outputs."""
+    layers = range(run.toy.geometry.layers)
+    new = [run.toy.qkv(layer, ids, run.store.total) for layer in layers]
+    with Watch() as watch, run.store.step():
+        outputs = [run.store.attention(i, *new[i], run.toy.facts[i]) for i in layers]
+    return watch.seen, outputs
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
+    mode, params = ROWS[row]
+    run, compact = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
+    run.store.recall.compact = False
+    for one in (run, compact):
+        one.prefill(150)
+        one.step()
+    shapes, slots = None, run.store.slots[0].n
+    for i in range(40):
+        ops, outputs = watched(run, [300 + i])
+        compact.fresh = 300 + i
+        for one, other in zip(outputs, compact.step(), strict=True):
+            assert torch.equal(one[:, 0], other)
+        for layer in range(run.toy.geometry.layers):
+            assert torch.equal(run.store.attended(layer), compact.store.attended(layer))
+        if run.store.slots[0].n == slots:
+            assert shapes is None or ops == shapes
+            shapes = ops
+        else:
+            shapes, slots = None, run.store.slots[0].n
+    run.store.check_integrity()
+
+
+def test_the_watch_would_notice():
+    mask = torch.tensor([True, False])
+    for read in (lambda: mask.nonzero(), lambda: torch.arange(2)[mask], lambda: int(mask.sum()), lambda: mask[[0, 1]]):
+        with pytest.raises(AssertionError), Watch():
+            read()
