@@ -81,7 +81,7 @@ class Store:
     def step(self, pinned: bool = False) -> Iterator[None]:
         """A forward of one token runs inside, in the mode at hand; it is stored when it returns."""
         self._make_room(self.total + 1)
-        self.pinned[self.total] = pinned
+        self.pinned.index_fill_(0, self.position.view(1), pinned)
         for slots in self.slots:
             slots.begin_step()
         self._host_rows = self._new_rows()
