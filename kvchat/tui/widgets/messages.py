@@ -120,7 +120,10 @@ class Problem(Static):
 
 
 class Answer(Vertical):
-    """One answer, streamed as Markdown. It owns its text; ``collapsed`` it is one plain widget of the same height."""
+    """One answer, streamed as Markdown. It owns its text; ``collapsed`` it is one plain widget of the same height.
+
+    ``weight`` counts the widgets it is made of while it is not collapsed.
+    """
 
     DEFAULT_CSS = """
     Answer { height: auto; margin: 1 1 0 1; border-left: outer $primary; padding: 0 0 0 1; }
@@ -140,6 +143,7 @@ class Answer(Vertical):
         self.receipt = ""
         self.collapsed = False
         self.finished = False
+        self.weight = 1
         self._open = flush.OpenBlock()
         self._pending = ""
         self._timer: Timer | None = None
@@ -181,6 +185,7 @@ class Answer(Vertical):
         line = self.query_one(".receipt", Static)
         line.update(receipt)
         line.display = bool(receipt)
+        self.weight = sum(1 for _ in self.walk_children())
         self.post_message(self.Grew())
 
     async def set_collapsed(self, collapsed: bool) -> None:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import ClassVar
 
 from rich.segment import Segment
-from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -16,6 +15,7 @@ from kvchat.tui.format import BARS
 
 STORED, MARK = "░", "▾"
 MAX_POINTS = 2048
+NAMES = ("active", "stored", "mark")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Timeline(Widget):
         super().__init__(id=id)
         self.points: list[Point] = []
         self._switched = False
+        self._key: object = None
+        self._columns: list[list[str]] = []
 
     def add(self, active: float, total: float) -> None:
         """One more moment; nothing where nothing changed."""
@@ -87,15 +89,21 @@ class Timeline(Widget):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        width, height = self.size
-        points = thin(self.points, width)
-        top = max((point.total for point in points), default=0.0)
-        if not top:
-            return Strip.blank(width, self.rich_style)
-        glyphs = [column(point, top, height)[y] for point in points]
-        strip = Strip([Segment(glyph, self._style(glyph)) for glyph in glyphs])
-        return strip.adjust_cell_length(width, self.rich_style)
+        base = self.rich_style
+        styles = {name: base + self.get_component_rich_style(f"timeline--{name}", partial=True) for name in NAMES}
+        strip = Strip([Segment(glyphs[y], styles[_name(glyphs[y])]) for glyphs in self._drawn()])
+        return strip.simplify().adjust_cell_length(self.size.width, base)
 
-    def _style(self, glyph: str) -> Style:
-        name = {STORED: "stored", MARK: "mark", " ": "stored"}.get(glyph, "active")
-        return self.rich_style + self.get_component_rich_style(f"timeline--{name}", partial=True)
+    def _drawn(self) -> list[list[str]]:
+        """The columns, kept until the points or the size change: seven lines share them."""
+        width, height = self.size
+        key = (width, height, len(self.points), self.points[-1:])
+        if key != self._key:
+            points = thin(self.points, width)
+            top = max((point.total for point in points), default=0.0)
+            self._key, self._columns = key, [column(point, top, height) for point in points] if top else []
+        return self._columns
+
+
+def _name(glyph: str) -> str:
+    return {STORED: "stored", MARK: "mark", " ": "stored"}.get(glyph, "active")

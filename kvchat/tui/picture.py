@@ -1,0 +1,68 @@
+"""The README's picture: the real application with the real engine, told and asked something, its mode switched.
+
+Run ``python -m kvchat.tui.picture FILE.svg``; made by Textual's own export, so it cannot show what is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from kvchat.protocol import Load, Sampling
+from kvchat.tui.app import KvchatApp
+from kvchat.tui.config import AppConfig
+from kvchat.tui.state import Phase
+
+SIZE = (120, 40)
+TOLD = "My name is Maria and my cat is called Biscuit."
+STORIES = ("a whale", "a lighthouse", "two brothers", "a lost map", "an old clock", "a long winter", "a garden")
+ASKED = "What is my cat called?"
+
+
+async def take(file: Path) -> None:
+    """Play the scene and write the picture."""
+    with tempfile.TemporaryDirectory() as folder:
+        load = Load(mode_params={"speculative": {"budget": 256}, "streaming": {"budget": 256}})
+        sampling = Sampling(temperature=0.7, seed=7, max_new_tokens=160)
+        app = KvchatApp(AppConfig(log_file=Path(folder) / "engine.log", load=load, sampling=sampling))
+        async with app.run_test(size=SIZE) as pilot:
+            await _play(app, pilot)
+            file.write_text(app.export_screenshot(title="kvchat"), encoding="utf-8")
+
+
+async def _play(app: KvchatApp, pilot: Pilot[None]) -> None:
+    await _until(pilot, lambda: app.chat.state.phase is Phase.READY)
+    for text in (TOLD, *(f"Tell me a story about {what}." for what in STORIES)):
+        await _answered(app, pilot, text)
+    app.chat.switch("speculative")
+    await _answered(app, pilot, ASKED)
+    before = _stored(app)
+    await app.chat.ask("Tell me a story about the sea.")
+    await _until(pilot, lambda: _stored(app) >= before + 60)
+    app.chat.switch("streaming")
+    await _until(pilot, lambda: _stored(app) >= before + 130 or not app.chat.state.phase.busy)
+
+
+async def _answered(app: KvchatApp, pilot: Pilot[None], text: str) -> None:
+    await app.chat.ask(text)
+    await _until(pilot, lambda: app.chat.state.phase.busy)
+    await _until(pilot, lambda: not app.chat.state.phase.busy)
+
+
+def _stored(app: KvchatApp) -> int:
+    snapshot = app.chat.state.snapshot
+    return snapshot.total if snapshot else 0
+
+
+async def _until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    while not condition():
+        await pilot.pause(0.02)
+
+
+if __name__ == "__main__":
+    asyncio.run(take(Path(sys.argv[1])))
