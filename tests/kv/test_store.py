@@ -186,7 +186,8 @@ def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row, layer):
     assert all(torch.equal(a, b) for a, b in zip(stored(run.store), before, strict=True))
     for i in range(layer + 1):
         run.query[i] = run.toy.qkv(i, [900], 140)[0][:, 0]  # speculation goes on from the last query there was
-    run.reference.enter(140)
+    if mode != "streaming":  # what was kept before the step is kept after it, and nothing else
+        run.reference.enter(140)
     run.step(20)
     run.check()
 
