@@ -90,7 +90,7 @@ class Store:
             yield
         except BaseException:
             # The new token has taken a slot already: who was there comes back from the host pool.
-            self.truncate(self.total)
+            self.truncate(self.total, self.mode.cached())
             raise
         self.mode.end_step(self.position)
         self.recall.end_step()
@@ -125,14 +125,14 @@ class Store:
             raise
         return self.recall.filled_bytes - before
 
-    def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``."""
+    def truncate(self, tokens: int, cached: int | None = None) -> None:
+        """Forget all but the first ``tokens``; ``cached`` as for ``settle``."""
         self.host.truncate(tokens)
         self.pinned[tokens:] = False
         for slots in self.slots:
             slots.truncate(tokens)
         self._decoded_last = False
-        self.settle()
+        self.settle(cached)
 
     # ---- what the model's attention calls
 
