@@ -190,6 +190,23 @@ def modes(as_json: Annotated[bool, typer.Option("--json", help="print a JSON lis
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
+    text: Annotated[
+        list[Path] | None, typer.Option(help="read this file instead of generated text; repeatable")
+    ] = None,
+    clusters: Annotated[int | None, typer.Option(help="representative heads a layer; a quarter of the heads")] = None,
+    representatives: Annotated[str, typer.Option(help="retrieval or centroid; which ones are shown")] = "retrieval",
+    out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+) -> None:
+    """Measure which KV heads of a model attend alike, for the sync mode."""
+    from kvchat.calibrate import calibrate as run
+
+    run(model, text or (), clusters, representatives, device, out)
+
+
+@app.command()
 def locate() -> None:
     """Show where kvchat's files lie."""
     places = {
@@ -198,6 +215,7 @@ def locate() -> None:
         "data": paths.data_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
+        "calibrations": paths.calibration_dir(),
         "bundled model": paths.bundled_model_dir(),
         "bundled themes": paths.bundled_themes_dir(),
     }

@@ -74,22 +74,22 @@ class SyncParameters(ModeParameters):
     title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
 
     mem: float = Field(0.5, gt=0, le=1)
-    """share of full's K/V on the device; gives k where neither k nor budget does"""
+    """share of full's K/V on the device; says how much to keep where neither keep nor budget does"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens a following head may attend to, recent ones included; gives k where k is not given"""
-    k: int | None = Field(None, ge=MIN_BUDGET)
-    """static and dynamic tokens of a following head (auto: from budget or mem, at least 64)"""
+    """tokens a following head may attend to, recent ones included; says how much to keep where keep does not"""
+    keep: int | None = Field(None, ge=MIN_BUDGET)
+    """k: static and dynamic tokens of a following head (auto: from budget or mem, at least 64)"""
     clusters: int | None = Field(None, ge=1)
     """representative heads a layer (auto: by the calibration)"""
     representatives: Literal["retrieval", "centroid"] = "retrieval"
     """who represents a cluster: its best retriever, or the head nearest to the centroid (the paper)"""
     rho: float = Field(0.5, ge=0, le=1)
-    """share of k that stays for the whole turn"""
+    """share of k that is static: chosen at the end of the prompt, for the whole turn"""
     m: int = Field(5, ge=1)
     """every m-th step chooses anew"""
     window: int = Field(128, ge=1)
     """most recent tokens, always attended"""
-    stagger: bool = False
+    staggered: bool = False
     """layers choose at different steps"""
     offload: bool = True
     """false keeps everything on the device and only masks it"""

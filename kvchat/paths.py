@@ -61,6 +61,16 @@ def bundled_model_dir() -> Path:
     return PACKAGE / "models" / "pocket"
 
 
+def calibration_dir() -> Path:
+    """The person's own calibrations, one JSON file for each model revision."""
+    return data_dir() / "calibration"
+
+
+def bundled_calibration_dir() -> Path:
+    """Calibrations that come with kvchat."""
+    return PACKAGE / "models" / "calibration"
+
+
 def _given_data_dir() -> Path | None:
     given = os.environ.get("KVCHAT_DATA_DIR")
     return Path(given).expanduser() if given else None

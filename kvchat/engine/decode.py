@@ -12,6 +12,7 @@ from kvchat.engine import seam
 from kvchat.engine.load import LoadedModel
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.heads import Calibration
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.store import Store
 
@@ -25,9 +26,9 @@ def geometry_of(model: LoadedModel) -> Geometry:
     return Geometry(model.layers, model.q_heads, model.kv_heads, model.d_k, model.d_v, model.dtype)
 
 
-def traits_of(model: LoadedModel) -> ModelTraits:
-    """What modes may need to know of the model."""
-    return ModelTraits(model.context, model.probe.rotations, model.probe.refusal)
+def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> ModelTraits:
+    """What modes may need to know of the model; ``calibration`` is what was measured of its heads."""
+    return ModelTraits(model.context, model.probe.rotations, model.probe.refusal, calibration)
 
 
 class Decoder:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvchat import parameters
+from kvchat.engine import calibrate
 from kvchat.engine.decode import Decoder, geometry_of, traits_of
 from kvchat.engine.detokenise import Detokeniser, StopBuffer
 from kvchat.engine.load import LoadedModel, load_model
@@ -88,6 +89,7 @@ class Session:
         self._said = dict(params or {})
         self._parameters = parameters.merge(self._mode_params.get(mode, {}), mode, self._said)
         self._preamble = 0
+        self._calibration = calibrate.find(model.revision)
         self._decoder = Decoder(model, self._build(self._parameters))
         self._store = self._decoder.store
         self._encoder = PromptEncoder(model.tokenizer)
@@ -147,6 +149,7 @@ class Session:
             yield Finished("stopped", "", self._meter.stats(answer))
             return
         self._stored.agree(prompt.text)
+        self._calibrate()
         sampler.see(prompt.ids)
         yield from self._generate(logits, prompt, sampling, sampler, answer, between or _nothing)
 
@@ -199,6 +202,7 @@ class Session:
             self._note(chunk, reduced=False)
             last = logits
         assert last is not None
+        self._calibrate()
         return last
 
     def step(self, token: int) -> Tensor:
@@ -320,7 +324,7 @@ class Session:
         return "context" if self._full() else ""
 
     def _build(self, chosen: ModeParameters) -> Mode:
-        return build(chosen, geometry_of(self._model), traits_of(self._model), self._preamble)
+        return build(chosen, geometry_of(self._model), traits_of(self._model, self._calibration), self._preamble)
 
     def _enter(self, chosen: ModeParameters) -> int:
         mode = self._build(chosen)
@@ -329,7 +333,17 @@ class Session:
         with torch.inference_mode():
             moved = self._store.switch(mode)
         self._parameters = chosen
-        return moved
+        return moved + self._calibrate()
+
+    def _calibrate(self) -> int:
+        """A mode that waits for the model's heads to be measured has it done on what is stored, if that is enough.
+
+        Returns the bytes moved to the device.
+        """
+        if not self._store.mode.uncalibrated:
+            return 0
+        self._calibration = calibrate.on_prompt(self._model, self._stored.ids)
+        return self._enter(self._parameters) if self._calibration else 0
 
     def _note_preamble(self, turns: Sequence[Turn]) -> None:
         """Modes may keep the system prompt as sinks: enter the mode anew when its length changed."""

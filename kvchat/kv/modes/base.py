@@ -131,6 +131,11 @@ class Mode:
         """Are positions limited by the model's context? A mode that re-aligns sinks goes on beyond it."""
         return True
 
+    @property
+    def uncalibrated(self) -> bool:
+        """Does it wait for the model's heads to be measured? Until then it may hold and read everything."""
+        return False
+
     def reach(self) -> str:
         """A token off the device is ``H`` (on the host, may return by itself) or ``X`` (out of reach)."""
         return "H"

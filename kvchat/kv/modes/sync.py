@@ -35,7 +35,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.attend import attend
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.heads import roles
+from kvchat.kv.heads import default_clusters, roles
 from kvchat.kv.modes.base import Mode, ModelTraits, refuse_small_budget
 from kvchat.kv.pool import EMPTY, Layout, Slots
 from kvchat.kv.select import place_tokens
@@ -81,17 +81,18 @@ class Sync(Mode):
     def __init__(self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         super().__init__(parameters, geometry, traits, preamble)
         self.clusters = self._clusters()
-        self.split = self.clusters < geometry.kv_heads
-        if not self.split:
-            return
-        assert traits.calibration is not None
-        self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
-        self.sink, self.window = SINK, parameters.window
         self.ring = parameters.window + parameters.m - 1
+        self.split = False
+        if self.clusters == geometry.kv_heads:
+            return
         if parameters.budget is not None:
-            refuse_small_budget(self.name, parameters.budget, SINK, self.ring, " (window = w + m - 1)")
-        elif parameters.k is None:
+            refuse_small_budget(self.name, parameters.budget, SINK, self.ring, " (window is w + m - 1)")
+        elif parameters.keep is None:
             refuse_small_mem(parameters.mem, geometry.kv_heads, self.clusters)
+        if traits.calibration is not None:
+            self.split = True
+            self.sink, self.window = SINK, parameters.window
+            self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
 
     # ---- slots
 
@@ -111,8 +112,8 @@ class Sync(Mode):
     def k_of(self, capacity: int) -> int:
         """Static and dynamic tokens of a follower, the sinks included, in a store of ``capacity`` tokens."""
         p = self.parameters
-        if p.k is not None:
-            k = p.k
+        if p.keep is not None:
+            k = p.keep
         elif p.budget is not None:
             k = p.budget - self.ring
         else:
@@ -214,7 +215,7 @@ class Sync(Mode):
     def anticipates(self, layer: int) -> bool:
         """Does ``layer`` choose at the step being decoded? Counted from 1 since the mode filled its slots."""
         m = self.parameters.m
-        return self.t % m == (layer % m if self.parameters.stagger else 0)
+        return self.t % m == (layer % m if self.parameters.staggered else 0)
 
     # ---- choosing
 
@@ -256,7 +257,7 @@ class Sync(Mode):
     def resolved(self) -> dict[str, Any]:
         if not self.split:
             return self.parameters.model_dump()
-        return self.parameters.model_dump() | {"clusters": self.clusters, "k": self._k}
+        return self.parameters.model_dump() | {"clusters": self.clusters, "keep": self._k}
 
     def covers(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self._k
@@ -268,10 +269,15 @@ class Sync(Mode):
         kept, chosen = self.overlap.tolist()
         return {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
+            "measured on": self.traits.calibration.measured_on if self.traits.calibration else "",
             "k": self._k,
             "anticipation steps": self.anticipations,
             "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
         }
+
+    @property
+    def uncalibrated(self) -> bool:
+        return not self.split and self.clusters < self.geometry.kv_heads
 
     # ---- inside
 
@@ -305,11 +311,9 @@ class Sync(Mode):
         wanted = self.parameters.clusters
         if wanted is not None and wanted > heads:
             raise UsageError(f"sync: clusters = {wanted} is refused.", f"The model has {heads} KV heads a layer.")
-        if calibration is None:
-            return heads
-        return min(heads, wanted or calibration.clusters)
+        return min(heads, wanted or (calibration.clusters if calibration else default_clusters(heads)))
 
     def _why_full(self) -> str:
         if self.geometry.kv_heads == 1:
             return "the model has one"
-        return "not calibrated yet" if self.traits.calibration is None else "as many clusters"
+        return "calibrated on the first long prompt" if self.uncalibrated else "as many clusters"

@@ -1,0 +1,74 @@
+"""``python -m kvchat.bench WHAT``: measurements that the README cites. Progress goes to stderr, results to stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvchat.bench import decode, passkey
+from kvchat.errors import KvchatError
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+
+Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
+
+
+@app.command("passkey")
+def passkey_command(
+    modes: Annotated[
+        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a contender; repeatable")
+    ] = None,
+    cases: Annotated[int, typer.Option(min=1, help="conversations")] = 40,
+    tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 3000,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same conversations")] = 0,
+    model: Model = "bundled",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Recall of a number told in an earlier turn, mode against mode."""
+    contenders = modes or passkey.STANDARD
+    result = passkey.run(contenders, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=_report)
+    _print(result, as_json)
+
+
+@app.command("decode")
+def decode_command(
+    modes: Annotated[list[str] | None, typer.Option(help="a mode; repeatable")] = None,
+    contexts: Annotated[list[int] | None, typer.Option(help="tokens before the measured ones; repeatable")] = None,
+    budget: Annotated[int, typer.Option(help="tokens per KV head")] = 512,
+    model: Model = "bundled",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time per decoded token against transformers' ``generate``."""
+    standard = decode.Settings()
+    settings = decode.Settings(
+        model,
+        device,
+        contexts=tuple(contexts or standard.contexts),
+        modes=tuple(modes or standard.modes),
+        budget=budget,
+    )
+    _print(decode.run(settings, _report), as_json)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    try:
+        app(prog_name="python -m kvchat.bench")
+    except KvchatError as error:
+        _report(str(error))
+        sys.exit(error.exit_code)

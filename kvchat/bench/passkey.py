@@ -1,0 +1,131 @@
+"""Recall of one fact told in an earlier turn, mode against mode, on the same stored prompts.
+
+Each case is a conversation of about so many tokens: passages of text, in one early turn a passkey, at the end the
+question. The prompt is prefilled once, exactly; then every contender answers greedily from it, so that they differ
+only in what their decode steps read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import kvchat
+from kvchat.bench.environment import fingerprint
+from kvchat.engine.filler import sentences
+from kvchat.engine.session import Session
+from kvchat.parameters import PARAMETERS
+from kvchat.protocol import Finished, Params, Sampling, Turn
+
+PASSAGES = 8
+ANSWER_TOKENS = 24
+STANDARD = (
+    "full",
+    "speculative:budget=512",
+    "streaming:budget=512",
+    "sync",
+    "sync:representatives=centroid",
+    "sync:clusters=2,mem=0.7",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversation that ends with the question, and what the answer must contain."""
+
+    turns: tuple[Turn, ...]
+    answer: str
+
+
+def cases(seed: int, n: int, tokens: int, tokenizer: Any) -> Iterator[Case]:
+    """``n`` conversations of about ``tokens`` tokens, the same for the same seed."""
+    for index in range(n):
+        random_ = random.Random(f"{seed}/{index}")
+        passkey = str(random_.randrange(10_000, 100_000))
+        told = random_.randrange(PASSAGES - 2)
+        turns = [Turn("user", "I will read you a story in parts."), Turn("assistant", "Go on.")]
+        text = sentences(random_.randrange(2**32))
+        for part in range(PASSAGES):
+            passage = _passage(text, tokens // PASSAGES, tokenizer)
+            turns += [Turn("user", passage), Turn("assistant", "I see.")]
+            if part == told:
+                turns += [Turn("user", f"The passkey is {passkey}. Remember it."), Turn("assistant", "Got it.")]
+        yield Case((*turns, Turn("user", "What is the passkey?")), passkey)
+
+
+@dataclass
+class Row:
+    """One contender's results, summed up over the cases."""
+
+    mode: str
+    right: int = 0
+    active_tokens: float = 0.0
+    kv_device_bytes: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def run(
+    contenders: Sequence[str] = STANDARD,
+    *,
+    model: str = "bundled",
+    device: str = "auto",
+    seed: int = 0,
+    n: int = 40,
+    tokens: int = 3000,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measure; the result is plain data, ready for JSON. A contender is ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
+
+    Raises:
+        KvchatError: the model cannot be loaded, or a mode refuses.
+    """
+    session = kvchat.load(model, device=device)
+    rows = [Row(name) for name in contenders]
+    prompt_tokens = 0
+    for done, case in enumerate(cases(seed, n, tokens, session.model.tokenizer), 1):
+        for row in rows:
+            _enter(session, row.mode)
+            prompt_tokens += _answer(session, case, row)
+        report(f"{done} of {n}: " + ", ".join(str(row.right) for row in rows))
+    for row in rows:
+        row.active_tokens /= n
+        report(f"{row.mode:<48} {row.right:>3} of {n} {row.active_tokens:7.0f} active {row.kv_device_bytes:>11,} bytes")
+    return {
+        "what": "passkeys recalled; active tokens are the mean over layers, KV heads, steps and cases",
+        "settings": {"model": session.info.model, "seed": seed, "cases": n, "tokens": prompt_tokens / n / len(rows)},
+        "environment": fingerprint(torch.device(session.info.device)),
+        "rows": [asdict(row) | {"recall": row.right / n} for row in rows],
+    }
+
+
+def _answer(session: Session, case: Case, row: Row) -> int:
+    """Answer and note it; returns the tokens of the prompt."""
+    sampling = Sampling(temperature=0, max_new_tokens=ANSWER_TOKENS)
+    finished = next(event for event in session.answer(case.turns, sampling) if isinstance(event, Finished))
+    right = case.answer in finished.text
+    row.right += right
+    row.wrong += [] if right else [f"{case.answer}: {finished.text}"]
+    row.active_tokens += finished.stats.active_tokens or 0
+    row.kv_device_bytes = finished.stats.kv_device_bytes
+    return finished.stats.prompt_tokens
+
+
+def _enter(session: Session, contender: str) -> None:
+    mode, _, pairs = contender.partition(":")
+    params: Params = dict(pair.split("=") for pair in pairs.split(",") if pair)
+    # What an earlier contender was given would stay, were it not said anew.
+    defaults = (
+        {name: field.default for name, field in PARAMETERS[mode].model_fields.items()} if mode in PARAMETERS else {}
+    )
+    session.switch(mode, **{**defaults, **params})
+
+
+def _passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:
+    passage = ""
+    while len(tokenizer.encode(passage)) < tokens:
+        passage += " " * bool(passage) + next(text)
+    return passage
