@@ -374,8 +374,7 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         memory = dict(app.chat.query_one("#memory-rows", Rowed).rows)
         assert memory["GPU"] == "NVIDIA H200"
         assert memory["this process"] == "n/a"
-        assert memory["load"] == "45 %"
-        assert memory["heat · power"] == "61 °C · n/a"
+        assert memory["load"] == "45 % · 61 °C · n/a"
         assert memory["torch allocated"] == "n/a"
         recall = dict(app.chat.query_one("#recall-rows", Rowed).rows)
         assert recall["p50 / p95"] == "0.8 / 1.8 ms"

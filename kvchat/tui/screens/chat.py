@@ -44,24 +44,7 @@ WELCOME = "Ask something. Everything said stays stored; F6 changes how much of i
 class ChatScreen(Screen[None]):
     """One conversation with one engine."""
 
-    CSS = """
-    ChatScreen { layers: base above; background: $background; }
-    Transcript, KvColumn, DetailColumn, Prompt {
-        scrollbar-background: $background; scrollbar-background-hover: $background;
-        scrollbar-background-active: $background; scrollbar-color: $foreground 25%;
-    }
-    #body { height: 1fr; }
-    #conversation { width: 1fr; }
-    KvColumn, DetailColumn { display: none; background: $surface; }
-    ChatScreen.-wide KvColumn, ChatScreen.-ultra KvColumn, ChatScreen.-ultra DetailColumn { display: block; }
-    ChatScreen.panels-off KvColumn, ChatScreen.panels-off DetailColumn { display: none; }
-    ChatScreen.panels-on KvColumn { display: block; }
-    ChatScreen.-ultra.panels-on DetailColumn { display: block; }
-    ChatScreen.-ultra Timeline { margin: 0 1 1 1; }
-    ChatScreen.-ultra Rowed, ChatScreen.-ultra .block { margin: 0 0 1 0; }
-    #too-small { layer: above; display: none; width: 100%; height: 100%; content-align: center middle; }
-    ChatScreen.-tiny #too-small, ChatScreen.-flat #too-small { display: block; }
-    """
+    CSS_PATH = "chat.tcss"
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (Textual declares it)
         (0, "-tiny"),
         (40, "-narrow"),

@@ -23,8 +23,12 @@ MAX_EVENTS = 200
 
 
 def mode_rows(snapshot: Snapshot) -> Rows:
-    """The mode's parameters as they are now."""
-    return [(name, _value(value)) for name, value in snapshot.params.items()] or [("parameters", "none")]
+    """The mode's parameters as they are now; many are paired, so that the column fits 40 lines."""
+    rows = [(name, _value(value)) for name, value in snapshot.params.items()]
+    if len(rows) > 4:
+        pairs = [rows[start : start + 2] for start in range(0, len(rows), 2)]
+        rows = [(" · ".join(name for name, _ in pair), " · ".join(value for _, value in pair)) for pair in pairs]
+    return rows or [("parameters", "none")]
 
 
 def context_rows(s: Snapshot) -> Rows:
@@ -63,12 +67,12 @@ def memory_rows(s: Snapshot) -> Rows:
 
 def gpu_rows(gpu: Gpu) -> Rows:
     """What NVML reads."""
+    vitals = (figure(gpu.utilization, "%"), figure(gpu.temperature, "°C"), figure(gpu.power, "W"))
     return [
         ("GPU", gpu.name),
         ("used", MISSING if gpu.used is None else f"{size(gpu.used)} / {size(gpu.total)}"),
         ("this process", size(gpu.process)),
-        ("load", figure(gpu.utilization, "%")),
-        ("heat · power", f"{figure(gpu.temperature, '°C')} · {figure(gpu.power, 'W')}"),
+        ("load", " · ".join(vitals)),
     ]
 
 

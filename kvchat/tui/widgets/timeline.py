@@ -56,7 +56,7 @@ class Timeline(Widget):
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"timeline--active", "timeline--stored", "timeline--mark"}
     DEFAULT_CSS = """
-    Timeline { height: 7; }
+    Timeline { height: 6; }
     Timeline > .timeline--active { color: $ribbon-device; }
     Timeline > .timeline--stored { color: $ribbon-host; }
     Timeline > .timeline--mark { color: $ribbon-tick; }
