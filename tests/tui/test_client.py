@@ -108,7 +108,8 @@ async def test_closing_leaves_no_orphan_even_when_the_child_ignores_it(tmp_path,
     assert gone(pid)
 
 
-async def test_the_child_ends_by_itself_when_stdin_closes(client):
+async def test_the_child_ends_by_itself_when_stdin_closes(client, monkeypatch):
+    monkeypatch.setattr(client_module, "GRACE_S", 20.0)
     await client.start()
     process = client._process
     await client.close()

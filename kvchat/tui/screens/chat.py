@@ -168,8 +168,9 @@ class ChatScreen(Screen[None]):
         self.toast(f"Sent {len(text):,} characters to the terminal's clipboard (OSC 52).", title="Copied")
 
     async def restart(self) -> None:
-        """A fresh engine in the mode at hand; the conversation is kept."""
+        """A fresh engine in the mode at hand; the conversation is kept, what was stored of it is read again."""
         await self.events.abandon()
+        self.query_one(Ribbon).clear()
         self.show_phase(Phase.LOADING)
         await self._start(self.kvchat.client.restart())
 

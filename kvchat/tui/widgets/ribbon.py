@@ -178,7 +178,10 @@ class Ribbon(Widget, can_focus=True):
 
     def _tick_columns(self, width: int) -> list[int]:
         s = self.snapshot
-        return [columns_of(t.position, s.cell_tokens, len(s.ribbon), width) for t in self.ticks] if s else []
+        if s is None:
+            return []
+        ticks = [tick for tick in self.ticks if tick.position <= s.total]  # what was truncated has none
+        return [columns_of(tick.position, s.cell_tokens, len(s.ribbon), width) for tick in ticks]
 
     def _style(self, name: str) -> Style:
         return self.get_component_rich_style(f"ribbon--{name}", partial=True)
