@@ -24,6 +24,9 @@ class ModeParameters(BaseModel):
     title: ClassVar[str]
     available: ClassVar[bool] = True
 
+    recovery: bool = False
+    """watch the entropy of what is generated; restore tokens, at last withdraw some, when it goes wrong"""
+
 
 class FullParameters(ModeParameters):
     name: ClassVar[str] = "full"
@@ -66,7 +69,37 @@ class SpeculativeParameters(BudgetParameters):
 class FreezeParameters(ModeParameters):
     name: ClassVar[str] = "freeze"
     title: ClassVar[str] = "irrelevant tokens leave for growing times and return (ASR-KF-EGR)"
-    available: ClassVar[bool] = False
+
+    recovery: bool = True
+    """watch the entropy of what is generated; restore tokens, at last withdraw some, when it goes wrong"""
+    profile: Literal["default", "paper"] = "default"
+    """paper: the published program; every token outside the window is flagged, nothing is protected or capped"""
+    score: Literal["prob_rel", "raw", "scaled", "always"] = "prob_rel"
+    """relevance: attention in shares of an equal one, |q·k|, |q·k| with the model's scaling, or none"""
+    tau: float = Field(0.5, ge=0)
+    """a token that scores below tau is flagged as irrelevant"""
+    k: float = Field(2.0, gt=0)
+    """softness: the c-th flag freezes a token for floor(sqrt(c) / k) steps"""
+    window: int = Field(32, ge=1)
+    """most recent tokens, never frozen"""
+    sink: int = Field(4, ge=0)
+    """first tokens, never frozen"""
+    protect: bool = True
+    """never freeze the chat's control tokens"""
+    history: int = Field(256, ge=0)
+    """flags of a token that count at most; 0 for all"""
+    stagger: int = Field(8, ge=1)
+    """spread the first freezes over so many steps"""
+    same_step: bool = False
+    """timers fall in the very step they are set in"""
+    moves: int = Field(256, ge=1)
+    """tokens that return in one step at most"""
+    min_active: int = Field(128, ge=0)
+    """freeze only while more tokens than this are active"""
+    max_active: int | None = Field(None, ge=MIN_BUDGET)
+    """freeze the least relevant while more tokens than this are active"""
+    per_layer: bool = False
+    """each layer freezes tokens of its own, instead of all layers the same"""
 
 
 class SyncParameters(ModeParameters):

@@ -22,7 +22,15 @@ from pydantic_core import ErrorDetails
 
 from kvchat import paths, protocol
 from kvchat.errors import UsageError
-from kvchat.parameters import PARAMETERS, SpeculativeParameters, StreamingParameters, SyncParameters, available_modes
+from kvchat.parameters import (
+    PARAMETERS,
+    FreezeParameters,
+    FullParameters,
+    SpeculativeParameters,
+    StreamingParameters,
+    SyncParameters,
+    available_modes,
+)
 from kvchat.protocol import Params
 
 Key = tuple[str, ...]
@@ -50,6 +58,10 @@ class ModelSettings(Section):
 class KvSettings(Section):
     mode: Literal["full", "freeze", "streaming", "sync", "speculative"] = "full"
     """the KV mode a conversation starts in"""
+    full: FullParameters = FullParameters()
+    """parameters of the full mode, whenever it is entered"""
+    freeze: FreezeParameters = FreezeParameters()
+    """parameters of the freeze mode, whenever it is entered"""
     streaming: StreamingParameters = StreamingParameters()
     """parameters of the streaming mode, whenever it is entered"""
     sync: SyncParameters = SyncParameters()

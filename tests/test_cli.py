@@ -163,7 +163,6 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSes
     ("args", "message"),
     [
         (["--mode", "frezee"], '--mode: "frezee" is not one of full, freeze'),
-        (["--mode", "freeze"], "--mode: the freeze mode is not available yet"),
         (["--param", "tua=1"], 'No mode has a parameter "tua". Did you mean "tau"?'),
         (["--param", "tau"], '--param "tau" is not KEY=VALUE.'),
         (["--param", "tau=x"], '--param tau: "x" is refused'),
@@ -174,7 +173,6 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSes
         (["--device", "tpu"], '--device: "tpu" is refused'),
         (["--switch-at", "x:full"], '--switch-at "x:full" is not N:MODE.'),
         (["--switch-at", "3:ful"], 'There is no KV mode "ful". Did you mean "full"?'),
-        (["--switch-at", "3:freeze"], "The freeze mode is not available yet."),
         (["--switch-at", "3:streaming,tau=1"], 'The streaming mode has no parameter "tau".'),
     ],
 )
@@ -353,12 +351,12 @@ def test_options_before_a_command_are_refused(run: Run, session: FakeSession) ->
 def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
     listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
     assert list(listed) == list(PARAMETERS)
-    assert listed["speculative"]["params"][3]["name"] == "tau"
-    assert listed["speculative"]["params"][3]["default"] == 0.8
-    assert not listed["freeze"]["available"]
+    assert listed["speculative"]["params"][4]["name"] == "tau"
+    assert listed["speculative"]["params"][4]["default"] == 0.8
+    assert listed["freeze"]["available"]
     text = run("modes").out
     assert "tau        0.8" in text
-    assert "(not available yet)" in text
+    assert "(not available yet)" not in text
 
 
 def test_version_and_help(run: Run) -> None:

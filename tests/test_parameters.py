@@ -18,8 +18,7 @@ def test_every_available_mode_has_defaults(mode: str) -> None:
     ("mode", "params", "message"),
     [
         ("frezee", {}, 'There is no KV mode "frezee". Did you mean "freeze"?'),
-        ("freeze", {}, "The freeze mode is not available yet. Available: full, streaming, sync, speculative."),
-        ("full", {"budget": 512}, 'The full mode has no parameter "budget". It has no parameters.'),
+        ("full", {"budget": 512}, 'The full mode has no parameter "budget". Known: recovery.'),
         ("streaming", {"sigm": 1}, 'The streaming mode has no parameter "sigm". Did you mean "sigma"?'),
         ("speculative", {"budget": 3}, "speculative: budget = 3 is refused."),
         ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused."),
@@ -42,7 +41,7 @@ def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
     kept = {"budget": 512, "tau": 0.5}
     assert parameters.merge(kept, "streaming", {"sigma": 1}) == StreamingParameters(budget=512, sigma=1)
     assert parameters.merge(kept, "streaming", {"budget": 256}) == StreamingParameters(budget=256)
-    assert parameters.merge(kept, "full", {}).model_dump() == {}
+    assert parameters.merge(kept, "full", {}).model_dump() == {"recovery": False}
     with pytest.raises(UsageError, match="no KV mode"):
         parameters.merge(kept, "ful", {})
 

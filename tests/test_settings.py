@@ -72,7 +72,6 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path
         ("[kv]\nmod = 1", 'config.toml:2: kv.mod: there is no such setting. Did you mean "mode"?'),
         ("[kvs]\nx = 1", 'config.toml:2: kvs: there is no such setting. Did you mean "kv"?'),
         ("kv = 3", "config.toml:1: kv: a table [kv] is expected, not 3."),
-        ('kv.mode = "freeze"', "config.toml:1: kv.mode: the freeze mode is not available yet"),
         ("[sampling]\ntop_p = 2", "config.toml:2: sampling.top_p: 2 is refused"),
         ("[sampling]\nstop = [\n'a',\n1]", "config.toml:2: sampling.stop.1: 1 is refused"),
         ("[sampling]\nseed = 1\nseed = 2", "config.toml:3: "),

@@ -6,13 +6,14 @@ from typing import Any
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits
+from kvchat.kv.modes.freeze import Freeze
 from kvchat.kv.modes.full import Full
 from kvchat.kv.modes.speculative import Speculative
 from kvchat.kv.modes.streaming import Streaming
 from kvchat.kv.modes.sync import Sync
 from kvchat.parameters import ModeParameters
 
-MODES: dict[str, Any] = {mode.name: mode for mode in (Full, Streaming, Sync, Speculative)}
+MODES: dict[str, Any] = {mode.name: mode for mode in (Full, Freeze, Streaming, Sync, Speculative)}
 
 
 def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> Mode:

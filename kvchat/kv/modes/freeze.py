@@ -1,0 +1,288 @@
+"""freeze: irrelevant tokens leave the device for growing times and return.
+
+Paper: ASR-KF-EGR (soft freeze, sublinear timers; Algorithm 1, Eqs. 2-3). After each step every active token outside the
+window of the K most recent is scored. One that scores below tau is flagged for the c-th time and frozen for
+``floor(sqrt(c) / k)`` steps: it gives up its slot, which the next token or the next returning one takes. All that
+return in a step come with one copy a layer. ``kvchat.kv.timers`` keeps the counts, ``kvchat.kv.recovery`` watches.
+
+Departures and decisions:
+    * Score ``prob_rel``: the softmax probability, renormalised without the sinks, times the number of active tokens but
+      sinks, mean over heads and over the layers that can see the token; 1 is an equal share. Eq. 2's raw |q.k| is of
+      order 10 to 100, so that tau = 0.5 would flag nothing; it is there as ``raw``, and with scaling as ``scaled``.
+    * One choice for all layers and heads, or one per layer (``per_layer``).
+    * A timer does not fall in the step it is set in; c halves when a token scores above tau; c counts at most
+      ``history`` flags, so a token stays away 8 steps at most; sinks and control tokens stay; first freezes are
+      staggered by position; a floor and a ceiling on active tokens; at most ``moves`` return in a step, most relevant
+      and longest waiting first. ``profile="paper"`` undoes all of these.
+    * A new turn is read exactly, so its last token looks at everything: what it finds relevant returns at once.
+
+Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``CHECK`` steps (the only time it is read),
+with room for that many new tokens; returning tokens take what room is left, the rest waits.
+Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvchat.errors import UsageError
+from kvchat.kv.attend import attend
+from kvchat.kv.facts import LayerFacts
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import Mode, ModelTraits
+from kvchat.kv.pool import EMPTY, Layout, Slots
+from kvchat.kv.recovery import LEVELS, RECENT, Level
+from kvchat.kv.timers import Timers
+from kvchat.parameters import FreezeParameters
+
+if TYPE_CHECKING:
+    from kvchat.kv.store import Store
+
+CHECK = 16  # steps between two looks at the number of active tokens
+MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if that is more
+SHRINK = 0.8  # slots are given back when so small a share of them would do
+
+PAPER: dict[str, Any] = {
+    "score": "always",
+    "sink": 0,
+    "protect": False,
+    "history": 0,
+    "stagger": 1,
+    "same_step": True,
+    "min_active": 0,
+    "moves": 2**20,
+}
+
+
+class Freeze(Mode):
+    """Token slots that irrelevant tokens leave; ``timers`` and scores for each of the store's slots."""
+
+    name = "freeze"
+    recoveries = LEVELS
+
+    def __init__(
+        self, parameters: FreezeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, preamble)
+        unset = {name: value for name, value in PAPER.items() if name not in parameters.model_fields_set}
+        self.rule = parameters.model_copy(update=unset if parameters.profile == "paper" else {})
+        self.sink, self.window = self.rule.sink, self.rule.window
+        self._refuse_small_ceiling()
+        self.timers: list[Timers] = []
+        self._sizes: list[int] = []
+        self._steps = 0
+        self._certain = 0
+
+    def layouts(self, capacity: int) -> list[Layout]:
+        layers = self.geometry.layers
+        ends = list(range(layers + 1)) if self.rule.per_layer else [0, layers]
+        most = min(capacity, self.rule.max_active or capacity)
+        sizes = self._sizes or [most + CHECK] * (len(ends) - 1)
+        return [
+            Layout(first, last, sink=0, window=size, loose=True)
+            for (first, last), size in zip(pairwise(ends), sizes, strict=True)
+        ]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(timers.nbytes for timers in self.timers)
+
+    def attach(self, store: Store) -> None:
+        super().attach(store)
+        # When a switch to another mode fails this one is entered again, and goes on.
+        if not self.timers:
+            self.timers = [Timers(self.rule, store.device) for _ in store.slots]
+            self.thawed = torch.zeros((), dtype=torch.int64, device=store.device)
+            self._seen = (0, store.steps)
+
+    # ---- between steps
+
+    def fill(self, cached: int) -> None:
+        total, most = self.store.total, self.rule.max_active
+        for slots, timers in zip(self.store.slots, self.timers, strict=True):
+            timers.reserve(total)
+            timers.truncate(total)
+            over = most is not None and int((~timers.frozen[:total]).sum()) >= most
+            if over or bool(timers.frozen[:total].any()):
+                self._look_again(slots, timers)
+            if most is not None:
+                timers.limit(total, most - 1, self.store.pinned)
+        self._bring()
+
+    def outgrown(self) -> bool:
+        self._steps += 1
+        return self._steps % CHECK == 0 and self._measure()
+
+    def relax(self, level: Level) -> None:
+        for timers in self.timers:
+            frozen = timers.frozen[: self.store.total]
+            if level == "SR":
+                timers.wake(frozen & (timers.timer[: len(frozen)] > 1))
+            elif level == "WR":
+                timers.wake(frozen & (timers.since[: len(frozen)] >= self.store.total - RECENT))
+            else:
+                timers.wake(frozen)
+                timers.detections = torch.where(timers.detections > 0, timers.detections // 2, timers.detections)
+                timers.hold.fill_(RECENT)
+            if self.rule.max_active is not None:
+                timers.limit(self.store.total, self.rule.max_active - 1, self.store.pinned)
+        self._bring()
+
+    def _look_again(self, slots: Slots, timers: Timers) -> None:
+        """Score all tokens by the last token's queries; the frozen ones that are relevant wake."""
+        store, total = self.store, self.store.total
+        positions = torch.arange(total, device=store.device)
+        scores = Scores(self.rule, positions)
+        for layer in range(slots.layout.first, slots.layout.last):
+            facts = store.facts[layer]
+            if facts is not None:
+                keys, values = store.host.dense(layer, total)
+                query = store.query[layer].view(len(keys), -1, keys.shape[-1])
+                closed = positions <= total - 1 - (facts.window or total)
+                bias = torch.zeros(total, dtype=keys.dtype, device=store.device).masked_fill(closed, -torch.inf)
+                sinks = None if facts.sinks is None else facts.sinks.view(len(keys), -1)
+                weights = attend(query, keys, values, bias.view(1, 1, -1), facts, sinks)[1]
+                scores.add(weights, query, keys, facts, store.position - 1)
+        timers.score[:total] = scores.mean()
+        timers.wake(timers.score[:total] >= self.rule.tau)
+
+    def _bring(self) -> None:
+        """Make the slots hold exactly the active tokens."""
+        self._measure()
+        self.store.refit()
+        for slots, timers in zip(self.store.slots, self.timers, strict=True):
+            frozen, table = timers.frozen[: self.store.total], slots.table[0, 0].clone()
+            held = table[table != EMPTY].long()
+            table[(table != EMPTY) & timers.frozen[table.long()]] = EMPTY
+            missing = ~frozen
+            missing[held] = False
+            positions = missing.nonzero().flatten()
+            vacant = (table == EMPTY).nonzero().flatten()
+            table[vacant[: len(positions)]] = positions.to(torch.int32)
+            self.store.recall.tokens(slots, table.expand_as(slots.table))
+
+    def _measure(self) -> bool:
+        """Note how many slots are wanted for what is active; has it changed?"""
+        total, first = self.store.total, math.ceil(self.rule.k**2)
+        active = [total - int(timers.frozen[:total].sum()) for timers in self.timers]
+        sizes = [self._size(slots.n, tokens) for slots, tokens in zip(self.store.slots, active, strict=True)]
+        changed, self._sizes = sizes != [slots.n for slots in self.store.slots], sizes
+        flags = max([int(timers.detections[:total].max()) for timers in self.timers] if total else [0])
+        self._certain = total + max(1, first - max(flags, 0)) if min(active) == total else 0
+        return changed
+
+    def _size(self, n: int, active: int) -> int:
+        """Slots for ``active`` tokens where there are ``n`` now; ``n`` while it will do."""
+        room = max(MIN_ROOM, active // 8)
+        wanted = self.geometry.round_up(active + CHECK + room)
+        return wanted if active + CHECK + room // 2 > n or wanted < SHRINK * n else n
+
+    # ---- a step
+
+    def begin_step(self, position: Tensor) -> None:
+        super().begin_step(position)
+        for timers in self.timers:
+            timers.reserve(self.store.total + 1)
+        self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.store.slots]
+
+    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
+        index = layer if self.rule.per_layer else 0
+        keys = self.store.slots[index].keys(layer)
+        self._scores[index].add(
+            weights[0], query.view(len(keys), -1, query.shape[-1]), keys, facts, self.store.position
+        )
+
+    def end_step(self, position: Tensor) -> None:
+        for slots, timers, scores in zip(self.store.slots, self.timers, self._scores, strict=True):
+            leaves = timers.observe(position, slots.table[0, 0], scores.mean(), self.store.pinned)
+            slots.table.masked_fill_(leaves, EMPTY)
+            self._thaw(slots, timers)
+
+    def _thaw(self, slots: Slots, timers: Timers) -> None:
+        """The most urgent tokens return, as many as may move and have room."""
+        urgency = timers.urgency()
+        most = min(self.rule.moves, slots.n, len(urgency))
+        value, positions = urgency.topk(most)
+        active = (slots.table != EMPTY).sum()
+        room = slots.n - CHECK - active
+        if self.rule.max_active is not None:
+            room = room.clamp(max=self.rule.max_active - 1 - active)
+        taken = (value > 0) & (torch.arange(most, device=value.device) < room)
+        self.store.recall.into(slots, positions, slots.vacant(most), taken)
+        timers.frozen[positions] &= ~taken
+        self.thawed += taken.sum()
+
+    # ---- what others read
+
+    def resolved(self) -> dict[str, Any]:
+        return self.rule.model_dump()
+
+    def covers(self, tokens: int) -> bool:
+        # Conservative: between two looks it is not known whether a token that could be frozen was.
+        never = max(self.rule.min_active, self.sink + self.window) + 1
+        return (
+            tokens <= (min(never, self.rule.max_active) if self.rule.max_active else never) or tokens <= self._certain
+        )
+
+    def reach(self) -> str:
+        return "F"
+
+    def extras(self) -> dict[str, Any]:
+        frozen = [timers.frozen[: self.store.total] for timers in self.timers]
+        away = sum(int(mask.sum()) for mask in frozen)
+        waits = sum(int(t.timer[: len(m)][m].clamp(min=0).sum()) for t, m in zip(self.timers, frozen, strict=True))
+        now = int(self.thawed), self.store.steps
+        thawed, steps = now[0] - self._seen[0], now[1] - self._seen[1]
+        self._seen = now
+        return {
+            "frozen now": away // len(frozen),
+            "mean timer": round(waits / away, 1) if away else 0.0,
+            "thaws a step": round(thawed / len(frozen) / steps, 1) if steps > 0 else 0.0,
+        }
+
+    def _refuse_small_ceiling(self) -> None:
+        least, most = max(self.rule.min_active, self.sink + self.window), self.rule.max_active
+        if most is not None and most <= least:
+            raise UsageError(
+                "The freeze mode's ceiling is too small.",
+                f"max_active = {most} is not above min_active = {self.rule.min_active} and "
+                f"sink + window = {self.sink + self.window}.",
+                f"Give a max_active above {least}, or less min_active.",
+            )
+
+
+class Scores:
+    """Relevance of the tokens in ``table [n]`` (-1 empty) to one token, summed up layer by layer."""
+
+    def __init__(self, rule: FreezeParameters, table: Tensor) -> None:
+        self.kind = rule.score
+        self.table = table
+        self.sum = torch.zeros(len(table), device=table.device)
+        self.layers = torch.zeros((), device=table.device)
+        self._counted = (table >= rule.sink).float()
+        self._number = self._counted.sum()
+
+    def add(self, weights: Tensor, query: Tensor, keys: Tensor, facts: LayerFacts, position: Tensor) -> None:
+        """One layer's ``weights [H, G, n]``, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``; the query's position."""
+        if self.kind == "always":
+            return
+        seen = None if facts.window is None else (self.table > position - facts.window).float()
+        self.layers = self.layers + (1 if seen is None else seen)
+        if self.kind == "prob_rel":
+            number = self._number if seen is None else (self._counted * seen).sum()
+            rows = weights.flatten(0, 1)
+            shares = (rows @ self._counted).clamp(min=torch.finfo(rows.dtype).tiny)
+            self.sum.addmv_(rows.t(), number / len(rows) / shares)
+        else:
+            scale = facts.scaling if self.kind == "scaled" else 1.0
+            products = torch.bmm(query, keys.transpose(1, 2)).float().abs().mean((0, 1)) * scale
+            self.sum += products if seen is None else products * seen
+
+    def mean(self) -> Tensor:
+        """``[n]``; 0 for a token that no layer can see."""
+        return self.sum / self.layers.clamp(min=1)
