@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.heads import Calibration
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.rope import Rotation
@@ -45,7 +46,7 @@ class Toy:
 
     @property
     def traits(self) -> ModelTraits:
-        return ModelTraits(CONTEXT, self.rotations)
+        return ModelTraits(CONTEXT, self.rotations, None, calibration(self.geometry))
 
     def qkv(self, layer: int, ids: list[int], start: int) -> tuple[Tensor, Tensor, Tensor]:
         """What the layer's projections give for tokens ``ids`` from position ``start`` on."""
@@ -285,9 +286,92 @@ class SpeculativeReference(FullReference):
         return chosen
 
 
+SYNC_SINK = 4
+
+
+def calibration(geometry: Geometry) -> Calibration:
+    """Neighbouring heads are alike, any number of clusters is a run of neighbours; see ``SyncReference`` for who leads."""
+    heads = range(geometry.kv_heads)
+    similarity = tuple(tuple(1 - abs(a - b) / 8 for b in heads) for a in heads)
+    retrieval = tuple(tuple(((7 * head + 3 * layer) % 5) / 5 for head in heads) for layer in range(geometry.layers))
+    return Calibration("toy", "nothing", 1, (similarity,) * geometry.layers, retrieval)
+
+
+class SyncReference(FullReference):
+    """SyncKV: static and dynamic sets by the leading head's attention, equations 3 to 8, with a ring of w tokens."""
+
+    def enter(self, cached: int) -> None:
+        self.t, self.used = 0, {}
+        geometry = self.run.toy.geometry
+        heads, clusters = geometry.kv_heads, self.p["clusters"]
+        self.k = self.p["budget"] - (self.p["window"] + self.p["m"] - 1)
+        self.dynamic_share = min(self.k - SYNC_SINK, math.floor((1 - self.p["rho"]) * self.k))
+        self.region = geometry.round_up(self.k - SYNC_SINK + self.dynamic_share)
+        retrieval = calibration(geometry).retrieval
+        self.groups = {
+            layer: {
+                max(members, key=lambda head: retrieval[layer][head]): members
+                for members in _runs(heads, min(clusters, heads))
+            }
+            for layer in range(geometry.layers)
+        }
+        self.sets = {layer: {r: self._first(layer, r) for r in groups} for layer, groups in self.groups.items()}
+        self.kept_from = dict.fromkeys(self.groups, len(self.run.ids) + 1 - self.p["window"])
+
+    def reads(self, layer: int, query: Tensor) -> Tensor:
+        if layer == 0:
+            self.t += 1
+        now = len(self.run.ids) - 1
+        mask = torch.zeros(self.run.toy.geometry.kv_heads, now + 1, dtype=torch.bool)
+        for leader, members in self.groups[layer].items():
+            static, dynamic = self.sets[layer][leader]
+            for head in members:
+                mask[head, : SYNC_SINK if head != leader else now + 1] = True
+                mask[head, [*static, *dynamic]] = True
+                mask[head, max(0, self.kept_from[layer]) :] = True
+        if self.t % self.p["m"] == (layer % self.p["m"] if self.p["staggered"] else 0):
+            self.kept_from[layer] = now + 2 - self.p["window"]
+            for leader, (static, dynamic) in self.sets[layer].items():
+                ranked = [x for x in self._ranked(layer, leader, query) if x not in static]
+                self.sets[layer][leader] = static, self._admitted(ranked, static, dynamic)
+        return mask
+
+    def _first(self, layer: int, leader: int) -> tuple[list[int], list[int]]:
+        best = self._ranked(layer, leader, self.run.query[layer])[: self.k - SYNC_SINK]
+        share = self.k - SYNC_SINK - self.dynamic_share
+        return best[:share], best[share:]
+
+    def _admitted(self, ranked: list[int], static: list[int], dynamic: list[int]) -> list[int]:
+        """The best, as far as those to be fetched find empty slots."""
+        wanted = ranked[: self.k - SYNC_SINK - len(static)]
+        fetched = [x for x in wanted if x not in dynamic][: self.region - len(static) - len(dynamic)]
+        return [x for x in wanted if x in dynamic or x in fetched]
+
+    def _ranked(self, layer: int, leader: int, query: Tensor) -> list[int]:
+        """Tokens between the sinks and the next step's ring and in its sight, by the last token's attention."""
+        toy, total = self.run.toy, len(self.run.ids)
+        facts, group = toy.facts[layer], toy.geometry.group
+        sight = total - (facts.window or total)
+        last, keys = total - self.p["window"], self.run.keys[layer]
+        if last < SYNC_SINK:
+            return []
+        mask = torch.arange(total) >= sight
+        one = torch.eye(total, dtype=torch.float64).expand(toy.geometry.kv_heads, total, total)
+        every = mask.expand(toy.geometry.kv_heads, total)
+        weights = dense(query, keys, one, every, facts)[leader * group : (leader + 1) * group].amax(0)
+        candidates = [x for x in weights.argsort(descending=True).tolist() if SYNC_SINK <= x <= last and x > sight]
+        return candidates
+
+
+def _runs(heads: int, clusters: int) -> list[range]:
+    """Heads in as many runs of neighbours."""
+    return [range(c * heads // clusters, (c + 1) * heads // clusters) for c in range(clusters)]
+
+
 REFERENCES: dict[str, type[FullReference]] = {
     "full": FullReference,
     "streaming": StreamingReference,
+    "sync": SyncReference,
     "speculative": SpeculativeReference,
 }
 

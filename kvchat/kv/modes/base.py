@@ -131,6 +131,10 @@ class Mode:
         """Are positions limited by the model's context? A mode that re-aligns sinks goes on beyond it."""
         return True
 
+    def phase(self) -> int:
+        """Which of its kinds of step the next one is; steps of a kind run the same operations on the same shapes."""
+        return 0
+
     @property
     def uncalibrated(self) -> bool:
         """Does it wait for the model's heads to be measured? Until then it may hold and read everything."""

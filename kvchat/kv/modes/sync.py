@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import DoesNotFitError
 from kvchat.kv.attend import attend
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
@@ -178,9 +178,13 @@ class Sync(Mode):
         facts = store.facts[layer]
         assert facts is not None
         query = everything.pick(layer, store.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
+        sinks = None if facts.sinks is None else everything.pick(layer, facts.sinks.view(g.kv_heads, g.group), 0)
         table = everything.table_of(layer)
-        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(table < 0, float("-inf"))
-        return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), facts)[1]
+        closed = table < 0
+        if facts.window is not None:
+            closed = closed | (table < store.total - facts.window)
+        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(closed, float("-inf"))
+        return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), facts, sinks)[1]
 
     # ---- a step
 
@@ -217,6 +221,12 @@ class Sync(Mode):
         m = self.parameters.m
         return self.t % m == (layer % m if self.parameters.staggered else 0)
 
+    def phase(self) -> int:
+        if not self.split:
+            return 0
+        after = (self.t + 1) % self.parameters.m
+        return after if self.parameters.staggered else int(after == 0)
+
     # ---- choosing
 
     def _rank(self, layer: int, weights: Tensor, last: Tensor) -> Tensor:
@@ -225,7 +235,7 @@ class Sync(Mode):
         tokens = torch.arange(weights.shape[2], device=weights.device)
         closed = (tokens < SINK) | (tokens > last)
         if facts is not None and facts.window is not None:
-            closed |= tokens < last + self.window - facts.window
+            closed |= tokens <= last + self.window - facts.window
         return weights.amax(1).masked_fill(closed, -1.0)
 
     def _best(self, ranked: Tensor, k: int) -> Tensor:
@@ -255,9 +265,8 @@ class Sync(Mode):
     # ---- what others read
 
     def resolved(self) -> dict[str, Any]:
-        if not self.split:
-            return self.parameters.model_dump()
-        return self.parameters.model_dump() | {"clusters": self.clusters, "keep": self._k}
+        kept = {"keep": self._k} if self.split else {}
+        return self.parameters.model_dump() | {"clusters": self.clusters} | kept
 
     def covers(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self._k
@@ -309,8 +318,6 @@ class Sync(Mode):
     def _clusters(self) -> int:
         heads, calibration = self.geometry.kv_heads, self.traits.calibration
         wanted = self.parameters.clusters
-        if wanted is not None and wanted > heads:
-            raise UsageError(f"sync: clusters = {wanted} is refused.", f"The model has {heads} KV heads a layer.")
         return min(heads, wanted or (calibration.clusters if calibration else default_clusters(heads)))
 
     def _why_full(self) -> str:
