@@ -70,7 +70,7 @@ def test_speculative_shows_what_was_recalled_just_now_and_what_is_on_the_host(se
     session.step(5)
     first, second = session.snapshot(), session.snapshot()
     assert first.ribbon[0] == second.ribbon[0] == "S"
-    assert first.ribbon.endswith("WWW")
+    assert second.ribbon.endswith("WWW")
     assert "R" in first.ribbon
     assert "R" not in second.ribbon  # nothing moved in between
     assert set(second.ribbon[1:-3]) <= {"D", "H"}

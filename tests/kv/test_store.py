@@ -19,6 +19,9 @@ from kvchat.kv.recall import Recall
 from kvchat.kv.store import Store
 
 PLAIN = ("plain", "plain")
+# The first row of each mode and what is odd.
+FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
+CORE = [*FIRST.values(), "streaming-slack", "speculative-odd"]
 
 
 def stored(store: Store) -> list[torch.Tensor]:
@@ -88,7 +91,7 @@ def test_switches_leave_no_device_byte_behind(row):
     assert len(alive) == len(run.store.slots) + len(fresh.store.slots)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", CORE)
 def test_a_switch_in_an_empty_store_and_right_after_a_prefill(row):
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), "full")
@@ -141,27 +144,27 @@ def out_of_memory(*_args, **_kwargs):
 # ---- truncation
 
 
-@pytest.mark.parametrize("to", [0, 1, 3, 5, 17, 60, 100, 136, 158, 159, 160])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("to", [0, 3, 17, 100, 158, 159])
+@pytest.mark.parametrize("row", CORE)
 def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), mode, **params)
-    run.prefill(120)
-    run.step(40)
+    run.prefill(135)
+    run.step(25)
     run.truncate(to)
     run.check()
     if to % 2 or not to:
         run.prefill(7)
-    run.step(45)
+    run.step(30)
     run.check()
 
 
 # ---- failures
 
 
-def fail_in_step(run: Run, layer: int) -> None:
+def fail_in_step(run: Run) -> None:
     with run.store.step():
-        for i in range(layer + 1):
+        for i in range(2):
             run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.facts[i])
         out_of_memory()
 
@@ -172,19 +175,18 @@ def fail_in_prefill(run: Run) -> None:
         out_of_memory()
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("row", ROWS)
-def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row, layer):
+@pytest.mark.parametrize("row", CORE)
+def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(120)
     run.step(20)
     before = stored(run.store)
     with pytest.raises(torch.OutOfMemoryError):
-        fail_in_step(run, layer)
+        fail_in_step(run)
     assert run.store.total == 140
     assert all(torch.equal(a, b) for a, b in zip(stored(run.store), before, strict=True))
-    for i in range(layer + 1):
+    for i in range(2):
         run.query[i] = run.toy.qkv(i, [900], 140)[0][:, 0]  # speculation goes on from the last query there was
     if mode != "streaming":  # what was kept before the step is kept after it, and nothing else
         run.reference.enter(140)
@@ -280,7 +282,7 @@ def test_turns_are_one_prefill_of_the_transcript():
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", CORE)
 def test_the_next_turns_prefill_is_exact_in_every_mode(row):
     """Run checks every prefill against everything stored; here the turns alternate often."""
     mode, params = ROWS[row]
@@ -308,17 +310,17 @@ def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
     assert abs(store.mode.nbytes(store._capacity) - store.device_bytes) <= 0.01 * store.device_bytes
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", CORE)
 def test_device_bytes_stay_flat_once_the_budget_is_full(row):
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(700)
     before = run.store.device_bytes
-    run.step(100)
+    run.step(50)
     grew = run.store.device_bytes - before
     if mode == "streaming" and params.get("R") != 0:
         assert grew == 0
-    assert grew <= 100 * run.toy.geometry.token_bytes * 2
+    assert grew <= 50 * run.toy.geometry.token_bytes * 2
 
 
 def test_a_step_in_an_empty_store():
