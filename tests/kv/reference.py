@@ -290,7 +290,7 @@ SYNC_SINK = 4
 
 
 def calibration(geometry: Geometry) -> Calibration:
-    """Neighbouring heads are alike, any number of clusters is a run of neighbours; see ``SyncReference`` for who leads."""
+    """Neighbouring heads are alike, clusters are runs of neighbours; ``SyncReference`` tells who leads."""
     heads = range(geometry.kv_heads)
     similarity = tuple(tuple(1 - abs(a - b) / 8 for b in heads) for a in heads)
     retrieval = tuple(tuple(((7 * head + 3 * layer) % 5) / 5 for head in heads) for layer in range(geometry.layers))
@@ -359,8 +359,7 @@ class SyncReference(FullReference):
         one = torch.eye(total, dtype=torch.float64).expand(toy.geometry.kv_heads, total, total)
         every = mask.expand(toy.geometry.kv_heads, total)
         weights = dense(query, keys, one, every, facts)[leader * group : (leader + 1) * group].amax(0)
-        candidates = [x for x in weights.argsort(descending=True).tolist() if SYNC_SINK <= x <= last and x > sight]
-        return candidates
+        return [x for x in weights.argsort(descending=True).tolist() if SYNC_SINK <= x <= last and x > sight]
 
 
 def _runs(heads: int, clusters: int) -> list[range]:

@@ -28,10 +28,19 @@ def toys(draw):
 @st.composite
 def modes(draw, page: int):
     """A mode and parameters that it can be entered with."""
-    name = draw(st.sampled_from(["full", "streaming", "speculative"]))
+    name = draw(st.sampled_from(["full", "streaming", "sync", "speculative"]))
     if name == "full":
         return name, {}
     budget = draw(st.integers(64, 110))
+    if name == "sync":
+        numbers = {
+            "window": st.integers(1, 40),
+            "m": st.integers(1, 6),
+            "rho": st.floats(0, 1),
+            "clusters": st.integers(1, 4),
+        }
+        flags = {"staggered": st.booleans(), "offload": st.booleans()}
+        return name, {"budget": budget, **{key: draw(values) for key, values in {**numbers, **flags}.items()}}
     sink = draw(st.integers(0, 20))
     if name == "streaming":
         lazy = {key: draw(st.integers(0, 12)) for key in ("R", "sigma", "delta")}

@@ -1,0 +1,185 @@
+"""Sync: budgets, schedule and what moves; its sets and outputs are in the tables of ``tests/kv``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kv.reference import CPU, Run, calibration, toy
+
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.sync import paper_k
+from kvchat.kv.store import Store
+from kvchat.parameters import parse
+
+SMALL = {"budget": 80, "window": 16, "m": 5}
+FOUR = {"kv_heads": 4, "group": 2, "page": 8}
+
+
+def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params):
+    geometry = Geometry(3, 2 * kv_heads, kv_heads, 64, 64, torch.float32)
+    traits = ModelTraits(8192, (None,) * 3, None, calibration(geometry) if calibrated else None)
+    return build(parse("sync", params), geometry, traits)
+
+
+def moved_in_a_step(run: Run) -> int:
+    before = int(run.store.recall.counters[0])
+    run.step()
+    return int(run.store.recall.counters[0]) - before
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("heads", "representatives", "mem", "share"),
+    [
+        (8, 2, 0.5, 0.333),
+        (8, 2, 0.3, 0.067),
+        (8, 3, 0.5, 0.2),
+        (4, 1, 0.5, 0.333),
+        (4, 1, 0.3, 0.067),
+        (8, 1, 0.3, 0.2),
+    ],
+)
+def test_the_papers_budgets(heads, representatives, mem, share):
+    assert paper_k(mem, 100_000, heads, representatives) / 100_000 == pytest.approx(share, abs=5e-4)
+
+
+@pytest.mark.parametrize(("mem", "heads", "representatives"), [(0.2, 8, 2), (0.25, 8, 2), (0.5, 4, 2)])
+def test_a_share_below_the_representatives_is_refused_with_the_floor(mem, heads, representatives):
+    floor = representatives / heads
+    with pytest.raises(DoesNotFitError, match=f"takes {floor:.0%} already.*over {floor:.2f}"):
+        paper_k(mem, 1000, heads, representatives)
+    with pytest.raises(DoesNotFitError, match=f"takes {floor:.0%} already"):
+        mode_of(heads, mem=mem, clusters=representatives)
+
+
+@pytest.mark.parametrize("mem", [0.4, 0.5, 0.7])
+@pytest.mark.parametrize("tokens", [2_000, 20_000])
+def test_mem_is_the_share_of_fulls_bytes_that_are_allocated(mem, tokens):
+    mode = mode_of(mem=mem)
+    full = build(parse("full", {}), mode.geometry, mode.traits).nbytes(tokens)
+    # Rows of K and V; tables, which full has one of and sync one a head, come to 2 % at this head size.
+    assert mem - 0.05 < mode.nbytes(tokens) / full < mem + 0.02
+
+
+def test_k_is_what_was_given_or_follows_from_the_budget_or_is_at_least_64():
+    assert mode_of(keep=300, budget=400).k_of(4000) == 300
+    assert mode_of(budget=400, window=100, m=5).k_of(4000) == 400 - 104
+    assert mode_of(mem=0.3).k_of(1500) == 64
+    assert mode_of(keep=3000).k_of(1000) == 1001 - 128
+
+
+def test_a_budget_that_cannot_hold_the_recent_tokens_is_refused():
+    with pytest.raises(UsageError, match=r"budget = 100 tokens is smaller than sink \+ window = 4 \+ 132"):
+        mode_of(budget=100)
+
+
+@pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"calibrated": False}])
+def test_with_nobody_to_follow_it_is_full_and_says_so(params):
+    mode = mode_of(**params)
+    store = Store(mode.geometry, CPU, mode)
+    assert store.device_bytes == build(parse("full", {}), mode.geometry, mode.traits).nbytes(128)
+    assert "as full" in mode.extras()["representative heads"]
+    assert mode.uncalibrated == (params == {"calibrated": False})
+    assert mode.covers(10**6)
+
+
+def test_one_head_is_full():
+    mode = mode_of(1)
+    Store(mode.geometry, CPU, mode)
+    assert mode.extras() == {"representative heads": "all 1: as full (the model has one)"}
+
+
+# ---- the schedule
+
+
+def test_tokens_move_at_every_m_th_step_only():
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
+    run.prefill(200)
+    moved = [moved_in_a_step(run) for _ in range(25)]
+    assert [t for t, n in enumerate(moved, 1) if n] == [5, 10, 15, 20, 25]
+    assert run.store.mode.extras()["anticipation steps"] == 5
+
+
+def test_staggered_layers_take_turns():
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, staggered=True)
+    run.prefill(200)
+    moved = [moved_in_a_step(run) for _ in range(15)]
+    assert [t for t, n in enumerate(moved, 1) if n] == [1, 2, 5, 6, 7, 10, 11, 12, 15]
+
+
+def test_a_turn_begins_the_count_anew():
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
+    run.prefill(200)
+    run.step(3)
+    run.prefill(20)
+    assert [bool(moved_in_a_step(run)) for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_what_is_chosen_at_a_step_is_read_at_the_next():
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
+    run.prefill(200)
+    (leader,) = run.store.mode.roles[0].representatives
+    follower = run.store.mode.roles[0].followers[0]
+    sets = []
+    for _ in range(12):
+        run.step()
+        sets.append(frozenset(run.store.attended(0)[follower, :180].nonzero().flatten().tolist()))
+        assert bool(run.store.attended(0)[leader].all())
+    assert len(set(sets[:5])) == len(set(sets[5:10])) == len(set(sets[10:])) == 1
+    assert len({sets[4], sets[5], sets[10]}) == 3
+
+
+def test_followers_of_a_cluster_read_the_same_tokens_and_static_ones_stay():
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, clusters=2, rho=0.5)
+    run.prefill(200)
+    static = run.store.mode.held[:, :, : run.store.mode.static].clone()
+    for _ in range(11):
+        run.step()
+    assert torch.equal(run.store.mode.held[:, :, : run.store.mode.static], static)
+    for layer, roles in enumerate(run.store.mode.roles):
+        seen = run.store.attended(layer)
+        assert len(roles.followers) == 2
+        for head, group in zip(roles.followers, roles.follows, strict=True):
+            expected = run.store.mode.held[layer, group]
+            assert bool(seen[head][expected[expected >= 0]].all())
+
+
+def test_no_token_is_out_of_reach_between_the_ring_and_the_next_choice():
+    run = Run(toy(("plain",) * 2, **FOUR), "sync", budget=1000, window=8, m=6)
+    run.prefill(60)
+    for _ in range(80):
+        run.step()
+        assert bool(run.store.attended(1).all())
+        assert run.store.mode.covers(run.store.total)
+
+
+def test_overlap_is_counted_from_one_anticipation_to_the_next():
+    run = Run(toy(("plain",) * 2, **FOUR), "sync", **SMALL)
+    run.prefill(200)
+    run.step(5)
+    mode = run.store.mode
+    kept, chosen = mode.overlap.tolist()
+    assert chosen == 2 * (mode.k_of(10**6) - 4 - mode.static)
+    assert mode.extras()["set overlap"] == f"{kept / chosen:.0%}"
+    assert 3 * (chosen - kept) == int(run.store.recall.counters[0])
+
+
+# ---- without offload
+
+
+def test_without_offload_the_sets_are_the_same_and_nothing_moves():
+    runs = [Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, offload=offload) for offload in (True, False)]
+    for run in runs:
+        run.prefill(200)
+    for _ in range(12):
+        for one, other in zip(*(run.step() for run in runs), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+        for layer in range(3):
+            assert torch.equal(*(run.store.attended(layer) for run in runs))
+    assert int(runs[1].store.recall.counters[0]) == 0
+    assert runs[1].store.device_bytes > 2 * runs[0].store.device_bytes
