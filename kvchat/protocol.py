@@ -89,6 +89,11 @@ class Switch:
 
 
 @dataclass(frozen=True)
+class Rebuild:
+    """Compute anew, exactly, what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
+
+
+@dataclass(frozen=True)
 class Peek:
     """Ask for the text of the stored tokens ``start`` to ``end``; answered by ``Peeked``."""
 
@@ -169,6 +174,27 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Recovered:
+    """Recovery acted at ``at`` stored tokens; ``level`` is SR, WR, FR or RR; ``Withdrawn`` follows RR.
+
+    ``signal`` is entropy or log-prob (``value`` in standard deviations) or repetition (``value`` times).
+    """
+
+    level: str
+    signal: str
+    value: float
+    at: int
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The last ``chars`` characters of the answer's text, from ``tokens`` tokens, are taken back."""
+
+    chars: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Stats:
     """What one answer cost. Seconds, bytes and counts; None where there was nothing to measure."""
 
@@ -185,12 +211,14 @@ class Stats:
     recalled_bytes: int = 0
     recall_hit_rate: float | None = None
     corrections: int = 0
+    recoveries: int = 0
+    withdrawn_tokens: int = 0
     switches: tuple[Params, ...] = ()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is over; ``reason`` is eos, stop, length, context, or stopped. ``text`` is all of it."""
+    """The answer is over; ``reason`` is eos, stop, length, context, or stopped. ``text`` is all that stays of it."""
 
     reason: str
     text: str
@@ -223,6 +251,29 @@ class SwitchRefused:
 
 
 @dataclass(frozen=True)
+class Rebuilt:
+    """``tokens`` stored tokens were computed anew in ``seconds``; ``reduced_tokens`` are left if it was stopped."""
+
+    tokens: int
+    seconds: float
+    reduced_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Price:
+    """What entering ``mode`` would cost now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
+
+    ``seconds`` is an estimate from what was moved so far; ``refusal`` says why the mode cannot be entered.
+    """
+
+    mode: str
+    moved_bytes: int = 0
+    device_bytes: int = 0
+    seconds: float | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class Peeked:
     """The text of stored tokens ``start`` to ``end``."""
 
@@ -251,6 +302,7 @@ RIBBON = {
     "D": "on the device",
     "R": "recalled just now",
     "H": "on the host",
+    "F": "frozen",
     "X": "out of reach",
 }
 MAX_RIBBON_CELLS = 1024
@@ -264,7 +316,7 @@ class Snapshot:
     stored. ``ribbon`` is one letter of ``RIBBON`` per cell of ``cell_tokens`` stored tokens (at most
     ``MAX_RIBBON_CELLS``), ``attended`` one digit 0-9 per cell: the share of its (layer, head, token) triples that
     the last step read. ``recall_ms_*`` are percentiles over the last 256 steps. ``extras`` are numbers that only the
-    mode at hand has, ready to be shown, in order.
+    mode at hand has, ready to be shown, in order. ``prices`` are those of the other modes.
     """
 
     mode: str
@@ -291,6 +343,7 @@ class Snapshot:
     ribbon: str = ""
     attended: str = ""
     extras: Params = field(default_factory=dict)
+    prices: tuple[Price, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -307,8 +360,23 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Stop | Switch | Peek
-Event = Loading | Loaded | Started | Prefilled | Text | Finished | Switched | SwitchRefused | Peeked | Snapshot | Failed
+Command = Load | Chat | Stop | Switch | Rebuild | Peek
+Event = (
+    Loading
+    | Loaded
+    | Started
+    | Prefilled
+    | Text
+    | Recovered
+    | Withdrawn
+    | Finished
+    | Switched
+    | SwitchRefused
+    | Rebuilt
+    | Peeked
+    | Snapshot
+    | Failed
+)
 Message = Command | Event
 TYPES: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(Command) + typing.get_args(Event)}
 

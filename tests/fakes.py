@@ -13,6 +13,7 @@ from kvchat.protocol import (
     Finished,
     Loaded,
     Prefilled,
+    Rebuilt,
     Sampling,
     Snapshot,
     Started,
@@ -79,6 +80,10 @@ class FakeSession:
         stats = Stats(prompt_tokens=7, generated_tokens=len(self.token_ids), switches=tuple(self.switches))
         text = "".join(self.pieces[: len(self.token_ids)])
         yield Finished("stopped" if self.cancelled.is_set() else "eos", text, stats)
+
+    def rebuild(self) -> Iterator[Event]:
+        yield Prefilled(5, 5)
+        yield Rebuilt(5, 0.1)
 
     def cancel(self) -> None:
         self.cancelled.set()

@@ -80,6 +80,40 @@ class StopBuffer:
         return text
 
 
+class Pieces:
+    """The text of one answer as its tokens come: what may be shown now, and what all of them decode to."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        self._detokeniser = Detokeniser(tokenizer)
+        self._stops = StopBuffer(stop)
+        self.shown = ""
+        self.decoded = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Was a stop string found?"""
+        return bool(self._stops.found)
+
+    def add(self, token: int) -> str:
+        """The text that ``token`` lets be shown."""
+        return self._show(self._detokeniser.step(token))
+
+    def finish(self) -> str:
+        """The text held back until now. Nothing may follow."""
+        held = self._show(self._detokeniser.flush())
+        if not self.stopped:
+            rest = self._stops.flush()
+            self.shown += rest
+            held += rest
+        return held
+
+    def _show(self, piece: str) -> str:
+        self.decoded += piece
+        text = "" if self.stopped else self._stops.feed(piece)
+        self.shown += text
+        return text
+
+
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)

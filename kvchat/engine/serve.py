@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 from kvchat import protocol
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol import Chat, Command, Event, Failed, Load, Loading, Peek, Stop, Switch, Text
+from kvchat.protocol import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch, Text
 
 TEXT_S = 1 / 30
 SNAPSHOT_S = 1 / 10
@@ -38,6 +38,7 @@ class Session(Protocol):
     def answer(
         self, turns: Sequence[protocol.Turn], sampling: protocol.Sampling, between: Callable[[int], None] | None = None
     ) -> Iterator[Event]: ...
+    def rebuild(self) -> Iterator[Event]: ...
     def cancel(self) -> None: ...
     def switch(self, mode: str = "", **params: Any) -> protocol.Switched: ...
     def snapshot(self) -> protocol.Snapshot: ...
@@ -161,6 +162,8 @@ class Server:
                     self._load(command)
                 case Chat():
                     self._answer(command)
+                case Rebuild():
+                    self._work(self._loaded().rebuild())
                 case Switch():
                     self._switch(command)
                 case Peek():
@@ -188,10 +191,13 @@ class Server:
         self._snapshot()
 
     def _answer(self, command: Chat) -> None:
-        session = self._loaded()
+        self._work(self._loaded().answer(command.turns, command.sampling, self._between))
+
+    def _work(self, events: Iterator[Event]) -> None:
+        """Send what comes of something long, which ``Stop`` can end."""
         self._answering = True
         try:
-            for event in session.answer(command.turns, command.sampling, self._between):
+            for event in events:
                 self._outbox.send(event)
                 self._snapshot(at_most_every=SNAPSHOT_S)
         finally:

@@ -30,6 +30,7 @@ class Recall:
         self.compact = device.type == "cpu"
         self.counters = torch.zeros(3, dtype=torch.int64, device=device)
         self.filled_bytes = 0
+        self.filled_seconds = 0.0
         self.step_seconds: deque[float] = deque(maxlen=256)
         self._seconds = 0.0
 
@@ -81,6 +82,7 @@ class Recall:
         Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
         """
         g, width = self.geometry, slots.layout.width(self.geometry)
+        began = time.perf_counter()
         changed = (wanted != slots.table) & (wanted >= 0)
         for layer in range(slots.layout.first, slots.layout.last):
             t = 0 if slots.layout.shared else layer - slots.layout.first
@@ -91,6 +93,7 @@ class Recall:
             self._copy(self.host.rows(layer), rows, source, g.page, target, width * slots.n)
             self.filled_bytes += 2 * source.numel() * g.row_bytes
         slots.table.copy_(wanted)
+        self.filled_seconds += time.perf_counter() - began
 
     def into(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a loose layout where ``taken [m]`` (bool).
@@ -112,6 +115,10 @@ class Recall:
             for layer in range(slots.layout.first, slots.layout.last):
                 self._copy(self.host.rows(layer), slots.rows(layer), *rows)
         self._seconds += time.perf_counter() - began
+
+    def moved_bytes(self) -> int:
+        """Bytes copied to the device since the store was made; asks the device."""
+        return self.filled_bytes + int(self.counters[0]) * self.pair_bytes
 
     def end_step(self) -> None:
         """Close the books of one decode step."""

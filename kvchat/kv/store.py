@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kvchat.errors import DoesNotFitError
 from kvchat.kv import plan
 from kvchat.kv.attend import attend, attend_prefill
 from kvchat.kv.facts import LayerFacts
@@ -22,6 +23,7 @@ from kvchat.kv.host import HostPool
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.pool import Slots
 from kvchat.kv.recall import Recall
+from kvchat.protocol import Price
 
 
 class Store:
@@ -117,13 +119,23 @@ class Store:
             DoesNotFitError: there is no room for its slots; the old mode goes on.
         """
         plan.check(mode, grown(self.total), self.device, self.device_bytes)
-        before, old = self.recall.filled_bytes, self.mode
+        before, old = self.recall.moved_bytes(), self.mode
         try:
             self._enter(mode)
         except Exception:
             self._enter(old)
             raise
-        return self.recall.filled_bytes - before
+        return self.recall.moved_bytes() - before
+
+    def price(self, mode: Mode) -> Price:
+        """What entering ``mode`` would cost now."""
+        moved = mode.moved_bytes(self.total)
+        rate = self.recall.filled_bytes / self.recall.filled_seconds if self.recall.filled_seconds else 0.0
+        try:
+            plan.check(mode, grown(self.total), self.device, self.device_bytes)
+        except DoesNotFitError as error:
+            return Price(mode.name, refusal=str(error))
+        return Price(mode.name, moved, mode.nbytes(grown(self.total)), moved / rate if rate else None)
 
     def truncate(self, tokens: int, cached: int | None = None) -> None:
         """Forget all but the first ``tokens``; ``cached`` as for ``settle``."""

@@ -161,6 +161,10 @@ async def _stop(screen: ChatScreen, argument: str) -> None:
     screen.stop()
 
 
+async def _rebuild(screen: ChatScreen, argument: str) -> None:
+    screen.rebuild()
+
+
 async def _stats(screen: ChatScreen, argument: str) -> None:
     screen.say(summary(screen.state.stats))
 
@@ -205,6 +209,7 @@ TABLE: dict[str, Entry] = {
         Entry("system", "TEXT", "the system text; none removes it; alone: show", _system),
         Entry("regen", "", "answer the last question again", _regenerate, "F5"),
         Entry("stop", "", "stop the answer and keep what there is", _stop, "Esc"),
+        Entry("rebuild", "", "compute anew, exactly, what was computed with less context", _rebuild),
         Entry("new", "", "new conversation", _new, "Ctrl+N"),
         Entry("stats", "", "what this conversation has cost so far", _stats),
         Entry("copy", "", "copy the last answer to the clipboard", _copy),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvchat.errors import UsageError
 from kvchat.kv.facts import LayerFacts
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.geometry import Geometry, grown
 from kvchat.kv.heads import Calibration
 from kvchat.kv.pool import EMPTY, Layout, Slots
 from kvchat.kv.recovery import Level
@@ -43,11 +43,13 @@ class ModelTraits:
 class Mode:
     """Base of all modes. ``preamble`` is the number of tokens of the system prompt.
 
-    ``recoveries`` are the levels of recovery that change something in this mode.
+    ``recoveries`` are the levels of recovery that change something in this mode; a mode that ``widens`` has WR and FR
+    done by entering it with a larger budget for a while, any other by ``relax``.
     """
 
     name: ClassVar[str]
     recoveries: ClassVar[tuple[Level, ...]] = ("RR",)
+    widens: ClassVar[bool] = False
     sink: int = 0
     window: int = 0
 
@@ -64,6 +66,15 @@ class Mode:
     def nbytes(self, capacity: int) -> int:
         """Device bytes of the slots and of what else the mode keeps there."""
         return sum(layout.nbytes(self.geometry) for layout in self.layouts(capacity))
+
+    def moved_bytes(self, tokens: int) -> int:
+        """Bytes that entering the mode copies to the device when ``tokens`` are stored, at most."""
+        g = self.geometry
+        slots = sum(
+            (layout.last - layout.first) * layout.width(g) * min(tokens, layout.slots(g.page))
+            for layout in self.layouts(grown(tokens))
+        )
+        return slots * 2 * g.row_bytes
 
     def attach(self, store: Store) -> None:
         """Take possession of freshly built, empty slots."""
@@ -143,6 +154,10 @@ class Mode:
     def reach(self) -> str:
         """A token off the device is ``H`` (on the host, may return by itself) or ``X`` (out of reach)."""
         return "H"
+
+    def letter(self, share: float) -> str:
+        """What the ribbon shows for tokens of which a ``share`` was read and which are neither sinks nor recent."""
+        return "D" if share > 0 else self.reach()
 
     def extras(self) -> dict[str, Any]:
         """Numbers only this mode has, for the screen."""

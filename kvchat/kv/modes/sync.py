@@ -81,7 +81,8 @@ class Sync(Mode):
     def __init__(self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         super().__init__(parameters, geometry, traits, preamble)
         self.clusters = self._clusters()
-        self.ring = parameters.window + parameters.m - 1
+        recent = self._recent()
+        self.ring = recent + parameters.m - 1
         self.split = False
         if self.clusters == geometry.kv_heads:
             return
@@ -91,7 +92,7 @@ class Sync(Mode):
             refuse_small_mem(parameters.mem, geometry.kv_heads, self.clusters)
         if traits.calibration is not None:
             self.split = True
-            self.sink, self.window = SINK, parameters.window
+            self.sink, self.window = SINK, recent
             self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
 
     # ---- slots
@@ -121,7 +122,7 @@ class Sync(Mode):
             # Slots come in whole pages, twice: the region's and all of a head's.
             k = max(MIN_BUDGET, int((per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)))
         # More than there can be outside the ring of the step that needs the next slot would stay empty.
-        return max(SINK, min(k, capacity + 1 - p.window))
+        return max(SINK, min(k, capacity + 1 - self._recent()))
 
     def nbytes(self, capacity: int) -> int:
         held = self.geometry.layers * self.clusters * self._width(capacity) * torch.int64.itemsize if self.split else 0
@@ -266,7 +267,8 @@ class Sync(Mode):
 
     def resolved(self) -> dict[str, Any]:
         kept = {"keep": self._k} if self.split else {}
-        return self.parameters.model_dump() | {"clusters": self.clusters} | kept
+        own = {"clusters": self.clusters, "window": self._recent()}
+        return self.parameters.model_dump() | own | kept
 
     def covers(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self._k
@@ -314,6 +316,13 @@ class Sync(Mode):
     def _width(self, capacity: int) -> int:
         """``_region`` in whole pages."""
         return self.geometry.round_up(self._region(capacity))
+
+    def _recent(self) -> int:
+        """The ring after an anticipation: as given, else 128, but at most half of what a small budget allows."""
+        p = self.parameters
+        if p.budget is None or "window" in p.model_fields_set:
+            return p.window
+        return max(1, min(p.window, (p.budget - SINK) // 2 - (p.m - 1)))
 
     def _clusters(self) -> int:
         heads, calibration = self.geometry.kv_heads, self.traits.calibration

@@ -18,7 +18,7 @@ from textual.widgets import Static
 
 from kvchat import parameters
 from kvchat.errors import EngineError, KvchatError, UsageError
-from kvchat.protocol import Command, Params, Peek, Stop, Switch
+from kvchat.protocol import Command, Params, Peek, Rebuild, Stop, Switch
 from kvchat.tui import commands
 from kvchat.tui.conversation import Conversation
 from kvchat.tui.history import PromptHistory
@@ -27,7 +27,7 @@ from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Note, Problem, Question
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn, price_text
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
@@ -162,6 +162,17 @@ class ChatScreen(Screen[None]):
         self.state.wanted = mode or self.state.mode
         self.send(Switch(mode, params or {}))
 
+    def rebuild(self) -> None:
+        """Compute anew what was computed with less context.
+
+        Raises:
+            UsageError: an answer is under way, or there is no engine.
+        """
+        if self.state.phase is not Phase.READY:
+            raise UsageError("The engine is busy.", "Stop it with Esc first.")
+        self.show_phase(Phase.PREFILL)
+        self.send(Rebuild())
+
     def copy(self, text: str) -> None:
         """To the clipboard by OSC 52, which a terminal may ignore without a word."""
         self.app.copy_to_clipboard(text)
@@ -290,12 +301,14 @@ class ChatScreen(Screen[None]):
         return tuple(parameters.PARAMETERS[self.state.mode].model_fields)
 
     def modes_text(self) -> str:
-        """All modes, a line each."""
+        """All modes, a line each, with what entering them would move."""
+        prices = {price.mode: price_text(price) for price in self.state.snapshot.prices} if self.state.snapshot else {}
         lines = []
         for mode in parameters.mode_infos():
             here = "●" if mode.name == self.state.mode else " "
             note = "" if mode.available else " — not available yet"
-            lines.append(f"{here} {mode.name:<12} {mode.title}{note}")
+            price = f"   ({prices[mode.name]})" if mode.name in prices else ""
+            lines.append(f"{here} {mode.name:<12} {mode.title}{note}{price}")
         return "\n".join(lines)
 
     def set_mode(self, mode: str, params: Params) -> None:

@@ -19,6 +19,7 @@ from kvchat.protocol import (
     Loading,
     Peeked,
     Prefilled,
+    Rebuilt,
     Snapshot,
     Started,
     Switched,
@@ -26,7 +27,7 @@ from kvchat.protocol import (
     Text,
 )
 from kvchat.tui.client import Crashed, Report
-from kvchat.tui.format import count
+from kvchat.tui.format import count, figure
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Answer, Question, SwitchNote
@@ -79,8 +80,10 @@ class EngineEvents:
             case Switched():
                 await self._switched(report)
             case SwitchRefused(mode, message):
-                self.state.mode = self.state.wanted = mode
+                self.state.mode = mode  # what was wanted stays, so that the next F6 goes past it
                 self._tell(UsageError(f"The mode stays {mode}.", message))
+            case Rebuilt():
+                await self._rebuilt(report)
             case Peeked(start, _, text):
                 self.screen.query_one(Ribbon).show_text(start, text)
             case Failed():
@@ -202,6 +205,11 @@ class EngineEvents:
         note = await self.screen.transcript.add(SwitchNote(switched, speed))
         self._notes = [*(old for old in self._notes if not old.settled), note]
         self._log(f"{switched.before} -> {switched.mode} at {count(switched.total)} tok")
+
+    async def _rebuilt(self, rebuilt: Rebuilt) -> None:
+        left = f"; {count(rebuilt.reduced_tokens)} are left" if rebuilt.reduced_tokens else ""
+        self.screen.say(f"Computed {count(rebuilt.tokens)} tokens anew in {figure(rebuilt.seconds, 's', 1)}{left}.")
+        await self._ready()
 
     def _close_notes(self) -> None:
         for note in self._notes:

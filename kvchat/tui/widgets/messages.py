@@ -103,7 +103,7 @@ class SwitchNote(Note):
         if s.moved_bytes:
             parts.append(f"moved {size(s.moved_bytes)}")
         if s.reduced_tokens:
-            parts.append(f"{count(s.reduced_tokens)} tok computed with less context")
+            parts.append(f"{count(s.reduced_tokens)} tok computed with less context, /rebuild computes them anew")
         return f"── {' · '.join(parts)} ──"
 
 

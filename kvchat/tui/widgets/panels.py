@@ -13,7 +13,8 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.protocol import RIBBON, Gpu, Params, Snapshot
+from kvchat.parameters import available_modes
+from kvchat.protocol import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.format import MISSING, count, figure, percent, size
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
@@ -28,7 +29,22 @@ def mode_rows(snapshot: Snapshot) -> Rows:
     if len(rows) > 4:
         pairs = [rows[start : start + 2] for start in range(0, len(rows), 2)]
         rows = [(" · ".join(name for name, _ in pair), " · ".join(value for _, value in pair)) for pair in pairs]
-    return rows or [("parameters", "none")]
+    return [*(rows or [("parameters", "none")]), *price_rows(snapshot)]
+
+
+def price_rows(snapshot: Snapshot) -> Rows:
+    """What the next mode would cost, before F6 is pressed."""
+    modes = available_modes()
+    after = modes[(modes.index(snapshot.mode) + 1) % len(modes)] if snapshot.mode in modes else ""
+    return [(f"F6 → {price.mode}", price_text(price)) for price in snapshot.prices if price.mode == after]
+
+
+def price_text(price: Price) -> str:
+    """Bytes to move and how long it will take about."""
+    if price.refusal:
+        return "refused"
+    moved = size(price.moved_bytes)
+    return moved if price.seconds is None else f"{moved} · {figure(1000 * price.seconds, 'ms')}"
 
 
 def context_rows(s: Snapshot) -> Rows:

@@ -21,8 +21,8 @@ from textual.widget import Widget
 from kvchat.protocol import RIBBON, Snapshot
 from kvchat.tui.format import count, short
 
-GLYPHS = {"S": "▓", "W": "▒", "D": "█", "R": "▲", "H": "░", "X": "╌"}
-CLASSES = {"S": "sink", "W": "window", "D": "device", "R": "recalled", "H": "host", "X": "lost"}
+GLYPHS = {"S": "▓", "W": "▒", "D": "█", "R": "▲", "H": "░", "F": "·", "X": "╌"}
+CLASSES = {"S": "sink", "W": "window", "D": "device", "R": "recalled", "H": "host", "F": "host", "X": "lost"}
 TICK = "┃"
 LABEL = " KV "
 MAX_TICKS = 64
