@@ -25,11 +25,14 @@ PASSAGES = 8
 ANSWER_TOKENS = 24
 STANDARD = (
     "full",
-    "speculative:budget=512",
+    "freeze",
     "streaming:budget=512",
+    "speculative:budget=512",
     "sync",
     "sync:representatives=centroid",
     "sync:clusters=2,mem=0.7",
+    "sync:clusters=2,mem=0.7,representatives=centroid",
+    "sync:keep=128",
 )
 
 

@@ -1,0 +1,63 @@
+"""The passkey benchmark: its conversations, and that contenders do not influence each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvchat.bench import passkey
+from kvchat.bench.__main__ import app
+from kvchat.engine.load import load_model
+from kvchat.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model("bundled", "cpu", "auto", lambda stage: None).tokenizer
+
+
+def test_the_same_seed_gives_the_same_conversations(tokenizer):
+    one, again = (list(passkey.cases(3, 4, 400, tokenizer)) for _ in range(2))
+    assert one == again
+    assert len({case.answer for case in one}) == 4
+    assert list(passkey.cases(4, 4, 400, tokenizer)) != one
+    assert list(passkey.cases(3, 2, 400, tokenizer)) == one[:2]
+
+
+def test_the_fact_is_told_once_in_an_earlier_turn_and_asked_for_at_the_end(tokenizer):
+    for case in passkey.cases(0, 12, 3000, tokenizer):
+        told = [i for i, turn in enumerate(case.turns) if case.answer in turn.content]
+        assert len(told) == 1
+        assert told[0] < len(case.turns) - 5
+        assert case.turns[-1].content == "What is the passkey?"
+        assert 2900 < sum(len(tokenizer.encode(turn.content)) for turn in case.turns) < 3300
+
+
+def test_the_result_is_plain_data_with_a_row_for_each_contender():
+    contenders = ["full", "streaming:budget=64,sink=4", "sync:keep=64,window=32", "full"]
+    lines: list[str] = []
+    result = passkey.run(contenders, n=1, tokens=300, report=lines.append)
+    assert json.loads(json.dumps(result)) == result
+    assert [row["mode"] for row in result["rows"]] == contenders
+    first, streaming, sync, last = result["rows"]
+    assert (
+        (first["recall"], first["active_tokens"])
+        == (last["recall"], last["active_tokens"])
+        == (1.0, pytest.approx(465, abs=15))
+    )
+    assert streaming["active_tokens"] < sync["active_tokens"] < first["active_tokens"]
+    assert len(lines) == 1 + len(contenders)
+
+
+def test_the_command_prints_one_json_object():
+    ran = CliRunner().invoke(app, ["passkey", "--cases", "1", "--tokens", "100", "--modes", "full", "--json"])
+    assert ran.exit_code == 0
+    assert json.loads(ran.stdout)["rows"][0]["mode"] == "full"
+    assert "1 of 1" in ran.stderr
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(UsageError, match='no KV mode "fulll"'):
+        passkey.run(["fulll"], n=1, tokens=100)
