@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvchat.engine import seam
 from kvchat.engine.load import LoadedModel
+from kvchat.engine.prompt import control_ids
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.heads import Calibration
@@ -36,6 +37,7 @@ class Decoder:
 
     def __init__(self, model: LoadedModel, mode: Mode) -> None:
         self.model = model
+        self._control = control_ids(model.tokenizer)
         self.chunk = CHUNK.get(model.device.type, CHUNK["cpu"])
         with torch.inference_mode():
             self.store = Store(geometry_of(model), model.device, mode)
@@ -59,7 +61,7 @@ class Decoder:
 
     def step(self, token: int) -> Tensor:
         """Store ``token``, in the mode at hand; the next token's logits ``[vocab]``, float32."""
-        with torch.inference_mode(), self._explained("decoding"), self.store.step():
+        with torch.inference_mode(), self._explained("decoding"), self.store.step(token in self._control):
             ids = torch.tensor([token], device=self.model.device)
             logits = seam.forward(self.model.model, ids, self.store.position.view(1), self.store, logits=True)
         assert logits is not None
@@ -67,7 +69,8 @@ class Decoder:
 
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
         device = self.model.device
-        with torch.inference_mode(), self._explained("reading the prompt"), self.store.prefill(len(chunk)):
+        pinned = [i for i, token in enumerate(chunk) if token in self._control]
+        with torch.inference_mode(), self._explained("reading the prompt"), self.store.prefill(len(chunk), pinned):
             positions = torch.arange(self.store.total, self.store.total + len(chunk), device=device)
             ids = torch.tensor(chunk, device=device)
             return seam.forward(self.model.model, ids, positions, self.store, logits=last)

@@ -43,6 +43,9 @@ class Answer:
     prefilled: float | None = None
     token_times: list[float] = field(default_factory=list)
     switches: list[Params] = field(default_factory=list)
+    recoveries: int = 0
+    withdrawn: int = 0
+    recovery: str = ""
 
     def token(self) -> None:
         """A token was drawn."""
@@ -89,7 +92,7 @@ class Meter:
         return Stats(
             prompt_tokens=answer.prompt_tokens,
             reused_tokens=answer.reused_tokens,
-            generated_tokens=len(answer.token_times),
+            generated_tokens=len(answer.token_times) - answer.withdrawn,
             total_tokens=store.total,
             active_tokens=(now.active - before.active) / steps if steps else None,
             ttft_s=answer.ttft_s,
@@ -100,6 +103,8 @@ class Meter:
             recalled_bytes=(now.moved - before.moved) * store.recall.pair_bytes,
             recall_hit_rate=_hit_rate(before, now),
             corrections=now.corrections - before.corrections,
+            recoveries=answer.recoveries,
+            withdrawn_tokens=answer.withdrawn,
             switches=tuple(answer.switches),
         )
 
@@ -135,8 +140,12 @@ class Meter:
             cell_tokens=cell,
             ribbon=ribbon,
             attended=attended,
-            extras=store.mode.extras(),
+            extras=store.mode.extras() | self._recovery(),
         )
+
+    def _recovery(self) -> Params:
+        level = self.answer.recovery if self.answer else ""
+        return {"recovery": level} if level else {}
 
     def _note_steps(self, now: Counts) -> None:
         """Per-step figures since the last snapshot in which there were steps."""
@@ -184,7 +193,7 @@ class Meter:
             return "S"
         if mode.window and middle >= self._store.total - mode.window:
             return "W"
-        return "D" if share > 0 else mode.reach()
+        return mode.letter(share)
 
     def _fresh_cells(self, cell: int) -> set[int]:
         """Cells with a page that was recalled since the last snapshot."""

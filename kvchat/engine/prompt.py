@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol import Turn
@@ -213,13 +213,23 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of the control tokens, which structure a conversation."""
+    control = {i for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
+    return frozenset(control | set(tokenizer.all_special_ids))
+
+
+def _is_control(token: Any) -> bool:
+    return bool(token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content))
+
+
 def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches control tokens: those marked special, and ``<|...|>`` that finetunes forget to mark.
 
     Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
     """
     tokens = tokenizer.added_tokens_decoder.values()
-    control = {token.content for token in tokens if token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content)}
+    control = {token.content for token in tokens if _is_control(token)}
     longest_first = sorted(control | set(tokenizer.all_special_tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

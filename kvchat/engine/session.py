@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +17,17 @@ from torch import Tensor
 from kvchat import parameters
 from kvchat.engine import calibrate
 from kvchat.engine.decode import Decoder, geometry_of, traits_of
-from kvchat.engine.detokenise import Detokeniser, StopBuffer
+from kvchat.engine.detokenise import Pieces
 from kvchat.engine.load import LoadedModel, load_model
 from kvchat.engine.meter import Answer, Meter
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored
-from kvchat.engine.sample import Sampler, read
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.engine.recover import Guard
+from kvchat.engine.sample import Sampler
+from kvchat.engine.settled import settled
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
+from kvchat.kv.recovery import RECENT, REWALK, WIDER, Level, Trigger
 from kvchat.parameters import ModeParameters
 from kvchat.protocol import (
     Event,
@@ -28,12 +35,16 @@ from kvchat.protocol import (
     Loaded,
     Params,
     Prefilled,
+    Price,
+    Rebuilt,
+    Recovered,
     Sampling,
     Snapshot,
     Started,
     Switched,
     Text,
     Turn,
+    Withdrawn,
 )
 
 
@@ -70,6 +81,9 @@ def load(
     return Session(load_model(model, device, dtype, progress), mode, params, settings, system)
 
 
+PRICES_S = 1.0  # switches are priced at most this often
+
+
 class Session:
     """One conversation with one model. Not thread-safe, but for ``cancel``.
 
@@ -96,9 +110,12 @@ class Session:
         self._stored = Stored()
         self._reduced: list[bool] = []
         self._meter = Meter(self._store, model.weight_bytes, model.context)
+        self._prices: tuple[Price, ...] = ()
+        self._priced_at = float("-inf")
         self._cancelled = threading.Event()
         self._turns = [Turn("system", system)] if system else []
         self.token_ids: list[int] = []
+        self._widened: tuple[Mode, ModeParameters, int] | None = None
 
     # ---- talking
 
@@ -112,7 +129,7 @@ class Session:
         self._turns.append(Turn("user", text))
         answer = ""
         try:
-            for event in self.answer(tuple(self._turns), sampling):
+            for event in settled(self.answer(tuple(self._turns), sampling), lambda: self.withdrawable):
                 if isinstance(event, Text):
                     answer += event.text
                     yield event.text
@@ -139,6 +156,7 @@ class Session:
         self._check_context(len(prompt.ids))
         self._cancelled.clear()
         self.token_ids = []
+        self._narrow()
         self._note_preamble(turns)
         self.truncate(prompt.reused)
         answer = self._meter.begin(len(prompt.ids), prompt.reused)
@@ -173,6 +191,7 @@ class Session:
         began = time.perf_counter()
         moved = self._enter(chosen)
         self._said |= params
+        self._priced_at = float("-inf")
         switched = Switched(
             before,
             chosen.name,
@@ -187,6 +206,28 @@ class Session:
             self._meter.answer.switches.append({"at": at, "before": before, "mode": chosen.name, "moved_bytes": moved})
         return switched
 
+    def rebuild(self) -> Iterator[Event]:
+        """Compute anew, exactly, everything from the first token that was computed with less context on.
+
+        ``Prefilled``*, then one ``Rebuilt``; afterwards the store is what one prefill of all its tokens gives.
+
+        Raises:
+            DoesNotFitError: the conversation is longer than the model's context, or memory is short.
+        """
+        self._check_context(self.total)
+        self._cancelled.clear()
+        first = self._reduced.index(True) if True in self._reduced else self.total
+        whole, began = copy.deepcopy(self._stored), time.perf_counter()
+        ids = whole.ids[first:]
+        self.truncate(first)
+        if (yield from self._prefill(ids)) is not None:
+            self._stored = whole
+        yield Rebuilt(self.total - first, time.perf_counter() - began, sum(self._reduced))
+
+    def prices(self) -> tuple[Price, ...]:
+        """What switching to each of the other modes would cost now."""
+        return tuple(self._price(mode) for mode in parameters.available_modes() if mode != self._store.mode.name)
+
     def prefill(self, ids: Sequence[int]) -> Tensor:
         """Store ``ids`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
 
@@ -197,13 +238,9 @@ class Session:
             raise UsageError("There is nothing to prefill.", "No ids were given.")
         self._check_context(self.total + len(ids))
         self._cancelled.clear()
-        last = None
-        for chunk, logits in self._decoder.prefill(ids):
-            self._note(chunk, reduced=False)
-            last = logits
-        assert last is not None
+        logits = self._read(ids)
         self._calibrate()
-        return last
+        return logits
 
     def step(self, token: int) -> Tensor:
         """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``.
@@ -236,7 +273,14 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """What the KV manager holds and did; cheap enough for ten a second."""
-        return self._meter.snapshot(sum(self._reduced))
+        if time.monotonic() - self._priced_at >= PRICES_S:
+            self._prices, self._priced_at = self.prices(), time.monotonic()
+        return replace(self._meter.snapshot(sum(self._reduced)), prices=self._prices)
+
+    @property
+    def withdrawable(self) -> int:
+        """How many of the last tokens of an answer recovery may still withdraw; 0 without recovery."""
+        return REWALK if self._parameters.recovery else 0
 
     def text(self, start: int, end: int) -> str:
         """The text of the stored tokens ``start`` to ``end``, control tokens included."""
@@ -276,6 +320,14 @@ class Session:
 
     # ---- inside
 
+    def _read(self, ids: Sequence[int]) -> Tensor:
+        last = None
+        for chunk, logits in self._decoder.prefill(ids):
+            self._note(chunk, reduced=False)
+            last = logits
+        assert last is not None
+        return last
+
     def _prefill(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
         """Prefill with progress; returns the logits, None if cancelled. What was read is stored either way."""
         done = 0
@@ -296,9 +348,12 @@ class Session:
         answer: Answer,
         between: Callable[[int], None],
     ) -> Iterator[Event]:
-        pieces = Pieces(self._model.tokenizer, (*sampling.stop, *self._encoder.stop))
+        pieces, guard = self._pieces(sampling, ()), Guard(sampler)
         while not (reason := self._reason(pieces, sampling, between)):
-            token = read(sampler(logits))
+            if due := guard.take():
+                logits, pieces = yield from self._recover(guard, due, logits, pieces, answer)
+            token = guard.draw(logits, self._store.mode)
+            answer.recovery = guard.level
             answer.token()
             self.token_ids.append(token)
             if token in self._model.eos_ids:
@@ -312,9 +367,60 @@ class Session:
         self._stored.agree(self._encoder.answered(prompt, pieces.decoded))
         yield Finished(reason, pieces.shown, self._meter.stats(answer))
 
+    def _pieces(self, sampling: Sampling, tokens: Sequence[int]) -> Pieces:
+        """The text of an answer whose first ``tokens`` are known."""
+        pieces = Pieces(self._model.tokenizer, (*sampling.stop, *self._encoder.stop))
+        for token in tokens:
+            pieces.add(token)
+        return pieces
+
+    def _recover(
+        self, guard: Guard, due: tuple[Level, Trigger], logits: Tensor, pieces: Pieces, answer: Answer
+    ) -> Generator[Event, None, tuple[Tensor, Pieces]]:
+        """Carry out one level; the logits and the text to go on from."""
+        level, trigger = due
+        self._relax("FR" if level == "RR" else level)
+        answer.recoveries += 1
+        yield Recovered(level, trigger.signal, trigger.value, self.total)
+        if level != "RR":
+            return logits, pieces
+        tokens = guard.rewind()
+        answer.withdrawn += tokens
+        del self.token_ids[-tokens:]
+        kept = self._pieces(guard.sampler.sampling, self.token_ids)
+        # The token before the first withdrawn one is read again, exactly: its logits are needed.
+        last = self._stored.ids[-tokens - 1]
+        self.truncate(self.total - tokens - 1)
+        logits = self._read([last])
+        yield Withdrawn(len(pieces.shown) - len(kept.shown), tokens)
+        return logits, kept
+
+    def _relax(self, level: Level) -> None:
+        """Let the mode read more for a while."""
+        mode = self._store.mode
+        if not mode.widens:
+            with torch.inference_mode():
+                mode.relax(level)
+        elif level in WIDER:
+            self._narrow()
+            narrow = self._parameters
+            budget = mode.resolved()["budget"] * WIDER[level]
+            with suppress(DoesNotFitError):
+                self._enter(narrow.model_copy(update={"budget": budget}))
+                self._widened = (self._store.mode, narrow, self.total + RECENT)
+
+    def _narrow(self, total: int = sys.maxsize) -> None:
+        """Back to the budget asked for, when ``total`` tokens are stored; a mode entered since then stays."""
+        if self._widened and total >= self._widened[2]:
+            mode, narrow, _ = self._widened
+            self._widened = None
+            if self._store.mode is mode:
+                self._enter(narrow)
+
     def _reason(self, pieces: Pieces, sampling: Sampling, between: Callable[[int], None]) -> str:
         """Why no token is to be drawn now, empty if one is; the one place where the mode may change."""
         between(len(self.token_ids))
+        self._narrow(self.total)
         if self._cancelled.is_set():
             return "stopped"
         if pieces.stopped:
@@ -322,6 +428,16 @@ class Session:
         if len(self.token_ids) >= sampling.max_new_tokens:
             return "length"
         return "context" if self._full() else ""
+
+    def _price(self, mode: str) -> Price:
+        try:
+            chosen = parameters.merge({**self._mode_params.get(mode, {}), **self._said}, mode, {})
+            built = self._build(chosen)
+            if built.bounded:
+                self._check_context(self.total)
+        except KvchatError as error:
+            return Price(mode, refusal=str(error))
+        return self._store.price(built)
 
     def _build(self, chosen: ModeParameters) -> Mode:
         return build(chosen, geometry_of(self._model), traits_of(self._model, self._calibration), self._preamble)
@@ -371,37 +487,3 @@ class Session:
 
 def _nothing(_generated: int) -> None:
     """Nothing to do between two tokens."""
-
-
-class Pieces:
-    """The text of one answer as its tokens come: what may be shown now, and what all of them decode to."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._detokeniser = Detokeniser(tokenizer)
-        self._stops = StopBuffer(stop)
-        self.shown = ""
-        self.decoded = ""
-
-    @property
-    def stopped(self) -> bool:
-        """Was a stop string found?"""
-        return bool(self._stops.found)
-
-    def add(self, token: int) -> str:
-        """The text that ``token`` lets be shown."""
-        return self._show(self._detokeniser.step(token))
-
-    def finish(self) -> str:
-        """The text held back until now. Nothing may follow."""
-        held = self._show(self._detokeniser.flush())
-        if not self.stopped:
-            rest = self._stops.flush()
-            self.shown += rest
-            held += rest
-        return held
-
-    def _show(self, piece: str) -> str:
-        self.decoded += piece
-        text = "" if self.stopped else self._stops.feed(piece)
-        self.shown += text
-        return text

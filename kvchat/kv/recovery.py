@@ -22,6 +22,7 @@ Level = Literal["SR", "WR", "FR", "RR"]
 LEVELS: tuple[Level, ...] = ("SR", "WR", "FR", "RR")
 
 REWALK = 16  # tokens that RR withdraws
+WIDER: dict[Level, int] = {"WR": 2, "FR": 4}  # times the budget, for RECENT tokens, in modes that have one
 RECENT = 64  # WR restores what was frozen in the last so many steps; FR freezes nothing for as many
 
 BASELINE, WARM_UP = 64, 32

@@ -232,6 +232,9 @@ class Freeze(Mode):
     def reach(self) -> str:
         return "F"
 
+    def letter(self, share: float) -> str:
+        return "D" if share >= 0.5 else "F"
+
     def extras(self) -> dict[str, Any]:
         frozen = [timers.frozen[: self.store.total] for timers in self.timers]
         away = sum(int(mask.sum()) for mask in frozen)

@@ -40,6 +40,8 @@ class Speculative(Mode):
     """Sinks, a window and k retrieved pages per layer and KV head."""
 
     name = "speculative"
+    recoveries = ("WR", "FR", "RR")
+    widens = True
     parameters: SpeculativeParameters
 
     def __init__(

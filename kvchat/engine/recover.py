@@ -1,0 +1,78 @@
+"""Recovery while an answer is generated: every token is measured, and the ladder says when to act.
+
+What is measured are the model's own probabilities, before temperature and cuts; one read-back of two numbers a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from kvchat.engine.sample import Sampler, SamplerState, read
+from kvchat.kv.modes.base import Mode
+from kvchat.kv.recovery import REWALK, Ladder, Level, Signals, Trigger
+
+
+class Guard:
+    """Draws the tokens of one answer and watches them. ``due`` is what is to be done before the next one.
+
+    ``level`` is that of the last action, calm, or empty without recovery.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.signals = Signals()
+        self.ladder = Ladder(())
+        self.due: tuple[Level, Trigger] | None = None
+        self.level = ""
+        self._states: deque[SamplerState] = deque(maxlen=REWALK)
+
+    def draw(self, logits: Tensor, mode: Mode) -> int:
+        """The next token; without recovery nothing is measured.
+
+        Raises:
+            EngineError: the logits are not finite.
+        """
+        if not mode.parameters.recovery:
+            self._states.clear()
+            self.level = ""
+            return read(self.sampler(logits))
+        self._states.append(self.sampler.state())
+        token = read(self.sampler(logits))
+        self._watch(mode)
+        trigger = self.signals.add(token, *measure(logits, token))
+        level = self.ladder.token(trigger is not None)
+        self.due = (level, trigger) if level and trigger else None
+        self.level = self.ladder.level or "calm"
+        return token
+
+    def take(self) -> tuple[Level, Trigger] | None:
+        """What is due, once."""
+        due, self.due = self.due, None
+        return due
+
+    def rewind(self) -> int:
+        """Forget the last tokens, at most ``REWALK``, and go on with other random numbers; how many they are."""
+        tokens = len(self._states)
+        self.sampler.set_state(self._states[0])
+        self.sampler.fork()
+        self.signals.withdraw(tokens)
+        self._states.clear()
+        return tokens
+
+    def _watch(self, mode: Mode) -> None:
+        """A mode has a ladder of its own levels."""
+        levels = mode.recoveries
+        if self.sampler.greedy and levels == ("RR",):
+            levels = ()  # nothing would come out otherwise
+        if levels != self.ladder.levels:
+            self.ladder = Ladder(levels)
+
+
+def measure(logits: Tensor, token: int) -> tuple[float, float]:
+    """Entropy in nats of the distribution ``logits [vocab]`` stand for, and the log-probability of ``token``."""
+    log_probs = logits.log_softmax(0)
+    entropy, log_prob = torch.stack((torch.special.entr(log_probs.exp()).sum(), log_probs[token])).tolist()
+    return entropy, log_prob
