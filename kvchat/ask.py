@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvchat
+from kvchat.engine.settled import settled
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol import Finished, Load, Params, Sampling, Stats, Text, Turn
 
@@ -130,7 +131,8 @@ class _Switcher:
 
 
 def _answer(session: Session, question: Question, between: Callable[[int], None]) -> Finished:
-    for event in session.answer(question.turns, question.sampling, between):
+    events = session.answer(question.turns, question.sampling, between)
+    for event in settled(events, lambda: session.withdrawable):
         if isinstance(event, Text) and not question.as_json:
             _write(event.text)
         elif isinstance(event, Finished):

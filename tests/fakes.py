@@ -45,6 +45,7 @@ class FakeSession:
         self.cancelled = threading.Event()
         self.closed = False
         self.loaded: dict[str, Any] = {}
+        self.withdrawable = 0
 
     def load(
         self, model: str = "bundled", progress: Callable[[str], None] = lambda stage: None, **given: Any
