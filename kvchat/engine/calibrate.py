@@ -237,6 +237,13 @@ def find(revision: str) -> Calibration | None:
     return None
 
 
+def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...]:
+    """What a person should know: that sync mode will measure the heads itself, where nobody did."""
+    if calibration is not None or model.kv_heads == 1:
+        return ()
+    return (f"Mode sync measures this model's heads on its first long prompt; better: kvchat calibrate {model.name}",)
+
+
 def save(calibration: Calibration, file: Path | None = None) -> Path:
     """Write it where ``find`` looks for it, or to ``file``; returns the file.
 

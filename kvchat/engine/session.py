@@ -309,7 +309,7 @@ class Session:
             kv_bytes_per_token=store.geometry.token_bytes,
             mode=store.mode.name,
             params=store.mode.resolved(),
-            notes=m.notes,
+            notes=(*m.notes, *calibrate.notes(m, self._calibration)),
         )
 
     def close(self) -> None:

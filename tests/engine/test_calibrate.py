@@ -143,6 +143,7 @@ def test_an_unknown_rule_is_refused(model):
 def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
     session = Session(model, "sync", {"window": 32})
+    assert any("kvchat calibrate bundled" in note for note in session.info.notes)
     short = list(session.answer([Turn("user", "Hi.")], Sampling(temperature=0, max_new_tokens=2)))
     assert short
     assert "calibrated on the first long prompt" in session.snapshot().extras["representative heads"]
@@ -150,6 +151,7 @@ def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeyp
     text = " ".join(sentence for _, sentence in zip(range(60), sentences(5), strict=False))
     list(session.answer([Turn("user", text)], Sampling(temperature=0, max_new_tokens=2)))
     extras = session.snapshot().extras
+    assert not any("calibrate" in note for note in session.info.notes)
     assert extras["measured on"].startswith("this prompt")
     assert len(extras["representative heads"].split()) == 8
     assert not bool(session.attended(0).all())
