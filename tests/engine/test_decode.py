@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -33,7 +35,8 @@ def loaded(name: str) -> LoadedModel:
     seen = probe(model)
     sizes = (len(seen.facts), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
     fixed = ("tiny", "0", torch.device("cpu"), torch.float32, tiny.CONTEXT, tiny.VOCAB, frozenset({2}))
-    return LoadedModel(model, None, *fixed, *sizes, seen, (), 0)
+    without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
+    return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0)
 
 
 @pytest.fixture(scope="module")
