@@ -1,7 +1,8 @@
 """An engine without a model: speaks the protocol on stdin and stdout, scripted by the prompt.
 
 ``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
-stopped, ``hold`` answers one word and waits for a command; any other prompt gets ``ANSWER``. Budget 64 is refused.
+stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some words back; any other prompt gets
+``ANSWER``. Budget 64 is refused.
 ``FAKE_LOAD=crash`` crashes while loading, ``FAKE_LOAD=wait`` loads until stdin closes, ``FAKE_GPU`` adds a GPU and
 ``FAKE_REPEAT=100`` stores every prompt a hundred times.
 """
@@ -27,6 +28,10 @@ from kvchat.protocol import (
     Loading,
     Peek,
     Peeked,
+    Prefilled,
+    Rebuild,
+    Rebuilt,
+    Recovered,
     Snapshot,
     Started,
     Stats,
@@ -35,6 +40,7 @@ from kvchat.protocol import (
     Switched,
     SwitchRefused,
     Text,
+    Withdrawn,
 )
 
 ANSWER = """Section 3 sets out the **payment terms**:
@@ -108,6 +114,9 @@ class FakeEngine:
         if prompt == "crash":
             sys.stderr.write("RuntimeError: the fake engine was told to crash\n")
             die(3)
+        if prompt == "waver":
+            self.waver()
+            return
         if prompt == "fail":
             send(
                 protocol.Failed(
@@ -118,6 +127,13 @@ class FakeEngine:
         self.stored = words * (int(os.environ.get("FAKE_REPEAT", "1")))
         self.total = len(self.stored)
         self.answer(prompt, len(words))
+
+    def waver(self) -> None:
+        send(Text("It begins well | and then it goes wrong", 8))
+        send(Recovered("RR", "entropy", 3.4, 40))
+        send(Withdrawn(len(" and then it goes wrong"), 5))
+        send(Text(" and ends well.", 3))
+        send(Finished("eos", "It begins well | and ends well.", Stats(3, 0, 6, 20)))
 
     def answer(self, prompt: str, prompt_tokens: int) -> None:
         begun, said, reason, before = time.monotonic(), [], "eos", self.mode
@@ -154,6 +170,9 @@ class FakeEngine:
     def between(self, command: Command) -> None:
         if isinstance(command, Switch):
             self.switch(command)
+        elif isinstance(command, Rebuild):
+            send(Prefilled(12, 12))
+            send(Rebuilt(12, 0.25))
         elif isinstance(command, Peek):
             send(Peeked(command.start, command.end, " ".join(self.stored[command.start : command.end])))
 
@@ -180,6 +199,7 @@ class FakeEngine:
             self.speed + self.total % 7 if self.total else None, 0.41 if self.total else None,
             4096.0 if speculative else 0.0, self.recalled, 0.94 if speculative else None, 3 if speculative else 0,
             0.8 if speculative else None, 1.8 if speculative else None, ribbon=ribbon(self.total, self.mode),
+            prices=tuple(protocol.Price(m, 3 * 2**20, 2**22, 0.0042) for m in ("streaming", "speculative")),
             extras={"pages a step": 1.5, "heads corrected": 3} if speculative else {},
         )  # fmt: skip
 

@@ -122,6 +122,39 @@ async def test_f5_answers_the_last_question_again(running):
         assert len(app.chat.state.conversation.turns) == 2
 
 
+async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "waver")
+        await until(lambda: finished(app))
+        notes = [str(note.content) for note in app.chat.query(Note)]
+        assert any("recovery RR at 40 tok: entropy 3.4" in note for note in notes)
+        struck = next(note.content for note in app.chat.query(Note) if "withdrawn" in str(note.content))
+        assert "and then it goes wrong" in str(struck)
+        assert any("strike" in str(span.style) for span in struck.spans)
+        assert answers(app)[0].text == "It begins well | and ends well."
+        assert "wrong" not in answers(app)[0].query_one(Markdown).source
+        assert app.chat.state.conversation.turns[-1].content == "It begins well | and ends well."
+
+
+async def test_rebuild_says_what_was_computed_anew(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "hello there")
+        await until(lambda: finished(app))
+        await typed(pilot, "/rebuild")
+        await until(lambda: any("12 tokens anew in 0.2 s" in text for text in texts(app.chat.query(Note))))
+        await until(lambda: app.chat.state.phase is Phase.READY)
+
+
+async def test_the_next_modes_price_is_shown_before_f6(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "hello there")
+        await until(lambda: finished(app))
+        rows = dict(app.chat.query_one("#mode-rows", Rowed).rows)
+        assert rows["F6 → streaming"] == "3.0 MiB · 4 ms"
+        await typed(pilot, "/mode")
+        await until(lambda: any("(3.0 MiB · 4 ms)" in text for text in texts(app.chat.query(Note))))
+
+
 async def test_f6_switches_in_the_middle_of_an_answer(running):
     async with running() as (app, pilot, until):
         await typed(pilot, "slow")

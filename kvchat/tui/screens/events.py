@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from textual.content import Content
 from textual.css.query import NoMatches
 from textual.widget import MountError
 
@@ -20,11 +21,13 @@ from kvchat.protocol import (
     Peeked,
     Prefilled,
     Rebuilt,
+    Recovered,
     Snapshot,
     Started,
     Switched,
     SwitchRefused,
     Text,
+    Withdrawn,
 )
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.format import count, figure
@@ -75,6 +78,10 @@ class EngineEvents:
                 self._wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
             case Prefilled(done, total):
                 self._wait(f"reading {count(done)} of {count(total)} tokens …")
+            case Recovered(level, signal, value, at):
+                self._recovered(f"recovery {level} at {count(at)} tok: {signal} {figure(value, digits=1)}")
+            case Withdrawn(chars):
+                await self._withdrawn(chars)
             case Finished():
                 await self._finished(report)
             case Switched():
@@ -150,6 +157,16 @@ class EngineEvents:
         self.answer.feed(piece.text)
         for note in self._notes:
             note.count(piece.tokens, monotonic())
+
+    def _recovered(self, text: str) -> None:
+        self.screen.say(f"── {text} ──")
+        self._log(text)
+
+    async def _withdrawn(self, chars: int) -> None:
+        """Strike what the engine takes back: it stays readable, but is no part of the answer any more."""
+        if self.answer is not None and chars:
+            struck = await self.answer.withdraw(chars)
+            self.screen.say(Content.assemble("withdrawn: ", (struck.strip(), "strike dim")))
 
     async def _finished(self, finished: Finished) -> None:
         answer, self.answer = self.answer, None

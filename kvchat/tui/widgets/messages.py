@@ -174,6 +174,15 @@ class Answer(Vertical):
         if self._timer is None:
             self._timer = self.set_timer(flush.SHORTEST_S, self._flush)
 
+    async def withdraw(self, chars: int) -> str:
+        """Take back the last ``chars`` characters, which are returned; what is drawn of them goes."""
+        kept = len(self.text) - chars
+        self.text, withdrawn = self.text[:kept], self.text[kept:]
+        self._open, self._pending = flush.OpenBlock(), ""
+        await self._markdown.update(self._open.feed(self.text))
+        self._show_tail(self._open.tail)
+        return withdrawn
+
     async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
         """The whole answer at last: parsed once more as one text, with the receipt under it."""
         self.text, self.receipt, self.finished = text, receipt, True
