@@ -121,7 +121,7 @@ class SyncParameters(ModeParameters):
     m: int = Field(5, ge=1)
     """every m-th step chooses anew"""
     window: int = Field(128, ge=1)
-    """most recent tokens, always attended"""
+    """most recent tokens, always attended (less by itself where a budget is smaller than twice as much)"""
     staggered: bool = False
     """layers choose at different steps"""
     offload: bool = True

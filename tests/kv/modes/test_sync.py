@@ -75,7 +75,15 @@ def test_k_is_what_was_given_or_follows_from_the_budget_or_is_at_least_64():
 
 def test_a_budget_that_cannot_hold_the_recent_tokens_is_refused():
     with pytest.raises(UsageError, match=r"budget = 100 tokens is smaller than sink \+ window = 4 \+ 132"):
-        mode_of(budget=100)
+        mode_of(budget=100, window=128)
+
+
+def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
+    mode = mode_of(budget=100)
+    assert (mode.window, mode.ring) == (44, 48)
+    assert mode.resolved()["window"] == 44
+    assert mode.k_of(1000) == 52
+    assert mode_of(budget=512).window == 128
 
 
 @pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"calibrated": False}])
