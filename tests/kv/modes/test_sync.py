@@ -81,7 +81,6 @@ def test_a_budget_that_cannot_hold_the_recent_tokens_is_refused():
 def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
     mode = mode_of(budget=100)
     assert (mode.window, mode.ring) == (44, 48)
-    assert mode.resolved()["window"] == 44
     assert mode.k_of(1000) == 52
     assert mode_of(budget=512).window == 128
 
