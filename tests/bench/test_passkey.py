@@ -61,3 +61,10 @@ def test_the_command_prints_one_json_object():
 def test_an_unknown_mode_is_refused():
     with pytest.raises(UsageError, match='no KV mode "fulll"'):
         passkey.run(["fulll"], n=1, tokens=100)
+
+
+@pytest.mark.slow
+def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
+    rows = passkey.run(["full", "sync", "streaming:budget=512"], n=2, tokens=2000)["rows"]
+    assert [row["right"] for row in rows] == [2, 2, 0]
+    assert rows[1]["kv_device_bytes"] < 0.53 * rows[0]["kv_device_bytes"]
