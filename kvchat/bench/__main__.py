@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvchat.bench import decode, passkey
+from kvchat.bench import decode, endurance, passkey
 from kvchat.errors import KvchatError
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -55,6 +55,17 @@ def decode_command(
         budget=budget,
     )
     _print(decode.run(settings, _report), as_json)
+
+
+@app.command("endurance")
+def endurance_command(
+    tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,
+    mode: Annotated[str, typer.Option(help="the KV mode")] = "streaming",
+    budget: Annotated[int, typer.Option(help="tokens per KV head")] = 512,
+    as_json: Json = False,
+) -> None:
+    """A long generation: is device memory flat, are steps flat?"""
+    _print(endurance.run(tokens, mode, budget, _report), as_json)
 
 
 def _report(line: str) -> None:

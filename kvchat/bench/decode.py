@@ -19,6 +19,8 @@ import kvchat
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.text import prose
 from kvchat.engine.session import Session
+from kvchat.parameters import PARAMETERS
+from kvchat.protocol import Params
 
 GENERATE = "generate"
 
@@ -31,7 +33,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     contexts: tuple[int, ...] = (512, 8192)
-    modes: tuple[str, ...] = ("full", "streaming", "speculative")
+    modes: tuple[str, ...] = ("full", "streaming", "speculative", "freeze", "sync")
     budget: int = 512
     steps: int = 64
     rounds: int = 5
@@ -59,13 +61,17 @@ def _context(session: Session, context: int, settings: Settings, report: Callabl
     for _ in range(settings.rounds):
         times[GENERATE].append(_generate_ms(session, ids, settings.steps))
         for mode in settings.modes:
-            session.switch(mode, **({} if mode == "full" else {"budget": settings.budget}))
+            session.switch(mode, **_params(mode, settings))
             times[mode].append(_mode_ms(session, ids, settings.steps))
             device_bytes[mode] = session.snapshot().kv_device_bytes
     rows = [_row(context, name, times, device_bytes.get(name)) for name in times]
     for row in rows:
         report(_line(row))
     return rows
+
+
+def _params(mode: str, settings: Settings) -> Params:
+    return {"budget": settings.budget} if "budget" in PARAMETERS[mode].model_fields else {}
 
 
 def _row(context: int, name: str, times: dict[str, list[float]], device_bytes: int | None) -> dict[str, Any]:
