@@ -397,12 +397,12 @@ class Session:
 
     def _relax(self, level: Level) -> None:
         """Let the mode read more for a while."""
+        self._narrow()
         mode = self._store.mode
         if not mode.widens:
             with torch.inference_mode():
                 mode.relax(level)
         elif level in WIDER:
-            self._narrow()
             narrow = self._parameters
             budget = mode.resolved()["budget"] * WIDER[level]
             with suppress(DoesNotFitError):

@@ -6,7 +6,7 @@ caller measures every token and carries out what ``Ladder`` answers.
 Decisions:
     * A signal is compared with the 64 tokens before it, from the 32nd token on. Falling log-probability is measured
       in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
-    * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along a trifle is no alarm.
+    * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along one surprise is no alarm.
     * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder begins anew.
     * Levels that a mode has no use for are left out. A rewalk that may not be repeated yet becomes the level before.
 """
@@ -27,7 +27,7 @@ RECENT = 64  # WR restores what was frozen in the last so many steps; FR freezes
 
 BASELINE, WARM_UP = 64, 32
 SIGMAS = 3.0
-MIN_DEVIATION = 0.1
+MIN_DEVIATION = 0.5
 MIN_ENTROPY = 1.0  # nat
 SPIKES, SPIKE_SPAN = 2, 4
 LOG_PROB_SPAN = 8
