@@ -55,9 +55,9 @@ class Timers:
             self._allocate(grown(tokens))
 
     def truncate(self, tokens: int) -> None:
-        """Forget the tokens from position ``tokens`` on."""
+        """Forget the tokens from position ``tokens`` on; those in the window before it are active."""
         self.detections[tokens:] = self._offsets(self.capacity + 1)[tokens:]
-        self.frozen[tokens:] = False
+        self.frozen[max(0, tokens - self.rule.window) :] = False
         self.score[tokens:] = 0
 
     def observe(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> Tensor:

@@ -216,6 +216,8 @@ class Freeze(Mode):
         self.store.recall.into(slots, positions, slots.vacant(most), taken)
         timers.frozen[positions] &= ~taken
         self.thawed += taken.sum()
+        layers = slots.layout.last - slots.layout.first
+        self.store.recall.counters[1] += (active + taken.sum()) * layers * self.geometry.kv_heads
 
     # ---- what others read
 
