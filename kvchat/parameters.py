@@ -88,13 +88,13 @@ class FreezeParameters(ModeParameters):
     """never freeze the chat's control tokens"""
     history: int = Field(256, ge=0)
     """flags of a token that count at most; 0 for all"""
-    stagger: int = Field(8, ge=1)
+    stagger: int = Field(64, ge=1)
     """spread the first freezes over so many steps"""
     same_step: bool = False
     """timers fall in the very step they are set in"""
     moves: int = Field(256, ge=1)
     """tokens that return in one step at most"""
-    min_active: int = Field(128, ge=0)
+    min_active: int = Field(256, ge=0)
     """freeze only while more tokens than this are active"""
     max_active: int | None = Field(None, ge=MIN_BUDGET)
     """freeze the least relevant while more tokens than this are active"""

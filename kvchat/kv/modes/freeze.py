@@ -116,7 +116,7 @@ class Freeze(Mode):
 
     def outgrown(self) -> bool:
         self._steps += 1
-        return self._steps % CHECK == 0 and self._measure()
+        return self._steps >= CHECK and self._measure()
 
     def relax(self, level: Level) -> None:
         for timers in self.timers:
@@ -168,6 +168,7 @@ class Freeze(Mode):
 
     def _measure(self) -> bool:
         """Note how many slots are wanted for what is active; has it changed?"""
+        self._steps = 0
         total, first = self.store.total, math.ceil(self.rule.k**2)
         active = [total - int(timers.frozen[:total].sum()) for timers in self.timers]
         sizes = [self._size(slots.n, tokens) for slots, tokens in zip(self.store.slots, active, strict=True)]

@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv.test_readback import Watch
 
 from kvchat.errors import UsageError
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.freeze import CHECK
 from kvchat.kv.recovery import LEVELS
 from kvchat.kv.store import Store
 from kvchat.parameters import parse
@@ -76,7 +78,10 @@ class Run:
         self.strength, self.windowed = strength, windowed
         self.store = Store(self.geometry, torch.device("cpu"), self.mode(**params))
         self.keys = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
+        self.values = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
         self.query: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.keeps = True
 
     def mode(self, name: str = "freeze", **params: Any):
         return build(parse(name, params), self.geometry, ModelTraits(4096, (None,) * LAYERS))
@@ -96,6 +101,7 @@ class Run:
         with torch.inference_mode():
             self.store.truncate(n)
         self.keys = [keys[:, :n] for keys in self.keys]
+        self.values = [values[:, :n] for values in self.values]
 
     def relax(self, level: str) -> None:
         with torch.inference_mode():
@@ -133,13 +139,15 @@ class Run:
         return {j: sum(sums[j]) / len(sums[j]) if j in sums else 0.0 for j in read}
 
     def _forward(self, n: int) -> None:
-        self.query = []
+        self.query, self.outputs = [], []
         for layer in range(LAYERS):
             q, k, v = (torch.randn(heads, n, D, generator=self.random) for heads in (HEADS * GROUP, HEADS, HEADS))
             k = k * self.strength
-            self.keys[layer] = torch.cat((self.keys[layer], k), 1)
+            if self.keeps:
+                self.keys[layer] = torch.cat((self.keys[layer], k), 1)
+                self.values[layer] = torch.cat((self.values[layer], v), 1)
             self.query.append(q[:, -1].view(HEADS, GROUP, D))
-            self.store.attention(layer, q, k, v, facts(layer, self.windowed))
+            self.outputs.append(self.store.attention(layer, q, k, v, facts(layer, self.windowed))[:, -1])
 
 
 # ---- the paper's numbers
@@ -184,7 +192,7 @@ PAPER = {
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_the_default_rule_is_the_simulations(windowed):
-    params = {"min_active": 40, "window": 10, "tau": 0.8, "history": 20}
+    params = {"min_active": 40, "window": 10, "tau": 0.8, "history": 20, "stagger": 8}
     run = Run(strength=0.8, windowed=windowed, **params)
     simulation = Simulation({**parse("freeze", params).model_dump()}, pinned={50, 60})
     run.prefill(120, (50, 60))
@@ -244,6 +252,43 @@ def test_layers_may_freeze_tokens_of_their_own():
     assert set(first) != set(second)
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_outputs_are_dense_attention_over_the_active_tokens(windowed):
+    run = Run(strength=1.0, windowed=windowed, min_active=0, stagger=1, tau=1.0)
+    run.prefill(120)
+    for _ in range(40):
+        active = run.active() | {run.store.total}
+        run.step()
+        for layer in range(LAYERS):
+            window = facts(layer, windowed).window or run.store.total
+            seen = sorted(j for j in active if j >= run.store.total - window)
+            logits = run.query[layer].double() @ run.keys[layer][:, seen].double().transpose(1, 2)
+            expected = (logits.softmax(-1) @ run.values[layer][:, seen].double()).flatten(0, 1)
+            assert torch.allclose(run.outputs[layer].double(), expected, atol=1e-5)
+            assert run.store.attended(layer)[0].nonzero().flatten().tolist() == seen
+    assert len(active) < 140
+
+
+def test_a_step_reads_nothing_back_and_keeps_its_shapes():
+    """But for the look at the number of active tokens, every ``CHECK`` steps before the step."""
+    runs = [Run(strength=1.0, windowed=True, min_active=20, max_active=100, tau=1.0) for _ in range(2)]
+    runs[0].store.recall.compact = False
+    for run in runs:
+        run.prefill(140)
+        run.keeps = False
+    shapes = []
+    for step in range(CHECK - 1):
+        with Watch() as watch:
+            runs[0].step()
+        runs[1].step()
+        shapes.append(watch.seen)
+        assert runs[0].active() == runs[1].active(), f"step {step}"
+        assert all(map(torch.equal, runs[0].outputs, runs[1].outputs))
+    for seen in shapes:
+        assert seen == shapes[0]
+    runs[0].check()
+
+
 # ---- memory
 
 
@@ -293,7 +338,7 @@ def test_returning_tokens_are_counted():
 
 
 def test_a_small_ceiling_is_refused():
-    with pytest.raises(UsageError, match="max_active = 100 is not above min_active = 128"):
+    with pytest.raises(UsageError, match="max_active = 100 is not above min_active = 256"):
         Run(max_active=100)
 
 
@@ -350,7 +395,7 @@ def test_an_aborted_step_changes_nothing():
 
 @pytest.mark.parametrize("length", [100, 180])
 def test_covers_is_never_wrongly_true(length):
-    run = Run(strength=0.5, min_active=60)
+    run = Run(strength=0.5, min_active=60, stagger=4)
     run.prefill(length)
     reduced = covered = 0
     for _ in range(80):
