@@ -98,6 +98,8 @@ class FreezeParameters(ModeParameters):
     """freeze only while more tokens than this are active"""
     max_active: int | None = Field(None, ge=MIN_BUDGET)
     """freeze the least relevant while more tokens than this are active"""
+    wake: bool = True
+    """a new turn wakes all tokens; else those that its last token finds relevant"""
     per_layer: bool = False
     """each layer freezes tokens of its own, instead of all layers the same"""
 

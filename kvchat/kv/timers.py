@@ -95,6 +95,11 @@ class Timers:
             least = torch.where(may, self.score[:total], BEHIND).topk(over, largest=False).indices
             self.frozen[least], self.timer[least], self.since[least] = True, 1, total
 
+    def restart(self, tokens: int) -> None:
+        """All of the first ``tokens`` are active and were never flagged."""
+        self.frozen[:tokens] = False
+        self.detections[:tokens] = self._offsets(tokens)
+
     def wake(self, tokens: Tensor) -> None:
         """The tokens of a mask ``[total]`` are active again."""
         self.frozen[: len(tokens)] &= ~tokens

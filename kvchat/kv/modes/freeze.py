@@ -14,7 +14,10 @@ Departures and decisions:
       ``history`` flags, so a token stays away 8 steps at most; sinks and control tokens stay; first freezes are
       staggered by position; a floor and a ceiling on active tokens; at most ``moves`` return in a step, most relevant
       and longest waiting first. ``profile="paper"`` undoes all of these.
-    * A new turn is read exactly, so its last token looks at everything: what it finds relevant returns at once.
+    * A new turn is a new topic: it is read exactly, then all tokens are active and counts begin anew (``wake``). With
+      counts kept, and only what its last token finds relevant awake, facts of earlier turns are not found: the bundled
+      model looks at a number when it is about to repeat it, not when it is asked for it. The ceiling ``max_active``
+      takes that risk: it keeps what the last token finds relevant.
 
 Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``CHECK`` steps (the only time it is read),
 with room for that many new tokens; returning tokens take what room is left, the rest waits.
@@ -77,6 +80,7 @@ class Freeze(Mode):
         self._sizes: list[int] = []
         self._steps = 0
         self._certain = 0
+        self._known = 0
 
     def layouts(self, capacity: int) -> list[Layout]:
         layers = self.geometry.layers
@@ -107,11 +111,14 @@ class Freeze(Mode):
         for slots, timers in zip(self.store.slots, self.timers, strict=True):
             timers.reserve(total)
             timers.truncate(total)
+            if self.rule.wake and total > self._known:
+                timers.restart(total)
             over = most is not None and int((~timers.frozen[:total]).sum()) >= most
             if over or bool(timers.frozen[:total].any()):
                 self._look_again(slots, timers)
             if most is not None:
                 timers.limit(total, most - 1, self.store.pinned)
+        self._known = total
         self._bring()
 
     def outgrown(self) -> bool:
@@ -203,6 +210,7 @@ class Freeze(Mode):
             leaves = timers.observe(position, slots.table[0, 0], scores.mean(), self.store.pinned)
             slots.table.masked_fill_(leaves, EMPTY)
             self._thaw(slots, timers)
+        self._known = self.store.total + 1
 
     def _thaw(self, slots: Slots, timers: Timers) -> None:
         """The most urgent tokens return, as many as may move and have room."""

@@ -353,8 +353,21 @@ def test_a_floor_above_all_tokens_reads_everything():
     assert run.store.mode.covers(150)
 
 
-def test_new_turns_are_active_and_wake_what_they_find_relevant():
-    run = Run(strength=2.0, min_active=0, stagger=1, tau=0.5)
+def test_a_new_turn_wakes_all_tokens():
+    run = Run(**EVERYTHING)
+    run.prefill(200)
+    run.step(40)
+    assert len(run.active()) < 150
+    run.prefill(30)
+    run.step(3)
+    assert run.active() == set(range(273))
+    run.step()
+    assert len(run.active()) < 60
+    run.check()
+
+
+def test_a_new_turn_may_wake_only_what_it_finds_relevant():
+    run = Run(strength=2.0, min_active=0, stagger=1, tau=0.5, wake=False)
     run.prefill(200)
     run.step(40)
     frozen = set(range(240)) - run.active()
