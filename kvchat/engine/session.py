@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,8 @@ from torch import Tensor
 
 from kvchat import parameters
 from kvchat.engine import calibrate
-from kvchat.engine.decode import Decoder, geometry_of, traits_of
+from kvchat.engine.control import ModeControl
+from kvchat.engine.decode import Decoder
 from kvchat.engine.detokenise import Pieces
 from kvchat.engine.load import LoadedModel, load_model
 from kvchat.engine.meter import Answer, Meter
@@ -24,11 +23,8 @@ from kvchat.engine.prompt import Prompt, PromptEncoder, Stored
 from kvchat.engine.recover import Guard
 from kvchat.engine.sample import Sampler
 from kvchat.engine.settled import settled
-from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.kv.modes import build
-from kvchat.kv.modes.base import Mode
-from kvchat.kv.recovery import RECENT, REWALK, WIDER, Level, Trigger
-from kvchat.parameters import ModeParameters
+from kvchat.errors import UsageError
+from kvchat.kv.recovery import REWALK, Level, Trigger
 from kvchat.protocol import (
     Event,
     Finished,
@@ -99,15 +95,12 @@ class Session:
         system: str | None = None,
     ) -> None:
         self._model = model
-        self._mode_params = mode_params or {}
-        self._said = dict(params or {})
-        self._parameters = parameters.merge(self._mode_params.get(mode, {}), mode, self._said)
-        self._preamble = 0
-        self._calibration = calibrate.find(model.revision)
-        self._decoder = Decoder(model, self._build(self._parameters))
-        self._store = self._decoder.store
-        self._encoder = PromptEncoder(model.tokenizer)
+        self._control = ModeControl(model, mode, params or {}, mode_params or {}, lambda: self._stored.ids)
         self._stored = Stored()
+        self._decoder = Decoder(model, self._control.build(self._control.parameters))
+        self._store = self._decoder.store
+        self._control.attach(self._store)
+        self._encoder = PromptEncoder(model.tokenizer)
         self._reduced: list[bool] = []
         self._meter = Meter(self._store, model.weight_bytes, model.context)
         self._prices: tuple[Price, ...] = ()
@@ -115,7 +108,6 @@ class Session:
         self._cancelled = threading.Event()
         self._turns = [Turn("system", system)] if system else []
         self.token_ids: list[int] = []
-        self._widened: tuple[Mode, ModeParameters, int] | None = None
 
     # ---- talking
 
@@ -153,11 +145,11 @@ class Session:
         """
         prompt = self._encoder.encode(turns, self._stored)
         sampler = Sampler(sampling, self._model.vocab, self._model.device)
-        self._check_context(len(prompt.ids))
+        self._control.check_context(len(prompt.ids))
         self._cancelled.clear()
         self.token_ids = []
-        self._narrow()
-        self._note_preamble(turns)
+        self._control.narrow()
+        self._control.note_preamble(self._preamble(turns))
         self.truncate(prompt.reused)
         answer = self._meter.begin(len(prompt.ids), prompt.reused)
         yield Started(len(prompt.ids), prompt.reused)
@@ -167,7 +159,7 @@ class Session:
             yield Finished("stopped", "", self._meter.stats(answer))
             return
         self._stored.agree(prompt.text)
-        self._calibrate()
+        self._control.calibrate()
         sampler.see(prompt.ids)
         yield from self._generate(logits, prompt, sampling, sampler, answer, between or _nothing)
 
@@ -186,15 +178,11 @@ class Session:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
         before = self._store.mode.name
-        kept = {**self._mode_params.get(mode or before, {}), **self._said}
-        chosen = parameters.merge(kept, mode or before, params)
         began = time.perf_counter()
-        moved = self._enter(chosen)
-        self._said |= params
-        self._priced_at = float("-inf")
+        moved = self._control.switch(mode or before, params)
         switched = Switched(
             before,
-            chosen.name,
+            self._store.mode.name,
             self._store.mode.resolved(),
             self.total,
             moved,
@@ -203,7 +191,9 @@ class Session:
         )
         if self._meter.answer:
             at = len(self._meter.answer.token_times)
-            self._meter.answer.switches.append({"at": at, "before": before, "mode": chosen.name, "moved_bytes": moved})
+            self._meter.answer.switches.append(
+                {"at": at, "before": before, "mode": switched.mode, "moved_bytes": moved}
+            )
         return switched
 
     def rebuild(self) -> Iterator[Event]:
@@ -214,7 +204,7 @@ class Session:
         Raises:
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._check_context(self.total)
+        self._control.check_context(self.total)
         self._cancelled.clear()
         first = self._reduced.index(True) if True in self._reduced else self.total
         whole, began = copy.deepcopy(self._stored), time.perf_counter()
@@ -226,7 +216,7 @@ class Session:
 
     def prices(self) -> tuple[Price, ...]:
         """What switching to each of the other modes would cost now."""
-        return tuple(self._price(mode) for mode in parameters.available_modes() if mode != self._store.mode.name)
+        return self._control.prices()
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
         """Store ``ids`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
@@ -236,10 +226,10 @@ class Session:
         """
         if not ids:
             raise UsageError("There is nothing to prefill.", "No ids were given.")
-        self._check_context(self.total + len(ids))
+        self._control.check_context(self.total + len(ids))
         self._cancelled.clear()
         logits = self._read(ids)
-        self._calibrate()
+        self._control.calibrate()
         return logits
 
     def step(self, token: int) -> Tensor:
@@ -249,7 +239,7 @@ class Session:
             DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
         """
         if self._full():
-            self._check_context(self.total + 1)
+            self._control.check_context(self.total + 1)
         logits = self._decoder.step(token)
         self._note([token], reduced=not self._store.mode.covers(self.total))
         return logits
@@ -280,7 +270,7 @@ class Session:
     @property
     def withdrawable(self) -> int:
         """How many of the last tokens of an answer recovery may still withdraw; 0 without recovery."""
-        return REWALK if self._parameters.recovery else 0
+        return REWALK if self._control.parameters.recovery else 0
 
     def text(self, start: int, end: int) -> str:
         """The text of the stored tokens ``start`` to ``end``, control tokens included."""
@@ -309,7 +299,7 @@ class Session:
             kv_bytes_per_token=store.geometry.token_bytes,
             mode=store.mode.name,
             params=store.mode.resolved(),
-            notes=(*m.notes, *calibrate.notes(m, self._calibration)),
+            notes=(*m.notes, *calibrate.notes(m, self._control.calibration)),
         )
 
     def close(self) -> None:
@@ -379,7 +369,7 @@ class Session:
     ) -> Generator[Event, None, tuple[Tensor, Pieces]]:
         """Carry out one level; the logits and the text to go on from."""
         level, trigger = due
-        self._relax("FR" if level == "RR" else level)
+        self._control.relax("FR" if level == "RR" else level)
         answer.recoveries += 1
         yield Recovered(level, trigger.signal, trigger.value, self.total)
         if level != "RR":
@@ -395,32 +385,10 @@ class Session:
         yield Withdrawn(len(pieces.shown) - len(kept.shown), tokens)
         return logits, kept
 
-    def _relax(self, level: Level) -> None:
-        """Let the mode read more for a while."""
-        self._narrow()
-        mode = self._store.mode
-        if not mode.widens:
-            with torch.inference_mode():
-                mode.relax(level)
-        elif level in WIDER:
-            narrow = self._parameters
-            budget = mode.resolved()["budget"] * WIDER[level]
-            with suppress(DoesNotFitError):
-                self._enter(narrow.model_copy(update={"budget": budget}))
-                self._widened = (self._store.mode, narrow, self.total + RECENT)
-
-    def _narrow(self, total: int = sys.maxsize) -> None:
-        """Back to the budget asked for, when ``total`` tokens are stored; a mode entered since then stays."""
-        if self._widened and total >= self._widened[2]:
-            mode, narrow, _ = self._widened
-            self._widened = None
-            if self._store.mode is mode:
-                self._enter(narrow)
-
     def _reason(self, pieces: Pieces, sampling: Sampling, between: Callable[[int], None]) -> str:
         """Why no token is to be drawn now, empty if one is; the one place where the mode may change."""
         between(len(self.token_ids))
-        self._narrow(self.total)
+        self._control.narrow(self.total)
         if self._cancelled.is_set():
             return "stopped"
         if pieces.stopped:
@@ -429,45 +397,9 @@ class Session:
             return "length"
         return "context" if self._full() else ""
 
-    def _price(self, mode: str) -> Price:
-        try:
-            chosen = parameters.merge({**self._mode_params.get(mode, {}), **self._said}, mode, {})
-            built = self._build(chosen)
-            if built.bounded:
-                self._check_context(self.total)
-        except KvchatError as error:
-            return Price(mode, refusal=str(error))
-        return self._store.price(built)
-
-    def _build(self, chosen: ModeParameters) -> Mode:
-        return build(chosen, geometry_of(self._model), traits_of(self._model, self._calibration), self._preamble)
-
-    def _enter(self, chosen: ModeParameters) -> int:
-        mode = self._build(chosen)
-        if mode.bounded:
-            self._check_context(self.total)
-        with torch.inference_mode():
-            moved = self._store.switch(mode)
-        self._parameters = chosen
-        return moved + self._calibrate()
-
-    def _calibrate(self) -> int:
-        """A mode that waits for the model's heads to be measured has it done on what is stored, if that is enough.
-
-        Returns the bytes moved to the device.
-        """
-        if not self._store.mode.uncalibrated:
-            return 0
-        self._calibration = calibrate.on_prompt(self._model, self._stored.ids)
-        return self._enter(self._parameters) if self._calibration else 0
-
-    def _note_preamble(self, turns: Sequence[Turn]) -> None:
-        """Modes may keep the system prompt as sinks: enter the mode anew when its length changed."""
-        system = turns[0].content if turns[0].role == "system" else ""
-        preamble = len(self._model.tokenizer.encode(system)) if system else 0
-        if preamble != self._preamble:
-            self._preamble = preamble
-            self._enter(self._parameters)
+    def _preamble(self, turns: Sequence[Turn]) -> int:
+        """Tokens of the system prompt."""
+        return len(self._model.tokenizer.encode(turns[0].content)) if turns[0].role == "system" else 0
 
     def _note(self, ids: Sequence[int], reduced: bool) -> None:
         self._stored.extend(ids)
@@ -475,14 +407,6 @@ class Session:
 
     def _full(self) -> bool:
         return self._store.mode.bounded and self.total >= self._model.context
-
-    def _check_context(self, tokens: int) -> None:
-        if tokens > self._model.context:
-            raise DoesNotFitError(
-                "The conversation does not fit the model's context.",
-                f"It takes {tokens:,} tokens, {self._model.name} was made for {self._model.context:,}.",
-                "Shorten it or begin a new one; what is stored is kept.",
-            )
 
 
 def _nothing(_generated: int) -> None:
