@@ -53,8 +53,9 @@ class Decoder:
             while done < len(ids):
                 chunk = ids[done : done + self.chunk]
                 done += len(chunk)
-                yield chunk, self._forward_chunk(chunk, last=done >= len(ids))
+                logits = self._forward_chunk(chunk, last=done >= len(ids))
                 cached += len(chunk)
+                yield chunk, logits
         finally:
             with torch.inference_mode(), self._explained("answering"):
                 self.store.settle(cached)

@@ -193,6 +193,17 @@ def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
     torch.testing.assert_close(one.step(5), undisturbed.step(5), atol=2e-5, rtol=0)
 
 
+def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
+    """The session takes the logits and leaves: the tokens just read must be in streaming's window."""
+    model, ids = loaded("llama"), token_ids(90)
+    one, full = decoder(model, "streaming", budget=500), decoder(model)
+    for part in (ids[:40], ids[40:]):
+        next(one.prefill(part))
+    prefilled(full, ids)
+    torch.testing.assert_close(one.step(5), full.step(5), atol=2e-5, rtol=0)
+    assert one.store.attended(0).all()
+
+
 def test_a_prefill_may_be_abandoned_between_two_chunks():
     model, ids = loaded("llama"), token_ids(90)
     one, once = decoder(model), decoder(model)

@@ -71,6 +71,14 @@ def test_what_is_reused_gives_the_answer_of_a_fresh_session(session, model):
     assert answered(fresh, follow(HELLO, text))[1] == second
 
 
+@pytest.mark.parametrize("mode", ["streaming", "speculative", "sync", "freeze"])
+def test_a_conversation_within_the_budget_is_answered_as_in_full_mode(mode, model):
+    one, full = Session(model, mode), Session(model)
+    _, first, _ = answered(full, HELLO)
+    assert answered(one, HELLO)[1] == first
+    assert answered(one, follow(HELLO, first))[1] == answered(full, follow(HELLO, first))[1]
+
+
 def test_an_edited_history_is_truncated_to_what_is_common(session, model):
     _, text, _ = answered(session, HELLO)
     turns = follow(HELLO, text)
