@@ -1,0 +1,80 @@
+"""The README's tables of numbers, made from the results kept beside this file; a test holds the README against them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def decode() -> str:
+    """Time per token against ``generate``, a row per contender."""
+    result = _read("decode")
+    contexts = sorted({row["context"] for row in result["rows"]})
+    names = dict.fromkeys(row["who"] for row in result["rows"])
+    cells = {(row["who"], row["context"]): row for row in result["rows"]}
+    rows = []
+    for name in names:
+        row = [f"transformers `{name}`" if name == "generate" else name]
+        for context in contexts:
+            found = cells[name, context]
+            row += [f"{found['ms']:.1f} ms", f"{found['times_faster_than_generate']:.2f}"]
+        rows.append(row)
+    heads = [head for context in contexts for head in (f"{context:,} tokens", "times as fast")]
+    return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
+
+
+def passkey() -> str:
+    """Recall and what it cost, a row per contender."""
+    result = _read("passkey")
+    cases = result["settings"]["cases"]
+    rows = [
+        [
+            row["mode"].replace(":", ", ", 1).replace(",", ", ").replace(",  ", ", "),
+            f"{row['right']} of {cases}",
+            f"{row['active_tokens']:,.0f}",
+            f"{row['kv_device_bytes'] / 1e6:.1f} MB",
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["mode", "recalled", "tokens read per head", "K/V on the device"]
+    return _table(heads, rows) + "\n\n" + _environment(result)
+
+
+def endurance() -> str:
+    """The first, middle and last tenth of a long generation."""
+    result = _read("endurance")
+    chosen = [result["rows"][i] for i in (0, len(result["rows"]) // 2, -1)]
+    rows = [
+        [
+            f"{r['stored']:,}",
+            f"{r['ms']:.1f} ms",
+            f"{r['kv_device_bytes'] / 1e6:.1f} MB",
+            f"{r['kv_host_bytes'] / 1e6:.0f} MB",
+        ]
+        for r in chosen
+    ]
+    return _table(["stored tokens", "step", "K/V on the device", "K/V on the host"], rows)
+
+
+def _read(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    ruler = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
+
+
+def _environment(result: dict[str, Any]) -> str:
+    e = result["environment"]
+    device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
+    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
+
+
+if __name__ == "__main__":
+    print("\n\n".join((decode(), passkey(), endurance())))
