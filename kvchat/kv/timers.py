@@ -23,6 +23,11 @@ def duration(detections: Tensor, k: float) -> Tensor:
     return (detections.clamp(min=0).double().sqrt() / k).floor().to(torch.int32)
 
 
+def state_bytes(capacity: int) -> int:
+    """Bytes of the state of ``capacity`` tokens: three int32, one float32 and one bool each."""
+    return 17 * (capacity + 1)
+
+
 class Timers:
     """State of the tokens that share slots, by position: tensors ``[capacity + 1]``, the last entry is nobody's.
 

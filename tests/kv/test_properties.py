@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv.reference import KINDS, Run, toy
 
+from kvchat.parameters import available_modes
+
 DEEP = settings(derandomize=True, deadline=None, max_examples=25, database=None)
 
 
@@ -28,9 +30,11 @@ def toys(draw):
 @st.composite
 def modes(draw, page: int):
     """A mode and parameters that it can be entered with."""
-    name = draw(st.sampled_from(["full", "streaming", "sync", "speculative"]))
+    name = draw(st.sampled_from(available_modes()))
     if name == "full":
         return name, {}
+    if name == "freeze":
+        return name, draw(freezing())
     budget = draw(st.integers(64, 110))
     if name == "sync":
         numbers = {
@@ -48,6 +52,25 @@ def modes(draw, page: int):
     window = draw(st.integers(page, budget - sink))
     tau = draw(st.sampled_from([-2.0, 0.6, 0.8, 2.0]))
     return name, {"budget": budget, "sink": sink, "window": window, "tau": tau, "first_full": draw(st.booleans())}
+
+
+@st.composite
+def freezing(draw):
+    """Parameters of a freeze mode that freezes soon."""
+    numbers = {
+        "tau": st.floats(0.3, 2),
+        "k": st.sampled_from([0.5, 1.0, 2.0]),
+        "window": st.integers(1, 40),
+        "sink": st.integers(0, 6),
+        "history": st.integers(0, 20),
+        "stagger": st.integers(1, 5),
+        "moves": st.integers(1, 30),
+        "min_active": st.integers(0, 60),
+        "max_active": st.one_of(st.none(), st.integers(64, 110)),
+        "score": st.sampled_from(["prob_rel", "raw", "scaled", "always"]),
+    }
+    flags = {key: st.booleans() for key in ("same_step", "wake", "per_layer")}
+    return {key: draw(values) for key, values in {**numbers, **flags}.items()}
 
 
 def actions(page: int):

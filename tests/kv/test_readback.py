@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from kv.reference import Run, toy
 from kv.test_modes import MIXED, ROWS
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from kvchat.kv.store import Store
 
 READS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero")
 UPLOADS = ("lift_fresh",)  # torch.tensor(...) and indexing by a list: copied to the device at every step
@@ -37,9 +42,23 @@ def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
     """One step of the store alone: its operations and outputs."""
     layers = range(run.toy.geometry.layers)
     new = [run.toy.qkv(layer, ids, run.store.total) for layer in layers]
-    with Watch() as watch, run.store.step():
+    with unwatched_room(run.store), Watch() as watch, run.store.step():
         outputs = [run.store.attention(i, *new[i], run.toy.facts[i]) for i in layers]
     return watch.seen, outputs
+
+
+@contextmanager
+def unwatched_room(store: Store) -> Iterator[None]:
+    """Before a step slots may be made, and a mode may look how many it needs; no graph holds that."""
+    make_room = store._make_room
+
+    def apart(tokens: int) -> None:
+        with _disable_current_modes():
+            make_room(tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_make_room", apart)
+        yield
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -40,7 +40,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.pool import EMPTY, Layout, Slots
 from kvchat.kv.recovery import LEVELS, RECENT, Level
-from kvchat.kv.timers import Timers
+from kvchat.kv.timers import Timers, state_bytes
 from kvchat.parameters import FreezeParameters
 
 if TYPE_CHECKING:
@@ -91,6 +91,9 @@ class Freeze(Mode):
             Layout(first, last, sink=0, window=size, loose=True)
             for (first, last), size in zip(pairwise(ends), sizes, strict=True)
         ]
+
+    def nbytes(self, capacity: int) -> int:
+        return super().nbytes(capacity) + len(self.layouts(capacity)) * state_bytes(capacity)
 
     @property
     def device_bytes(self) -> int:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv.test_readback import Watch
+from kv.reference import Simulation
 
 from kvchat.errors import UsageError
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.kv.modes.freeze import CHECK
 from kvchat.kv.recovery import LEVELS
 from kvchat.kv.store import Store
 from kvchat.parameters import parse
@@ -30,45 +27,6 @@ def facts(layer: int, windowed: bool) -> LayerFacts:
     return LayerFacts(scaling=1.0, window=24 if windowed and layer else None)
 
 
-@dataclass
-class Simulation:
-    """One token at a time, in loops; ``scores`` come from the caller. Positions stand for tokens."""
-
-    p: dict[str, Any]
-    pinned: set[int] = field(default_factory=set)
-    total: int = 0
-    c: dict[int, int] = field(default_factory=dict)
-    d: dict[int, int] = field(default_factory=dict)
-    score: dict[int, float] = field(default_factory=dict)
-
-    def active(self) -> set[int]:
-        return set(range(self.total)) - set(self.d)
-
-    def step(self, scores: dict[int, float]) -> None:
-        p, now = self.p, self.total - 1
-        leaving = {}
-        for j, s in scores.items():
-            c = self.c.get(j, -(j % p["stagger"]))
-            old = j <= now - p["window"] and j >= p["sink"] and not (p["protect"] and j in self.pinned)
-            if s > p["tau"] and c > 0:
-                c //= 2
-            elif s < p["tau"] and old:
-                c += 1
-                c = min(c, p["history"]) if p["history"] else c
-                steps = math.floor(math.sqrt(max(c, 0)) / p["k"])
-                if steps > 0:
-                    leaving[j] = steps
-            self.c[j], self.score[j] = c, s
-        may_leave = max(len(scores) - p["min_active"], 0)
-        leaving = dict(sorted(leaving.items(), key=lambda item: scores[item[0]])[:may_leave])
-        if p["same_step"]:
-            self.d |= leaving
-        self.d = {j: steps - 1 for j, steps in self.d.items()}
-        if not p["same_step"]:
-            self.d |= leaving
-        self.d = {j: steps for j, steps in self.d.items() if steps > 0}
-
-
 class Run:
     """A store in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked."""
 
@@ -78,10 +36,7 @@ class Run:
         self.strength, self.windowed = strength, windowed
         self.store = Store(self.geometry, torch.device("cpu"), self.mode(**params))
         self.keys = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
-        self.values = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
         self.query: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self.keeps = True
 
     def mode(self, name: str = "freeze", **params: Any):
         return build(parse(name, params), self.geometry, ModelTraits(4096, (None,) * LAYERS))
@@ -101,7 +56,6 @@ class Run:
         with torch.inference_mode():
             self.store.truncate(n)
         self.keys = [keys[:, :n] for keys in self.keys]
-        self.values = [values[:, :n] for values in self.values]
 
     def relax(self, level: str) -> None:
         with torch.inference_mode():
@@ -139,15 +93,13 @@ class Run:
         return {j: sum(sums[j]) / len(sums[j]) if j in sums else 0.0 for j in read}
 
     def _forward(self, n: int) -> None:
-        self.query, self.outputs = [], []
+        self.query = []
         for layer in range(LAYERS):
             q, k, v = (torch.randn(heads, n, D, generator=self.random) for heads in (HEADS * GROUP, HEADS, HEADS))
             k = k * self.strength
-            if self.keeps:
-                self.keys[layer] = torch.cat((self.keys[layer], k), 1)
-                self.values[layer] = torch.cat((self.values[layer], v), 1)
+            self.keys[layer] = torch.cat((self.keys[layer], k), 1)
             self.query.append(q[:, -1].view(HEADS, GROUP, D))
-            self.outputs.append(self.store.attention(layer, q, k, v, facts(layer, self.windowed))[:, -1])
+            self.store.attention(layer, q, k, v, facts(layer, self.windowed))
 
 
 # ---- the paper's numbers
@@ -155,7 +107,7 @@ class Run:
 
 @pytest.mark.parametrize("prompt", [14, 20])
 def test_the_papers_tables_and_curve(prompt):
-    run, simulation = Run(profile="paper"), Simulation(PAPER)
+    run, simulation = Run(profile="paper"), Simulation(parse("freeze", PAPER).model_dump())
     run.prefill(prompt)
     simulation.total = prompt
     active = {}
@@ -250,43 +202,6 @@ def test_layers_may_freeze_tokens_of_their_own():
     run.check()
     first, second = (slots.table[slots.table >= 0].tolist() for slots in run.store.slots)
     assert set(first) != set(second)
-
-
-@pytest.mark.parametrize("windowed", [False, True])
-def test_outputs_are_dense_attention_over_the_active_tokens(windowed):
-    run = Run(strength=1.0, windowed=windowed, min_active=0, stagger=1, tau=1.0)
-    run.prefill(120)
-    for _ in range(40):
-        active = run.active() | {run.store.total}
-        run.step()
-        for layer in range(LAYERS):
-            window = facts(layer, windowed).window or run.store.total
-            seen = sorted(j for j in active if j >= run.store.total - window)
-            logits = run.query[layer].double() @ run.keys[layer][:, seen].double().transpose(1, 2)
-            expected = (logits.softmax(-1) @ run.values[layer][:, seen].double()).flatten(0, 1)
-            assert torch.allclose(run.outputs[layer].double(), expected, atol=1e-5)
-            assert run.store.attended(layer)[0].nonzero().flatten().tolist() == seen
-    assert len(active) < 140
-
-
-def test_a_step_reads_nothing_back_and_keeps_its_shapes():
-    """But for the look at the number of active tokens, every ``CHECK`` steps before the step."""
-    runs = [Run(strength=1.0, windowed=True, min_active=20, max_active=100, tau=1.0) for _ in range(2)]
-    runs[0].store.recall.compact = False
-    for run in runs:
-        run.prefill(140)
-        run.keeps = False
-    shapes = []
-    for step in range(CHECK - 1):
-        with Watch() as watch:
-            runs[0].step()
-        runs[1].step()
-        shapes.append(watch.seen)
-        assert runs[0].active() == runs[1].active(), f"step {step}"
-        assert all(map(torch.equal, runs[0].outputs, runs[1].outputs))
-    for seen in shapes:
-        assert seen == shapes[0]
-    runs[0].check()
 
 
 # ---- memory
