@@ -58,8 +58,8 @@ class Slots:
     H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
     n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and ``read``
     the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots
-    hold; whether their tokens may be read is the table's business. ``active`` sums, over layers and steps, the number
-    of tokens that a KV head of the model read here, on average.
+    hold; whether their tokens may be read is the table's business; ``page_blocks [H, k]`` are their rows of ``blocks``.
+    ``active`` sums, over layers and steps, the number of tokens that a KV head of the model read here, on average.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -74,6 +74,8 @@ class Slots:
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
         self.read = self.table.clone()
         self.pages = torch.full((layers, width, layout.pages), EMPTY, dtype=torch.int64, device=device)
+        blocks = torch.arange(width, device=device)[:, None] * (self.n // geometry.page)
+        self.page_blocks = blocks + torch.arange(layout.pages, device=device)
         self._all = torch.arange(geometry.kv_heads, device=device)
         self._row_starts = torch.arange(2 * width, device=device) * self.n
         self._write_rows = self._row_starts

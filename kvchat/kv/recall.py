@@ -44,15 +44,12 @@ class Recall:
         began = time.perf_counter()
         g = self.geometry
         changed = (placed != resident) & (placed >= 0)
-        self.counters[0] += changed.sum() * g.page
-        self.counters[1] += (placed >= 0).sum() * g.page
-        width = placed.shape[0]
+        self.counters[:2].add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=g.page)
         source = (placed.clamp(min=0) * g.kv_heads + slots.heads_of(layer)[:, None]) * 2
-        row = torch.arange(width, device=placed.device)[:, None]
-        target = row * (slots.n // g.page) + torch.arange(placed.shape[1], device=placed.device)
+        target = slots.page_blocks
         if self.compact:
             source, target = source[changed], target[changed]
-        v_target = width * slots.n // g.page
+        v_target = placed.shape[0] * slots.n // g.page
         self._copy(self.host.blocks(layer), slots.blocks(layer), source.flatten(), 1, target.flatten(), v_target)
         resident.copy_(placed)
         self._seconds += time.perf_counter() - began

@@ -26,22 +26,37 @@ def page_scores(query: Tensor, digests: Tensor, scaling: float) -> Tensor:
     return torch.bmm(parts.view(digests.shape[0], -1, digests.shape[-1]), digests.transpose(1, 2))
 
 
-def top_pages(scores: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
+def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
+    """Which KV heads' queries turned: mean cosine over the group below ``tau`` (FreeKV section 3.3).
+
+    Args:
+        query: ``[H_q, d_k]``.
+        before: the last token's, ``[H_q, d_k]``.
+        kv_heads: H.
+        tau: threshold.
+
+    Returns:
+        bool ``[H]``.
+    """
+    query, before = query.float(), before.float()
+    norms = torch.linalg.vector_norm(query, dim=-1) * torch.linalg.vector_norm(before, dim=-1)
+    cosine = (query * before).sum(-1) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+    return cosine.view(kv_heads, -1).mean(1) < tau
+
+
+def top_pages(scores: Tensor, closed: Tensor, k: int) -> Tensor:
     """The ``k`` candidate pages of highest group-consistent weight, per KV head.
 
     Softmax over the candidates in float32, mean over the group (FreeKV's MeanS).
 
     Args:
         scores: ``[H, G, page]``.
-        first: first candidate page (0-d int64).
-        last: last candidate page, inclusive; below ``first`` there is none.
+        closed: the pages that are no candidates, bool ``[page]``.
         k: pages to choose.
 
     Returns:
         ``[H, k]`` int64 page numbers, -1 where there are fewer candidates.
     """
-    pages = torch.arange(scores.shape[-1], device=scores.device)
-    closed = (pages < first) | (pages > last)
     weights = scores.float().masked_fill(closed, float("-inf")).softmax(-1).mean(1)
     # A page outside the candidates must lose against one whose weight underflowed to 0.
     ranked = weights.masked_fill(closed, -1.0)

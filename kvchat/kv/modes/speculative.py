@@ -29,7 +29,7 @@ from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
 from kvchat.kv.pool import Layout, Slots
-from kvchat.kv.select import page_scores, place, top_pages
+from kvchat.kv.select import page_scores, place, top_pages, turned
 from kvchat.parameters import SpeculativeParameters
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ class Speculative(Mode):
         if not self.k:
             return
         position = torch.tensor(self.store.total, device=self.store.device)
+        closed = self._closed(position)
         for layer in range(self.first, self.geometry.layers):
-            self._recall(layer, self._choose(layer, self._scores(layer, self.store.query[layer]), position))
+            self._recall(layer, self._choose(self._scores(layer, self.store.query[layer]), closed))
         self._open(slice(None), position)
 
     def begin_step(self, position: Tensor) -> None:
@@ -105,6 +106,7 @@ class Speculative(Mode):
         self.digests.tokens = self.store.total + 1
         super().begin_step(position)
         self._page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
+        self._closed_now, self._closed_next = self._closed(position), self._closed(position + 1)
 
     def before(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
         if layer < self.first:
@@ -120,7 +122,7 @@ class Speculative(Mode):
     def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
-            self._recall(layer, self._choose(layer, self._score, self.store.position + 1))
+            self._recall(layer, self._choose(self._score, self._closed_next))
 
     def end_step(self, position: Tensor) -> None:
         if self.k:
@@ -137,11 +139,9 @@ class Speculative(Mode):
 
     def _correct(self, layer: int, query: Tensor) -> None:
         """Recall now, for the heads whose query turned."""
-        g = self.geometry
-        cosine = torch.cosine_similarity(query.float(), self.store.query[layer].float(), -1)
-        flagged = cosine.view(g.kv_heads, g.group).mean(1) < self.parameters.tau
+        flagged = turned(query, self.store.query[layer], self.geometry.kv_heads, self.parameters.tau)
         self.store.recall.counters[2] += flagged.sum()
-        chosen = self._choose(layer, self._score, self.store.position)
+        chosen = self._choose(self._score, self._closed_now)
         self._recall(layer, torch.where(flagged[:, None], chosen, self.slots.pages_of(layer)))
         index = layer - self.first
         self._open(slice(index, index + 1), self.store.position)
@@ -149,11 +149,15 @@ class Speculative(Mode):
     def _scores(self, layer: int, query: Tensor) -> Tensor:
         return page_scores(query, self.digests.of(layer), self.store.scaling(layer))
 
-    def _choose(self, layer: int, scores: Tensor, position: Tensor) -> Tensor:
-        """The pages for the step at ``position``: best of those with a token between sinks and window, ``[H, k]``."""
+    def _choose(self, scores: Tensor, closed: Tensor) -> Tensor:
+        """The best pages but those ``closed``, ``[H, k]``."""
+        return top_pages(scores, closed, self.slots.layout.pages)
+
+    def _closed(self, position: Tensor) -> Tensor:
+        """The pages with no token between sinks and window at the step at ``position``, bool ``[page]``."""
         p = self.geometry.page
-        last = torch.div(position - self.window, p, rounding_mode="floor")
-        return top_pages(scores, torch.full_like(last, self.sink // p), last, self.slots.layout.pages)
+        pages = torch.arange(self.digests.pages, device=position.device)
+        return (pages < self.sink // p) | (pages * p > position - self.window)
 
     def _recall(self, layer: int, wanted: Tensor) -> None:
         resident = self.slots.pages_of(layer)
