@@ -41,7 +41,8 @@ def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
     query, before = query.float(), before.float()
     norms = torch.linalg.vector_norm(query, dim=-1) * torch.linalg.vector_norm(before, dim=-1)
     cosine = (query * before).sum(-1) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
-    return cosine.view(kv_heads, -1).mean(1) < tau
+    below: Tensor = cosine.view(kv_heads, -1).mean(1) < tau
+    return below
 
 
 def top_pages(scores: Tensor, closed: Tensor, k: int) -> Tensor:
