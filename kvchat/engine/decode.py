@@ -11,7 +11,7 @@ from torch import Tensor
 from kvchat.engine import seam
 from kvchat.engine.load import LoadedModel
 from kvchat.engine.prompt import control_ids
-from kvchat.errors import DoesNotFitError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.heads import Calibration
 from kvchat.kv.modes.base import Mode, ModelTraits
@@ -46,7 +46,11 @@ class Decoder:
         """Store ``ids`` chunk by chunk; yields each chunk when it is stored, with the last one the logits ``[vocab]``.
 
         May be abandoned between two chunks: what was yielded is stored.
+
+        Raises:
+            UsageError: the model has no such token.
         """
+        self._check_tokens(ids)
         cached = self.store.mode.cached()
         done = 0
         try:
@@ -61,12 +65,24 @@ class Decoder:
                 self.store.settle(cached)
 
     def step(self, token: int) -> Tensor:
-        """Store ``token``, in the mode at hand; the next token's logits ``[vocab]``, float32."""
+        """Store ``token``, in the mode at hand; the next token's logits ``[vocab]``, float32.
+
+        Raises:
+            UsageError: the model has no such token.
+        """
+        self._check_tokens((token,))
         with torch.inference_mode(), self._explained("decoding"), self.store.step(token in self._control):
             ids = torch.tensor([token], device=self.model.device)
             logits = seam.forward(self.model.model, ids, self.store.position.view(1), self.store, logits=True)
         assert logits is not None
         return logits
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
+        """On a GPU an id outside the vocabulary would end the process, not only the forward."""
+        vocab = self.model.vocab
+        unknown = next((token for token in ids if not 0 <= token < vocab), None)
+        if unknown is not None:
+            raise UsageError(f"There is no token {unknown}.", f"{self.model.name} has tokens 0 to {vocab - 1:,}.")
 
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
         device = self.model.device

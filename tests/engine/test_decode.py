@@ -11,7 +11,7 @@ import torch
 from kvchat.engine.decode import Decoder, geometry_of, traits_of
 from kvchat.engine.load import LoadedModel, load_model
 from kvchat.engine.probe import probe
-from kvchat.errors import DoesNotFitError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.modes import build
 from kvchat.parameters import parse
 
@@ -213,3 +213,17 @@ def test_a_prefill_may_be_abandoned_between_two_chunks():
     pieces.close()
     assert (list(chunk), logits, one.store.total) == (ids[:30], None, 30)
     torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(once, ids))
+
+
+@pytest.mark.parametrize("token", [-1, tiny.VOCAB])
+def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored(token):
+    model, ids = loaded("llama"), token_ids(90)
+    one, undisturbed = decoder(model, "streaming", budget=64), decoder(model, "streaming", budget=64)
+    for each in (one, undisturbed):
+        prefilled(each, ids)
+    with pytest.raises(UsageError, match=f"no token {token}"):
+        one.step(token)
+    with pytest.raises(UsageError, match=f"no token {token}"):
+        prefilled(one, [5, token])
+    assert one.store.total == 90
+    torch.testing.assert_close(one.step(5), undisturbed.step(5))
