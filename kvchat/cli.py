@@ -324,7 +324,9 @@ def _is_terminal(stream: Any) -> bool:
 
 def _describe(info: ModeInfo) -> str:
     rows = [f"{info.name:<12} {info.title}" + ("" if info.available else "   (not available yet)")]
-    rows += [f"  {p.name:<10} {'auto' if p.default is None else p.default!s:<6} {p.doc}" for p in info.params]
+    cells = [(p.name, "auto" if p.default is None else str(p.default), p.doc) for p in info.params]
+    wide = [max(len(row[column]) for row in cells) for column in (0, 1)]
+    rows += [f"  {name:<{wide[0]}} {default:<{wide[1]}} {doc}" for name, default, doc in cells]
     return "\n".join(rows)
 
 

@@ -49,7 +49,7 @@ class StreamingParameters(BudgetParameters):
     title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
 
     R: int = Field(64, ge=0)
-    """Lazy Pruning: prune only when R tokens are over the budget; 0 never prunes"""
+    """Lazy Pruning: prune only when R tokens are over the budget, which are read until then; 0 never prunes"""
     sigma: int = Field(64, ge=0)
     """Slack: tokens that may stay over the budget after a prune"""
     delta: int = Field(16, ge=0)
@@ -60,7 +60,7 @@ class SpeculativeParameters(BudgetParameters):
     name: ClassVar[str] = "speculative"
     title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
 
-    tau: float = 0.8
+    tau: float = Field(0.8, allow_inf_nan=False)
     """correct a head when its query's cosine to the last one is below tau; > 1 always (synchronous), < -1 never"""
     first_full: bool = True
     """the first layer keeps and attends to everything"""
@@ -76,8 +76,8 @@ class FreezeParameters(ModeParameters):
     """paper: the published program; every token outside the window is flagged, nothing is protected or capped"""
     score: Literal["prob_rel", "raw", "scaled", "always"] = "prob_rel"
     """relevance: attention in shares of an equal one, |q·k|, |q·k| with the model's scaling, or none"""
-    tau: float = Field(0.5, ge=0)
-    """a token that scores below tau is flagged as irrelevant"""
+    tau: float = Field(0.5, allow_inf_nan=False)
+    """a token that scores below tau is flagged as irrelevant; 0 flags none"""
     k: float = Field(2.0, gt=0)
     """softness: the c-th flag freezes a token for floor(sqrt(c) / k) steps"""
     window: int = Field(32, ge=1)
@@ -94,7 +94,7 @@ class FreezeParameters(ModeParameters):
     """timers fall in the very step they are set in"""
     moves: int = Field(256, ge=1)
     """tokens that return in one step at most"""
-    min_active: int = Field(256, ge=0)
+    min_active: int = Field(320, ge=0)
     """freeze only while more tokens than this are active"""
     max_active: int | None = Field(None, ge=MIN_BUDGET)
     """freeze the least relevant while more tokens than this are active"""

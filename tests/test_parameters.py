@@ -22,6 +22,7 @@ def test_every_available_mode_has_defaults(mode: str) -> None:
         ("streaming", {"sigm": 1}, 'The streaming mode has no parameter "sigm". Did you mean "sigma"?'),
         ("speculative", {"budget": 3}, "speculative: budget = 3 is refused."),
         ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused."),
+        ("speculative", {"tau": "nan"}, "speculative: tau = 'nan' is refused."),
         ("streaming", {"window": 0}, "streaming: window = 0 is refused."),
     ],
 )
@@ -44,6 +45,10 @@ def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
     assert parameters.merge(kept, "full", {}).model_dump() == {"recovery": False}
     with pytest.raises(UsageError, match="no KV mode"):
         parameters.merge(kept, "ful", {})
+
+
+def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
+    assert parameters.merge({"tau": -2.0}, "freeze", {}).model_dump()["tau"] == -2.0
 
 
 def test_every_parameter_is_described() -> None:

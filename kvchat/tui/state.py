@@ -54,7 +54,7 @@ class ChatState:
             parts.append(f"TTFT {figure(s.ttft_s, 's', 2)}")
         parts.append(modes)
         if s.active_tokens is not None:
-            parts.append(f"{count(s.active_tokens)}/{count(s.total_tokens)} active")
+            parts.append(f"mean active {count(s.active_tokens)} of {count(s.total_tokens)}")
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)

@@ -63,7 +63,7 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
         assert "| 2     |    30.23 |" in answer.query_one(Markdown).source
         assert {"MarkdownFence", "MarkdownTable"} <= {type(block).__name__ for block in answer.query("*")}
         assert answer.receipt.startswith("58 tok · ")
-        assert "TTFT 0.41 s · full" in answer.receipt
+        assert "TTFT 0.41 s · full · mean active " in answer.receipt
         assert texts(app.chat.query(Question)) == ["❯ hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.chat.state.conversation.turns] == ["user", "assistant"]
