@@ -253,7 +253,7 @@ def test_returning_tokens_are_counted():
 
 
 def test_a_small_ceiling_is_refused():
-    with pytest.raises(UsageError, match="max_active = 100 is not above min_active = 320"):
+    with pytest.raises(UsageError, match="max_active = 100 is not above min_active = 256"):
         Run(min_active=256, max_active=100)
 
 
