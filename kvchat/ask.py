@@ -79,6 +79,8 @@ def ask(question: Question) -> int:
         mode_params=load.mode_params,
         **load.params,
     )
+    for text in session.info.notes:
+        note(text)
     switcher = _Switcher(session, question.switches)
     with _interrupt_cancels(session) as interrupted:
 

@@ -6,6 +6,7 @@ Imports neither torch nor transformers nor textual; what a command needs is impo
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -48,6 +49,11 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
             raise typer.Exit(0) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise KvchatError("The output cannot be written.", f"{error.strerror}.") from None
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.

@@ -46,6 +46,7 @@ class FakeSession:
         self.closed = False
         self.loaded: dict[str, Any] = {}
         self.withdrawable = 0
+        self.notes: tuple[str, ...] = ()
 
     def load(
         self, model: str = "bundled", progress: Callable[[str], None] = lambda stage: None, **given: Any
@@ -58,7 +59,7 @@ class FakeSession:
 
     @property
     def info(self) -> Loaded:
-        return Loaded("fake", "Fake", 1, "cpu", "float32", 4096, 2, 2, 32, 64, self.mode, self.params)
+        return Loaded("fake", "Fake", 1, "cpu", "float32", 4096, 2, 2, 32, 64, self.mode, self.params, self.notes)
 
     def answer(
         self, turns: Sequence[Turn], sampling: Sampling, between: Callable[[int], None] | None = None

@@ -77,6 +77,21 @@ def test_ask_prints_the_text_and_nothing_else(run: Run, session: FakeSession) ->
     assert session.closed
 
 
+def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:
+    session.notes = ("It has no chat template.",)
+    assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: It has no chat template.\n")
+
+
+def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
+    command = [sys.executable, "-m", "kvchat", "modes"]
+    with open("/dev/full", "w") as full:
+        outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (outcome.returncode, outcome.stderr) == (
+        1,
+        "kvchat: The output cannot be written. No space left on device.\n",
+    )
+
+
 def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
     flags = shlex.split(
         "ask hello -m there --device cpu --dtype bfloat16 --mode speculative --budget 512 --param tau=0.5"

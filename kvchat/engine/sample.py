@@ -29,7 +29,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("repetition_penalty", lambda value: 0 < value < math.inf, "more than 0; 1 is off"),
     ("max_new_tokens", lambda value: value >= 1, "1 or more"),
     ("seed", lambda value: value is None or 0 <= value < 2**63, "0 to 9223372036854775807, or not set"),
-    ("stop", all, "without empty strings"),
+    ("stop", lambda value: not isinstance(value, str) and all(value), "a tuple of strings, none of them empty"),
 )
 
 

@@ -224,6 +224,7 @@ class Session:
         Raises:
             UsageError: no ids; DoesNotFitError: longer than the model's context, or memory is short.
         """
+        ids = [int(token) for token in ids]
         if not ids:
             raise UsageError("There is nothing to prefill.", "No ids were given.")
         self._control.check_context(self.total + len(ids))
@@ -240,12 +241,19 @@ class Session:
         """
         if self._full():
             self._control.check_context(self.total + 1)
+        token = int(token)
         logits = self._decoder.step(token)
         self._note([token], reduced=not self._store.mode.covers(self.total))
         return logits
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens`` stored tokens."""
+        """Forget all but the first ``tokens`` stored tokens.
+
+        Raises:
+            UsageError: a negative number.
+        """
+        if tokens < 0:
+            raise UsageError("A conversation cannot be truncated to less than nothing.", f"Given: {tokens} tokens.")
         if tokens < self.total:
             with torch.inference_mode():
                 self._store.truncate(tokens)
@@ -303,8 +311,9 @@ class Session:
         )
 
     def close(self) -> None:
-        """Give the model's and the store's memory back."""
-        del self._decoder, self._store, self._meter, self._model
+        """Give the model's and the store's memory back; the session is of no use afterwards. May be called again."""
+        for name in ("_decoder", "_store", "_meter", "_control", "_model"):
+            self.__dict__.pop(name, None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -252,3 +252,18 @@ def test_a_fact_at_2500_tokens_is_recalled_by_full_and_speculative_and_not_by_st
         assert 2300 < started.prompt_tokens < 3000
         recalled[mode] = "48151" in text
     assert recalled == {"full": True, "speculative": True, "streaming": False}
+
+
+def test_the_api_takes_tensors_and_refuses_what_makes_no_sense(model):
+    session = Session(model)
+    session.prefill(torch.tensor([5, 6, 7]))
+    session.step(torch.tensor(8))
+    assert session._stored.ids == [5, 6, 7, 8]
+    assert all(type(token) is int for token in session._stored.ids)
+    with pytest.raises(UsageError, match="less than nothing"):
+        session.truncate(-1)
+    assert session.total == 4
+    with pytest.raises(UsageError, match="a tuple of strings"):
+        list(session.answer(HELLO, Sampling(stop="the")))
+    session.close()
+    session.close()
