@@ -49,8 +49,8 @@ class Sampling:
 class Load:
     """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
-    ``mode_params`` are the settings of each mode, taken when it is entered; what is said later (``params``, ``Switch``)
-    holds for every mode that has a parameter of that name, and wins.
+    ``mode_params`` are the settings of each mode, taken when it is entered. What is said later (``params``, ``Switch``)
+    wins: budget, sink and window in every mode, other parameters in the mode they are said of.
     """
 
     model: str = "bundled"

@@ -17,15 +17,19 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.recovery import RECENT, WIDER, Level
 from kvchat.kv.store import Store
-from kvchat.parameters import ModeParameters
+from kvchat.parameters import BudgetParameters, ModeParameters
 from kvchat.protocol import Params, Price
+
+# These mean the same in every mode; tau or k in one mode says nothing about those of another.
+SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.model_fields)
 
 
 class ModeControl:
     """Builds modes from parameters and has a store enter them.
 
-    A parameter once said holds for every mode that has one of that name, over ``mode_params``, the settings of each
-    mode. ``ids`` gives the stored tokens, for a mode that has to measure the model on them first.
+    What was said of ``SHARED`` parameters holds for every mode, of others for the mode it was said of; both over
+    ``mode_params``, the settings of each mode. ``ids`` gives the stored tokens, for a mode that has to measure the
+    model on them first.
     """
 
     def __init__(
@@ -37,8 +41,10 @@ class ModeControl:
         ids: Callable[[], Sequence[int]],
     ) -> None:
         self._model = model
-        self._said = dict(said)
+        self._shared: Params = {}
+        self._own: dict[str, Params] = {}
         self._mode_params = mode_params
+        self._remember(mode, said)
         self._ids = ids
         self._preamble = 0
         self._widened: tuple[Mode, ModeParameters, int] | None = None
@@ -55,7 +61,8 @@ class ModeControl:
         Raises:
             UsageError: an unknown mode or parameter, or a value out of range.
         """
-        return parameters.merge({**self._mode_params.get(mode, {}), **self._said}, mode, changes)
+        kept = {**self._mode_params.get(mode, {}), **self._shared, **self._own.get(mode, {})}
+        return parameters.merge(kept, mode, changes)
 
     def build(self, chosen: ModeParameters) -> Mode:
         """A mode, not yet entered.
@@ -73,7 +80,7 @@ class ModeControl:
             UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
         """
         moved = self.enter(self.merged(mode, changes))
-        self._said |= changes
+        self._remember(mode, changes)
         return moved
 
     def enter(self, chosen: ModeParameters) -> int:
@@ -142,6 +149,10 @@ class ModeControl:
             self._widened = None
             if self._store.mode is mode:
                 self.enter(narrow)
+
+    def _remember(self, mode: str, said: Params) -> None:
+        for name, value in said.items():
+            (self._shared if name in SHARED else self._own.setdefault(mode, {}))[name] = value
 
     def _price(self, mode: str) -> Price:
         try:

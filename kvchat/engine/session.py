@@ -172,7 +172,7 @@ class Session:
     def switch(self, mode: str = "", **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the one at hand; nothing stored changes.
 
-        A parameter once given stays, for every mode that has one of that name.
+        A parameter once given stays: budget, sink and window for every mode, others for the mode they are given to.
 
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.

@@ -30,18 +30,28 @@ class Phase(Enum):
 
 @dataclass
 class ChatState:
-    """``mode`` and ``params`` are what the engine is in; ``wanted`` is the mode last asked for."""
+    """``mode`` and ``params`` are what the engine is in; ``wanted`` is the mode last asked for.
+
+    ``said`` are the parameters somebody chose, ``pending`` those the engine has not answered yet.
+    """
 
     conversation: Conversation
     sampling: Sampling
     mode: str
     params: Params = field(default_factory=dict)
     wanted: str = ""
+    said: Params = field(default_factory=dict)
+    pending: Params = field(default_factory=dict)
     first_mode: str = ""
     phase: Phase = Phase.LOADING
     info: Loaded | None = None
     snapshot: Snapshot | None = None
     stats: list[Stats] = field(default_factory=list)
+
+    def accept(self, params: Params) -> None:
+        """The engine has switched, to these parameters: of what was asked for it took what is among them."""
+        self.said |= {name: value for name, value in self.pending.items() if params.get(name) == value}
+        self.pending.clear()
 
     def receipt(self, finished: Finished) -> str:
         """The line under an answer."""

@@ -267,3 +267,12 @@ def test_the_api_takes_tensors_and_refuses_what_makes_no_sense(model):
         list(session.answer(HELLO, Sampling(stop="the")))
     session.close()
     session.close()
+
+
+def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
+    session = Session(model, "speculative", {"budget": 128, "tau": -2.0})
+    assert session.switch("freeze").params["tau"] == 0.5
+    assert session.switch("streaming").params["budget"] == 128
+    assert session.switch(budget=96).params["budget"] == 96
+    back = session.switch("speculative").params
+    assert (back["budget"], back["tau"]) == (96, -2.0)

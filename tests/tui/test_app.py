@@ -332,6 +332,19 @@ async def test_a_crash_is_shown_and_the_conversation_goes_on(running):
         assert len(app.chat.state.conversation.turns) == 4
 
 
+async def test_a_restarted_engine_is_told_what_was_chosen_and_no_more(running):
+    async with running() as (app, pilot, until):
+        await until(lambda: app.chat.state.phase is Phase.READY)
+        await typed(pilot, "/mode streaming budget=128")
+        await until(lambda: app.chat.state.mode == "streaming")
+        await typed(pilot, "/budget 64")
+        await until(lambda: app.chat.query(Problem))
+        assert app.chat.state.params["window"] == 64, "the engine chose a window"
+        await typed(pilot, "/restart")
+        await until(lambda: app.chat.state.params == {"budget": 128})
+        assert app.chat.state.mode == "streaming"
+
+
 async def test_an_engine_that_keeps_crashing_is_restarted_by_the_next_question(running, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "crash")
     async with running(ready=False) as (app, pilot, until):

@@ -160,6 +160,7 @@ class ChatScreen(Screen[None]):
         if self.state.phase is Phase.DOWN:
             raise UsageError("The engine is down.", "/restart or the next question starts it again.")
         self.state.wanted = mode or self.state.mode
+        self.state.pending |= params or {}
         self.send(Switch(mode, params or {}))
 
     def rebuild(self) -> None:
@@ -346,8 +347,10 @@ class ChatScreen(Screen[None]):
         self.send(replace(self.kvchat.config.load, mode=self.state.mode, params=self._params_to_load()))
 
     def _params_to_load(self) -> Params:
-        """Those of the last switch once there was a model, else those the application was started with."""
-        return self.state.params if self.state.info else self.kvchat.config.load.params
+        """What was chosen for the mode at hand: at the start, and since then."""
+        known = parameters.PARAMETERS[self.state.mode].model_fields
+        chosen = {**self.kvchat.config.load.params, **self.state.said}
+        return {name: value for name, value in chosen.items() if name in known}
 
     def _accept(self) -> None:
         try:

@@ -87,6 +87,7 @@ class EngineEvents:
             case Switched():
                 await self._switched(report)
             case SwitchRefused(mode, message):
+                self.state.pending.clear()
                 self.state.mode = mode  # what was wanted stays, so that the next F6 goes past it
                 self._tell(UsageError(f"The mode stays {mode}.", message))
             case Rebuilt():
@@ -216,6 +217,7 @@ class EngineEvents:
         self._close_notes()
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
         self.screen.set_mode(switched.mode, switched.params)
+        self.state.accept(switched.params)
         if switched.before != switched.mode:
             self.screen.query_one(Ribbon).mark(switched.total, switched.mode)
             self.screen.query_one(Timeline).mark()
