@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvchat import parameters
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol import Params
 from kvchat.tui import sampling
@@ -120,7 +121,13 @@ def _parameter(name: str) -> Handler:
     async def change(screen: ChatScreen, argument: str) -> None:
         if not argument.isdecimal():
             raise UsageError(f'/{name} "{argument}" is refused.', "It takes a whole number of tokens.")
-        screen.switch("", {name: int(argument)})
+        params: Params = {name: int(argument)}
+        if name in screen.mode_parameters():
+            screen.switch("", params)
+            return
+        parameters.parse("speculative", params)
+        screen.state.later |= params
+        screen.say(f"The {screen.state.mode} mode has no {name}; {argument} counts from the next mode on that has one.")
 
     return change
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kvchat.parameters import PARAMETERS
 from kvchat.protocol import Finished, Loaded, Params, Sampling, Snapshot, Stats
 from kvchat.tui.conversation import Conversation
 from kvchat.tui.format import count, figure, percent, size
@@ -32,7 +33,8 @@ class Phase(Enum):
 class ChatState:
     """``mode`` and ``params`` are what the engine is in; ``wanted`` is the mode last asked for.
 
-    ``said`` are the parameters somebody chose, ``pending`` those the engine has not answered yet.
+    ``said`` are the parameters somebody chose, ``pending`` those the engine has not answered yet, ``later`` those that
+    wait for a mode that has them.
     """
 
     conversation: Conversation
@@ -42,6 +44,7 @@ class ChatState:
     wanted: str = ""
     said: Params = field(default_factory=dict)
     pending: Params = field(default_factory=dict)
+    later: Params = field(default_factory=dict)
     first_mode: str = ""
     phase: Phase = Phase.LOADING
     info: Loaded | None = None
@@ -52,6 +55,13 @@ class ChatState:
         """The engine has switched, to these parameters: of what was asked for it took what is among them."""
         self.said |= {name: value for name, value in self.pending.items() if params.get(name) == value}
         self.pending.clear()
+
+    def take_later(self, mode: str) -> Params:
+        """What waits for a mode with such parameters, if ``mode`` has them; it waits no more."""
+        known = PARAMETERS[mode].model_fields
+        taken = {name: value for name, value in self.later.items() if name in known}
+        self.later = {name: value for name, value in self.later.items() if name not in known}
+        return taken
 
     def receipt(self, finished: Finished) -> str:
         """The line under an answer."""

@@ -332,6 +332,18 @@ async def test_a_crash_is_shown_and_the_conversation_goes_on(running):
         assert len(app.chat.state.conversation.turns) == 4
 
 
+async def test_a_budget_given_in_full_counts_from_the_next_mode_on(running):
+    async with running() as (app, pilot, until):
+        await until(lambda: app.chat.state.phase is Phase.READY)
+        await typed(pilot, "/budget 96")
+        await until(lambda: any("96 counts from the next mode" in text for text in texts(app.chat.query(Note))))
+        assert not app.chat.query(Problem)
+        await pilot.press("f6")
+        await until(lambda: app.chat.state.mode == "streaming")
+        assert app.chat.state.params["budget"] == 96
+        assert app.chat.state.later == {}
+
+
 async def test_a_restarted_engine_is_told_what_was_chosen_and_no_more(running):
     async with running() as (app, pilot, until):
         await until(lambda: app.chat.state.phase is Phase.READY)

@@ -154,14 +154,16 @@ class ChatScreen(Screen[None]):
         Raises:
             UsageError: an unknown or unavailable mode, an unknown parameter or a value out of range.
         """
-        parameters.parse(mode or self.state.mode, params or {})
+        target = mode or self.state.mode
+        parameters.parse(target, params or {})
         if self.state.info is None:
             raise UsageError("The model is not loaded yet.", "Modes can be changed as soon as it is.")
         if self.state.phase is Phase.DOWN:
             raise UsageError("The engine is down.", "/restart or the next question starts it again.")
-        self.state.wanted = mode or self.state.mode
-        self.state.pending |= params or {}
-        self.send(Switch(mode, params or {}))
+        asked = {**self.state.take_later(target), **(params or {})}
+        self.state.wanted = target
+        self.state.pending |= asked
+        self.send(Switch(mode, asked))
 
     def rebuild(self) -> None:
         """Compute anew what was computed with less context.
