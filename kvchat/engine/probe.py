@@ -65,7 +65,7 @@ def pin_frequencies(model: Any) -> bool:
     """Hold rotary frequencies that follow the text's length at those of the whole context; False if none do.
 
     longrope picks one of two sets by the positions of each forward, so the chunks of one long prompt would be rotated
-    by both. vLLM holds the long set too where the context may exceed the short one's.
+    by both.
     """
     rotary = [module for module in model.modules() if _follows_length(module)]
     if rotary:
