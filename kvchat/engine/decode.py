@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -42,7 +42,7 @@ class Decoder:
         with torch.inference_mode():
             self.store = Store(geometry_of(model), model.device, mode)
 
-    def prefill(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor | None]]:
+    def prefill(self, ids: Sequence[int]) -> Generator[tuple[Sequence[int], Tensor | None]]:
         """Store ``ids`` chunk by chunk; yields each chunk when it is stored, with the last one the logits ``[vocab]``.
 
         May be abandoned between two chunks: what was yielded is stored.

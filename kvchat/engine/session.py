@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -329,14 +330,16 @@ class Session:
 
     def _prefill(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
         """Prefill with progress; returns the logits, None if cancelled. What was read is stored either way."""
-        done = 0
-        for chunk, logits in self._decoder.prefill(ids):
-            self._note(chunk, reduced=False)
-            done += len(chunk)
-            yield Prefilled(done, len(ids))
-            if logits is not None or self._cancelled.is_set():
-                return logits
-        return None
+        done, last = 0, None
+        # Closed here and not by the garbage collector, which would swallow what filling the slots raises.
+        with closing(self._decoder.prefill(ids)) as chunks:
+            for chunk, logits in chunks:
+                self._note(chunk, reduced=False)
+                done, last = done + len(chunk), logits
+                yield Prefilled(done, len(ids))
+                if self._cancelled.is_set():
+                    break
+        return last
 
     def _generate(
         self,

@@ -15,18 +15,13 @@ from kvchat import paths
 from kvchat.engine import calibrate
 from kvchat.engine.calibrate import Recorder, Sample, find, load, picture, representatives, samples_of, save
 from kvchat.engine.filler import sentences
-from kvchat.engine.load import LoadedModel, load_model
+from kvchat.engine.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.kv.facts import LayerFacts
 from kvchat.protocol import Sampling, Turn
 
 FACTS = LayerFacts(1.0)
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model("bundled", "cpu", "auto", lambda stage: None)
 
 
 def fake(kv_heads: int = 3, **more) -> LoadedModel:

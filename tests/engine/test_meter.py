@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.engine.load import load_model
 from kvchat.engine.session import Session
 from kvchat.protocol import MAX_RIBBON_CELLS, RIBBON, Sampling, Turn
 
 STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.engine.load import load_model
 from kvchat.engine.session import Session
 from kvchat.parameters import available_modes
 from kvchat.protocol import Prefilled, Rebuilt, Sampling, Turn
@@ -14,11 +13,6 @@ STORY = (Turn("user", "The sea was calm and the whale went on. " * 30 + "Tell me
 LONG = Sampling(temperature=0, max_new_tokens=160)
 EAGER = {"budget": 64, "R": 1, "sigma": 0, "delta": 0}
 NEXT = 300
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
 
 
 @pytest.fixture

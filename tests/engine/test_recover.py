@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from kvchat.engine.load import load_model
 from kvchat.engine.recover import Guard, measure
 from kvchat.engine.sample import Sampler
 from kvchat.engine.session import Session
@@ -17,11 +16,6 @@ from kvchat.protocol import Finished, Recovered, Sampling, Started, Text, Turn, 
 TURNS = (Turn("user", "Tell me about the sea. " * 40),)
 RANDOM = Sampling(temperature=1.0, seed=1, max_new_tokens=180)
 EAGER = {"min_active": 0, "stagger": 1, "tau": 5.0}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
 
 
 class Scripted(Session):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvchat.engine.filler import sentences
-from kvchat.engine.load import load_model
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import plan
@@ -16,11 +15,6 @@ GREEDY = Sampling(temperature=0, max_new_tokens=20)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
 TALE = (Turn("user", "Tell me a short story."),)
 SMALL = {"streaming": {"budget": 64, "window": 40}, "speculative": {"budget": 64, "sink": 0, "window": 32}, "full": {}}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
 
 
 @pytest.fixture
@@ -276,3 +270,14 @@ def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
     assert session.switch(budget=96).params["budget"] == 96
     back = session.switch("speculative").params
     assert (back["budget"], back["tau"]) == (96, -2.0)
+
+
+def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, monkeypatch):
+    def refuse(cached=None):
+        raise DoesNotFitError("No room for the slots.")
+
+    events = session.answer(HELLO, GREEDY)
+    next(events)
+    monkeypatch.setattr(session._store, "settle", refuse)
+    with pytest.raises(DoesNotFitError, match="No room"):
+        list(events)
