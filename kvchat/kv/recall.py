@@ -44,7 +44,7 @@ class Recall:
         began = time.perf_counter()
         g = self.geometry
         changed = (placed != resident) & (placed >= 0)
-        self.counters[:2].add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=g.page)
+        self._count(changed, placed, g.page)
         source = (placed.clamp(min=0) * g.kv_heads + slots.heads_of(layer)[:, None]) * 2
         target = slots.page_blocks
         if self.compact:
@@ -61,8 +61,7 @@ class Recall:
         """
         began = time.perf_counter()
         changed = (placed != resident) & (placed >= 0)
-        self.counters[0] += changed.sum()
-        self.counters[1] += (placed >= 0).sum()
+        self._count(changed, placed)
         width, n = placed.shape
         source = self.host.row_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
         row = torch.arange(width, device=placed.device)[:, None]
@@ -121,6 +120,10 @@ class Recall:
         """Close the books of one decode step."""
         self.step_seconds.append(self._seconds)
         self._seconds = 0.0
+
+    def _count(self, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:
+        """Note what moves and what is wanted, ``pairs`` K/V pairs each."""
+        self.counters[:2].add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=pairs)
 
     def _copy(self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int) -> None:
         """Copy rows ``source`` of K, and of V ``v_source`` further, to rows ``target`` and ``v_target`` further."""

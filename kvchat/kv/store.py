@@ -129,12 +129,12 @@ class Store:
 
     def price(self, mode: Mode) -> Price:
         """What entering ``mode`` would cost now."""
-        moved = mode.moved_bytes(self.total)
-        rate = self.recall.filled_bytes / self.recall.filled_seconds if self.recall.filled_seconds else 0.0
         try:
             plan.check(mode, grown(self.total), self.device, self.device_bytes)
         except DoesNotFitError as error:
             return Price(mode.name, refusal=str(error))
+        moved = mode.moved_bytes(self.total)
+        rate = self.recall.filled_bytes / self.recall.filled_seconds if self.recall.filled_seconds else 0.0
         return Price(mode.name, moved, mode.nbytes(grown(self.total)), moved / rate if rate else None)
 
     def truncate(self, tokens: int, cached: int | None = None) -> None:
