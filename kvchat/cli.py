@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 import kvchat
 from kvchat import parameters, paths, settings
 from kvchat.ask import Question, SwitchAt, ask, compose, note
+from kvchat.bench import cli as bench
 from kvchat.errors import KvchatError, UsageError, did_you_mean
 from kvchat.parameters import PARAMETERS
 from kvchat.protocol import Load, ModeInfo, Turn
@@ -65,6 +66,7 @@ app = typer.Typer(
 )
 config = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings.", no_args_is_help=True)
 app.add_typer(config, name="config")
+app.add_typer(bench.app, name="bench")
 
 
 # ---- flags -----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ MAY = {
     "kv": {"leaves", "kv", "torch", "numpy", "triton"},
     "engine": {"leaves", "kv", "engine", *HEAVY, "pynvml"},
     "tui": {"leaves", "tui", "textual", "rich"},
-    "cli": {"leaves", "engine", "tui", "cli"},
+    "cli": {"leaves", "engine", "tui", "bench", "cli"},
     "bench": {"leaves", "kv", "engine", "cli", "bench", *HEAVY},
 }
 ROOMS = {"kv": "kv", "engine": "engine", "tui": "tui", "bench": "bench"}

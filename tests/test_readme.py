@@ -39,6 +39,7 @@ def test_every_mode_has_a_row(mode):
 
 def test_commands_exist():
     known = {command.name or command.callback.__name__.strip("_") for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
     said = set(re.findall(r"^kvchat ([a-z]+)", blocks, re.MULTILINE))
     assert said

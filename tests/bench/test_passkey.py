@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import passkey
-from kvchat.bench.__main__ import app
+from kvchat.cli import app
 from kvchat.engine.load import load_model
 from kvchat.errors import UsageError
 
@@ -52,7 +52,7 @@ def test_the_result_is_plain_data_with_a_row_for_each_contender():
 
 
 def test_the_command_prints_one_json_object():
-    ran = CliRunner().invoke(app, ["passkey", "--cases", "1", "--tokens", "100", "--modes", "full", "--json"])
+    ran = CliRunner().invoke(app, ["bench", "passkey", "--cases", "1", "--tokens", "100", "--mode", "full", "--json"])
     assert ran.exit_code == 0
     assert json.loads(ran.stdout)["rows"][0]["mode"] == "full"
     assert "1 of 1" in ran.stderr

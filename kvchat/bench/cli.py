@@ -1,4 +1,7 @@
-"""``python -m kvchat.bench WHAT``: measurements that the README cites. Progress goes to stderr, results to stdout."""
+"""``kvchat bench WHAT``: measurements. Progress goes to stderr, results to stdout.
+
+Imports no torch: every command imports what it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvchat.bench import decode, endurance, passkey
-from kvchat.errors import KvchatError
-
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
 
 Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with 
 
 @app.command("passkey")
 def passkey_command(
-    modes: Annotated[
+    mode: Annotated[
         list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a contender; repeatable")
     ] = None,
     cases: Annotated[int, typer.Option(min=1, help="conversations")] = 40,
@@ -31,27 +31,31 @@ def passkey_command(
     as_json: Json = False,
 ) -> None:
     """Recall of a number told in an earlier turn, mode against mode."""
-    contenders = modes or passkey.STANDARD
+    from kvchat.bench import passkey
+
+    contenders = mode or passkey.STANDARD
     result = passkey.run(contenders, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=_report)
     _print(result, as_json)
 
 
 @app.command("decode")
 def decode_command(
-    modes: Annotated[list[str] | None, typer.Option(help="a mode; repeatable")] = None,
-    contexts: Annotated[list[int] | None, typer.Option(help="tokens before the measured ones; repeatable")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="a mode; repeatable")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="tokens before the measured ones; repeatable")] = None,
     budget: Annotated[int, typer.Option(help="tokens per KV head")] = 512,
     model: Model = "bundled",
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Time per decoded token against transformers' ``generate``."""
+    from kvchat.bench import decode
+
     standard = decode.Settings()
     settings = decode.Settings(
         model,
         device,
-        contexts=tuple(contexts or standard.contexts),
-        modes=tuple(modes or standard.modes),
+        contexts=tuple(context or standard.contexts),
+        modes=tuple(mode or standard.modes),
         budget=budget,
     )
     _print(decode.run(settings, _report), as_json)
@@ -65,6 +69,8 @@ def endurance_command(
     as_json: Json = False,
 ) -> None:
     """A long generation: is device memory flat, are steps flat?"""
+    from kvchat.bench import endurance
+
     _print(endurance.run(tokens, mode, budget, _report), as_json)
 
 
@@ -75,11 +81,3 @@ def _report(line: str) -> None:
 def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, indent=2))
-
-
-if __name__ == "__main__":
-    try:
-        app(prog_name="python -m kvchat.bench")
-    except KvchatError as error:
-        _report(str(error))
-        sys.exit(error.exit_code)
