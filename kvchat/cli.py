@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 import kvchat
-from kvchat import parameters, paths, settings
+from kvchat import parameters, paths, profiles, settings
 from kvchat.ask import Question, SwitchAt, ask, compose, note
 from kvchat.bench import cli as bench
 from kvchat.errors import KvchatError, UsageError, did_you_mean
@@ -142,7 +142,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
         typer.echo(f"kvchat {kvchat.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        raise typer.Exit(_run_application(settings.load(flags)))
+        raise typer.Exit(_run_application(flags))
     for flag in flags.origins.values():
         raise UsageError(f"{flag} stands before the command; put it behind: kvchat {ctx.invoked_subcommand} {flag} ...")
 
@@ -175,7 +175,7 @@ def ask_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
     """Answer one prompt on stdout. Piped text is the prompt, or is added to PROMPT."""
-    resolved = settings.load(_flags(ctx.params))
+    resolved = settings.load(_flags(ctx.params), profiles=profiles.layers)
     chosen = resolved.settings
     switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
@@ -220,21 +220,23 @@ def locate() -> None:
     places = {
         "settings": paths.config_file(),
         "own themes": paths.user_themes_dir(),
+        "own profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),
         "bundled model": paths.bundled_model_dir(),
         "bundled themes": paths.bundled_themes_dir(),
+        "bundled profiles": paths.bundled_profiles_dir(),
     }
     for name, path in places.items():
-        typer.echo(f"{name:<15} {path}{'' if path.exists() else '   (not there yet)'}")
+        typer.echo(f"{name:<17} {path}{'' if path.exists() else '   (not there yet)'}")
 
 
 @config.command()
 def show() -> None:
     """Print every setting with where it was set."""
-    typer.echo("\n".join(settings.load().lines()))
+    typer.echo("\n".join(settings.load(profiles=profiles.layers).lines()))
 
 
 @config.command()
@@ -271,7 +273,16 @@ def schema() -> None:
 # ---- pieces ----------------------------------------------------------------------------------------
 
 
-def _run_application(resolved: Resolved) -> int:
+def _run_application(flags: Layer) -> int:
+    problems: list[UsageError] = []
+
+    def tolerant(device: str) -> Iterable[Layer]:
+        """A wrong profile is no reason not to chat."""
+        found = profiles.find(device)
+        problems.extend(found.problems)
+        return found.layers
+
+    resolved = settings.load(flags, profiles=tolerant)
     if not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)) or os.environ.get("TERM") == "dumb":
         raise UsageError(
             "The chat needs a terminal.",
@@ -290,6 +301,7 @@ def _run_application(resolved: Resolved) -> int:
         theme_dirs=(paths.user_themes_dir(),),
         log_file=paths.log_file(),
         history_file=paths.history_file() if chosen.ui.history else None,
+        problems=tuple(map(str, problems)),
     )
     return run(application)
 

@@ -50,6 +50,16 @@ def user_themes_dir() -> Path:
     return config_dir() / "themes"
 
 
+def user_profiles_dir() -> Path:
+    """The user's own GPU profiles, one TOML file each."""
+    return config_dir() / "profiles"
+
+
+def bundled_profiles_dir() -> Path:
+    """The shipped GPU profiles."""
+    return PACKAGE / "profiles"
+
+
 def bundled_themes_dir() -> Path:
     """The shipped themes: inside an installed package, beside it in a checkout."""
     inside = PACKAGE / "themes"

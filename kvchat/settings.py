@@ -1,7 +1,7 @@
 """Settings: what can be set, where each value came from, and refusals that name file, line and column.
 
-Precedence: defaults < config.toml < ``KVCHAT_*`` < flags. Every source is a ``Layer`` and is checked on its own, so a
-wrong value is reported even where another source overrides it.
+Precedence: defaults < bundled profile < own profile (``kvchat.profiles``) < config.toml < ``KVCHAT_*`` < flags. Every
+source is a ``Layer`` and is checked on its own, so a wrong value is reported even where another source overrides it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tomli
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -34,6 +34,7 @@ from kvchat.parameters import (
 from kvchat.protocol import Params
 
 Key = tuple[str, ...]
+S = TypeVar("S", bound=BaseModel)
 RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
 DEFAULTS = protocol.Sampling()
 
@@ -150,13 +151,18 @@ class Resolved:
 # ---- sources ---------------------------------------------------------------------------------------
 
 
-def load(flags: Layer | None = None, environ: Mapping[str, str] = os.environ) -> Resolved:
-    """The settings in force.
+def load(
+    flags: Layer | None = None,
+    environ: Mapping[str, str] = os.environ,
+    profiles: Callable[[str], Iterable[Layer]] = lambda device: (),
+) -> Resolved:
+    """The settings in force; ``profiles`` gives those of a device ("auto", "cpu", "cuda" or "cuda:N"), weakest first.
 
     Raises:
         UsageError: a source has an unknown key or a wrong value, or config.toml is not TOML.
     """
-    return resolve(file_layer(paths.config_file()), env_layer(environ), flags or Layer())
+    said = (file_layer(paths.config_file()), env_layer(environ), flags or Layer())
+    return resolve(*profiles(resolve(*said).settings.model.device), *said)
 
 
 def resolve(*layers: Layer) -> Resolved:
@@ -164,18 +170,19 @@ def resolve(*layers: Layer) -> Resolved:
     values: dict[Key, Any] = {}
     origins: dict[Key, str] = {}
     for layer in layers:
-        _check(layer)
+        check(layer)
         values |= layer.values
         origins |= layer.origins
     return Resolved(Settings.model_validate(_nest(values)), origins)
 
 
-def file_layer(path: Path) -> Layer:
-    """What a TOML file sets; nothing where there is no file.
+def file_layer(path: Path, name: str = "") -> Layer:
+    """What a TOML file sets; nothing where there is no file. ``name`` is what to call it, by default its own.
 
     Raises:
         UsageError: the file cannot be read or is not TOML.
     """
+    name = name or path.name
     try:
         text = path.read_bytes().decode()
         values = _flatten(tomli.loads(text))
@@ -184,15 +191,15 @@ def file_layer(path: Path) -> Layer:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path.name}: byte {error.start} is not UTF-8.") from None
+        raise UsageError(f"{name}: byte {error.start} is not UTF-8.") from None
     except tomli.TOMLDecodeError as error:
         line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
-        raise UsageError(f"{path.name}:{error.lineno}: {error.msg}.", _excerpt(line, error.colno - 1)) from None
+        raise UsageError(f"{name}:{error.lineno}: {error.msg}.", _excerpt(line, error.colno - 1)) from None
     lines = text.split("\n")
     numbers = _line_numbers(lines)
     return Layer(
         values,
-        {key: f"{path.name}:{numbers[key]}" for key in values},
+        {key: f"{name}:{numbers[key]}" for key in values},
         {key: _excerpt(lines[numbers[key] - 1]) for key in values},
     )
 
@@ -245,30 +252,35 @@ def template() -> str:
 # ---- refusals --------------------------------------------------------------------------------------
 
 
-def _check(layer: Layer) -> None:
+def check(layer: Layer, model: type[S] = Settings) -> S:  # type: ignore[assignment]  # the default is an S
+    """The layer alone as ``model``, whose sections have defaults.
+
+    Raises:
+        UsageError: an unknown key or a wrong value, each with its line.
+    """
     try:
-        Settings.model_validate(_nest(layer.values))
+        return model.model_validate(_nest(layer.values))
     except ValidationError as error:
         # one flag may set several keys: what it is refused for is said once
-        messages = dict.fromkeys(_refusal(layer, details) for details in error.errors())
+        messages = dict.fromkeys(_refusal(layer, details, model()) for details in error.errors())
         raise UsageError("\n".join(messages)) from None
 
 
-def _refusal(layer: Layer, details: ErrorDetails) -> str:
+def _refusal(layer: Layer, details: ErrorDetails, defaults: BaseModel) -> str:
     key = tuple(str(part) for part in details["loc"])
     set_by = next(known for known in layer.origins if known[: len(key)] == key or key[: len(known)] == known)
     origin, excerpt = layer.origins[set_by], layer.excerpts.get(set_by)
     named = f"{origin}: {'.'.join(key)}: " if excerpt else f"{origin}: "
-    return named + _reason(key, details) + (excerpt or "")
+    return named + _reason(key, details, defaults) + (excerpt or "")
 
 
-def _reason(key: Key, details: ErrorDetails) -> str:
+def _reason(key: Key, details: ErrorDetails, defaults: BaseModel) -> str:
     value, kind = json.dumps(details["input"], ensure_ascii=False, default=str), details["type"]
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", details["ctx"]["expected"])
         return f"{value} is not one of {', '.join(words)}.{_near(str(details['input']), words)}"
     if kind == "extra_forbidden":
-        return f"there is no such setting.{_near(key[-1], _at(Settings(), key[:-1]).__class__.model_fields)}"
+        return f"there is no such setting.{_near(key[-1], _at(defaults, key[:-1]).__class__.model_fields)}"
     if kind == "value_error":
         return str(details["ctx"]["error"])
     if kind.startswith("model_"):

@@ -19,13 +19,14 @@ HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"
 # room -> what it may import: other rooms of kvchat, and libraries that others may not.
 MAY = {
     "leaves": {"leaves"},
+    "profiles": {"leaves", "profiles", "pynvml"},
     "kv": {"leaves", "kv", "torch", "numpy", "triton"},
-    "engine": {"leaves", "kv", "engine", *HEAVY, "pynvml"},
+    "engine": {"leaves", "profiles", "kv", "engine", *HEAVY, "pynvml"},
     "tui": {"leaves", "tui", "textual", "rich"},
-    "cli": {"leaves", "engine", "tui", "bench", "cli"},
-    "bench": {"leaves", "kv", "engine", "cli", "bench", *HEAVY},
+    "cli": {"leaves", "profiles", "engine", "tui", "bench", "cli"},
+    "bench": {"leaves", "profiles", "kv", "engine", "cli", "bench", *HEAVY},
 }
-ROOMS = {"kv": "kv", "engine": "engine", "tui": "tui", "bench": "bench"}
+ROOMS = {"profiles": "profiles", "kv": "kv", "engine": "engine", "tui": "tui", "bench": "bench"}
 RESTRICTED = HEAVY | {"textual", "rich", "pynvml"} | set(MAY)
 
 

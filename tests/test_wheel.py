@@ -46,7 +46,7 @@ def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
     assert names == {p.relative_to(ROOT).as_posix() for p in kept} | themes
     assert {Path(name).suffix for name in names} <= SUFFIXES
     assert len(themes) >= 2
-    assert {"kvchat/models/pocket/model.safetensors", "kvchat/py.typed"} <= names
+    assert {"kvchat/models/pocket/model.safetensors", "kvchat/py.typed", "kvchat/profiles/8gb.toml"} <= names
 
 
 def test_licence_and_entry_point_are_in_the_wheel(wheel: Path) -> None:

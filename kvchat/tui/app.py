@@ -55,6 +55,8 @@ class KvchatApp(App[None]):
             self._theme_problems.append(unknown)
             self.theme = themes.DEFAULT
         self.push_screen(self.chat)
+        for wrong in self.config.problems:
+            self.notify(wrong, title="Settings", severity="warning", timeout=12, markup=False)
         for problem in self._theme_problems:
             self.notify(str(problem), title="Theme", severity="warning", timeout=12, markup=False)
 

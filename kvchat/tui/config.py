@@ -13,7 +13,7 @@ class AppConfig:
     """All the application has to know; paths are absolute and need not exist yet.
 
     ``theme_dirs`` are the user's, beside the bundled themes. ``history_file`` None keeps the prompt history in memory.
-    ``engine_command`` None starts the real engine.
+    ``engine_command`` None starts the real engine. ``problems`` are shown once: settings that could not be used.
     """
 
     log_file: Path
@@ -24,3 +24,4 @@ class AppConfig:
     theme_dirs: tuple[Path, ...] = ()
     history_file: Path | None = None
     engine_command: tuple[str, ...] | None = None
+    problems: tuple[str, ...] = ()

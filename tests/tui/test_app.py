@@ -69,6 +69,11 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
         assert [turn.role for turn in app.chat.state.conversation.turns] == ["user", "assistant"]
 
 
+async def test_settings_that_could_not_be_used_are_told(running, config):
+    async with running(replace(config, problems=("profiles/a.toml:1: wrong.",))) as (app, pilot, until):
+        assert "profiles/a.toml:1: wrong." in [toast.message for toast in app._notifications]
+
+
 async def test_an_empty_prompt_is_refused_with_a_message(running):
     async with running() as (app, pilot, until):
         await pilot.press("space", "enter")
