@@ -71,12 +71,21 @@ def load_model(name: str, device: str, dtype: str, progress: source.Progress) ->
         try:
             model.to(on)
             progress("Testing the model")
-            pinned = pin_frequencies(model)
-            seen = probe(model)
-            selftest(model)
+            return wrap(model, tokenizer, found.name, found.revision)
         except torch.OutOfMemoryError as error:
             raise _does_not_fit(found, on) from error
-    return _loaded(found, model, tokenizer, seen, pinned)
+
+
+def wrap(model: Any, tokenizer: Any, name: str, revision: str = "") -> LoadedModel:
+    """A transformers ``model`` that is on its device, with the seam's attention: probed and tested.
+
+    Raises:
+        ModelError: kvchat cannot run it correctly.
+    """
+    pinned = pin_frequencies(model)
+    seen = probe(model)
+    selftest(model)
+    return _loaded(name, revision, model, tokenizer, seen, pinned)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -173,13 +182,13 @@ def _model(model_class: Any, found: source.Source, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _loaded(found: source.Source, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:
+def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:
     text = model.config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        name=found.name,
-        revision=found.revision,
+        name=name,
+        revision=revision,
         device=model.device,
         dtype=model.dtype,
         context=text.max_position_embeddings,
