@@ -71,7 +71,12 @@ class Decoder:
             UsageError: the model has no such token.
         """
         self._check_tokens((token,))
-        with torch.inference_mode(), self._explained("decoding"), self.store.step(token in self._control):
+        with (
+            torch.inference_mode(),
+            self._explained("decoding"),
+            self.store.step(token in self._control),
+            self.store.layers(),
+        ):
             ids = torch.tensor([token], device=self.model.device)
             logits = seam.forward(self.model.model, ids, self.store.position.view(1), self.store, logits=True)
         assert logits is not None

@@ -17,6 +17,29 @@ from kvchat.kv.facts import LayerFacts
 SCORE_BLOCK = 2**24
 
 
+class Weights:
+    """The weights of one token's attention over slots, ``[H, G, n]``."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+
+    def best(self) -> Tensor:
+        """The highest weight of a group's heads, float32 ``[H, n]``."""
+        return self._weights.amax(1)
+
+    def add_shares(self, total: Tensor, counted: Tensor, number: Tensor) -> None:
+        """Add to ``total [n]`` the mean over the heads of their weights as shares of an equal one.
+
+        Args:
+            total: float32, updated.
+            counted: float32, 1 for the slots among which a head's weights are shared out, else 0.
+            number: how many these are, 0-d.
+        """
+        rows = self._weights.flatten(0, 1)
+        shares = (rows @ counted).clamp(min=torch.finfo(rows.dtype).tiny)
+        total.addmv_(rows.t(), number / len(rows) / shares)
+
+
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,8 @@ class Slots:
     n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and ``read``
     the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots
     hold; whether their tokens may be read is the table's business; ``page_blocks [H, k]`` are their rows of ``blocks``.
-    ``active`` sums, over layers and steps, the number of tokens that a KV head of the model read here, on average.
+    ``newest [1]`` (int64) is the slot of the token being decoded.
+    ``active`` counts what was read: (token, KV head, layer) triples, summed over steps.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -78,8 +79,9 @@ class Slots:
         self.page_blocks = blocks + torch.arange(layout.pages, device=device)
         self._all = torch.arange(geometry.kv_heads, device=device)
         self._row_starts = torch.arange(2 * width, device=device) * self.n
+        self.newest = self._all[:1]
         self._write_rows = self._row_starts
-        self.active = torch.zeros((), dtype=torch.float64, device=device)
+        self.active = torch.zeros((), dtype=torch.int64, device=device)
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -137,6 +139,7 @@ class Slots:
         slot = self.vacant(1) if self.layout.loose else self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
         self.table.index_copy_(2, slot.view(1), entry)
+        self.newest = slot.view(1)
         self._write_rows = self._row_starts + slot
 
     def write(self, layer: int, kv: Tensor) -> None:
@@ -204,8 +207,8 @@ class Slots:
                 closed = closed | (table <= position - window)
             bias = torch.zeros(table.shape, dtype=self.geometry.dtype, device=table.device)
             bias.masked_fill_(closed, float("-inf"))
-            share = self.layout.width(self.geometry) / self.geometry.kv_heads
-            self._masks[key] = bias.unsqueeze(1), (~closed).sum() * (share / table.shape[0])
+            heads = self.layout.width(self.geometry) // table.shape[0]
+            self._masks[key] = bias.unsqueeze(1), (~closed).sum() * heads
         bias, active = self._masks[key]
         self.active += active
         return bias

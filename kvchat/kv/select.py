@@ -5,10 +5,27 @@ All shapes are fixed, nothing is read back to the host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvchat.kv.pool import EMPTY
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The pages ``first`` to ``last`` (0-d int64, inclusive), and ``closed [page]`` (bool), all others."""
+
+    first: int
+    last: Tensor
+    closed: Tensor
+
+    @classmethod
+    def between(cls, first: int, last: Tensor, pages: int) -> Candidates:
+        """Of ``pages`` pages those from ``first`` to ``last``."""
+        every = torch.arange(pages, device=last.device)
+        return cls(first, last, (every < first) | (every > last))
 
 
 def page_scores(query: Tensor, digests: Tensor, scaling: float) -> Tensor:

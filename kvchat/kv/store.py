@@ -16,13 +16,14 @@ from torch import Tensor
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv import plan
-from kvchat.kv.attend import attend, attend_prefill
+from kvchat.kv.attend import attend_prefill
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry, grown
 from kvchat.kv.host import HostPool
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.pool import Slots
 from kvchat.kv.recall import Recall
+from kvchat.kv.verbs import verbs_for
 from kvchat.protocol import Price
 
 
@@ -39,16 +40,15 @@ class Store:
         self.geometry = g
         self.device = device
         self.host = HostPool(g, device)
-        self.recall = Recall(g, self.host, device)
+        self.verbs = verbs_for(g, self.host, device)
+        self.recall = Recall(g, self.verbs, device)
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
-        self.new_keys = torch.zeros((g.kv_heads, g.d_k), dtype=g.dtype, device=device)
         self.pinned = torch.zeros(self.host.capacity, dtype=torch.bool, device=device)
         self.facts: list[LayerFacts | None] = [None] * g.layers
         self.slots: list[Slots] = []
         self.steps = 0
-        self._active_before = 0.0
-        self._heads = torch.arange(g.kv_heads, device=device)
+        self._active_before = 0
         self._prefilling: int | None = None
         self._decoded_last = False
         self.mode = mode
@@ -81,25 +81,33 @@ class Store:
 
     @contextmanager
     def step(self, pinned: bool = False) -> Iterator[None]:
-        """A forward of one token runs inside, in the mode at hand; it is stored when it returns."""
+        """A step of one token runs inside, in the mode at hand (``layers`` or its graph); then the token is stored."""
         self._make_room(self.total + 1)
         self.pinned.index_fill_(0, self.position.view(1), pinned)
-        for slots in self.slots:
-            slots.begin_step()
-        self._host_rows = self._new_rows()
-        self.mode.begin_step(self.position)
+        self.mode.advance()
         try:
             yield
         except BaseException:
             # The new token has taken a slot already: who was there comes back from the host pool.
+            self.recall.aside.join()
             self.truncate(self.total, self.mode.cached())
             raise
-        self.mode.end_step(self.position)
         self.recall.end_step()
-        self.position.add_(1)
         self.host.total += 1
         self.steps += 1
         self._decoded_last = True
+
+    @contextmanager
+    def layers(self) -> Iterator[None]:
+        """The model's forward of the step's token runs inside. It is all work for the device: a graph can hold it."""
+        for slots in self.slots:
+            slots.begin_step()
+        self.verbs.begin_step(self.position)
+        self.mode.begin_step(self.position)
+        yield
+        self.recall.aside.join()
+        self.mode.end_step(self.position)
+        self.position.add_(1)
 
     def settle(self, cached: int | None = None) -> None:
         """After a prefill (or an aborted step): the mode fills its slots for the next token.
@@ -164,24 +172,14 @@ class Store:
         return attend_prefill(query, keys, values, start, facts)
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
-        kv = self._packed(key, value)
-        self.host.rows(layer).index_copy_(0, self._host_rows, kv.flatten(0, 1))
-        for slots in self._places[layer]:
-            slots.write(layer, kv)
-        self.new_keys = key
-        self.mode.before(layer, query, facts)
-        parts = [self._attend_slots(slots, layer, query, facts) for slots in self._places[layer]]
+        places = self._places[layer]
+        self.verbs.append(places, layer, key, value)
+        self.mode.before(layer, query, key, facts)
+        weigh = self.mode.weighs(layer)
+        parts = [self.verbs.attend(slots, layer, query, facts, weigh) for slots in places]
         self.query[layer].copy_(query)
-        self.mode.after(layer, query, [weights for _, weights in parts], facts)
+        self.mode.after(layer, query, [weights for _, weights in parts if weights], facts)
         return self._joined(layer, [attended for attended, _ in parts])
-
-    def _attend_slots(self, slots: Slots, layer: int, query: Tensor, facts: LayerFacts) -> tuple[Tensor, Tensor]:
-        """Attention of the KV heads in ``slots``: ``[H, G, d_v]`` and weights ``[H, G, n]``."""
-        g = self.geometry
-        bias = slots.bias(layer, self.position, facts.window)
-        grouped = slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0)
-        sinks = None if facts.sinks is None else slots.pick(layer, facts.sinks.view(g.kv_heads, g.group), 0)
-        return attend(grouped, slots.keys(layer), slots.values(layer), bias, facts, sinks)
 
     def _joined(self, layer: int, parts: list[Tensor]) -> Tensor:
         """The heads' outputs in the model's order, ``[H_q, d_v]``."""
@@ -224,7 +222,8 @@ class Store:
 
     def active_sum(self) -> float:
         """Tokens read, mean over layers and KV heads, summed over all steps so far."""
-        return (self._active_before + sum(float(slots.active) for slots in self.slots)) / self.geometry.layers
+        pairs = self._active_before + sum(int(slots.active) for slots in self.slots)
+        return pairs / (self.geometry.layers * self.geometry.kv_heads)
 
     def attended_counts(self) -> Tensor:
         """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
@@ -267,7 +266,7 @@ class Store:
     # ---- inside
 
     def _enter(self, mode: Mode) -> None:
-        self._active_before += sum(float(slots.active) for slots in self.slots)
+        self._active_before += sum(int(slots.active) for slots in self.slots)
         self.slots.clear()
         self.mode = mode
         self.recall.step_seconds.clear()
@@ -309,16 +308,3 @@ class Store:
             [slots for slots in self.slots if slots.layout.first <= layer < slots.layout.last]
             for layer in range(self.geometry.layers)
         ]
-
-    def _new_rows(self) -> Tensor:
-        """Host rows of the new token: K of all heads, then V."""
-        rows = self.host.row_index(self.position, self._heads)
-        return torch.cat((rows, rows + self.geometry.page))
-
-    def _packed(self, key: Tensor, value: Tensor) -> Tensor:
-        """K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2, H, d]``."""
-        d = self.geometry.d
-        if key.shape[-1] != value.shape[-1]:
-            pad = torch.nn.functional.pad
-            key, value = pad(key, (0, d - key.shape[-1])), pad(value, (0, d - value.shape[-1]))
-        return torch.stack((key, value))

@@ -623,7 +623,7 @@ class Run:
     def _step(self, ids: list[int]) -> list[Tensor]:
         layers = range(self.toy.geometry.layers)
         new = [self.toy.qkv(layer, ids, len(self.ids)) for layer in layers]
-        with self.store.step():
+        with self.store.step(), self.store.layers():
             outputs = [self.store.attention(i, *new[i], self.toy.facts[i])[:, 0] for i in layers]
         self.ids += ids
         for layer in layers:

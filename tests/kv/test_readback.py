@@ -42,7 +42,7 @@ def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
     """One step of the store alone: its operations and outputs."""
     layers = range(run.toy.geometry.layers)
     new = [run.toy.qkv(layer, ids, run.store.total) for layer in layers]
-    with unwatched_room(run.store), Watch() as watch, run.store.step():
+    with unwatched_room(run.store), Watch() as watch, run.store.step(), run.store.layers():
         outputs = [run.store.attention(i, *new[i], run.toy.facts[i]) for i in layers]
     return watch.seen, outputs
 
@@ -65,7 +65,7 @@ def unwatched_room(store: Store) -> Iterator[None]:
 def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
     mode, params = ROWS[row]
     run, compact = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
-    run.store.recall.compact = False
+    run.store.verbs.compact = False
     for one in (run, compact):
         one.prefill(150)
         one.step()

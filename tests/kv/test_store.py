@@ -15,8 +15,8 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv import host as host_module
 from kvchat.kv import plan
 from kvchat.kv.pool import Slots
-from kvchat.kv.recall import Recall
 from kvchat.kv.store import Store
+from kvchat.kv.verbs import Verbs
 from kvchat.parameters import available_modes
 
 PLAIN = ("plain", "plain")
@@ -172,7 +172,7 @@ def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
 
 
 def fail_in_step(run: Run) -> None:
-    with run.store.step():
+    with run.store.step(), run.store.layers():
         for i in range(2):
             run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.facts[i])
         out_of_memory()
@@ -224,7 +224,7 @@ def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Slots, "grown", out_of_memory)
         for _ in range(2):
-            with pytest.raises(torch.OutOfMemoryError), run.store.step():
+            with pytest.raises(torch.OutOfMemoryError), run.store.step(), run.store.layers():
                 pass
     run.step(20)
     run.check()
@@ -245,7 +245,7 @@ def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(host_module.torch, "zeros", second_fails)
-        with pytest.raises(DoesNotFitError, match="no memory left"), run.store.step():
+        with pytest.raises(DoesNotFitError, match="no memory left"), run.store.step(), run.store.layers():
             pass
     run.step(20)
     run.check()
@@ -263,7 +263,7 @@ def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
     plain, run = (Run(toy(PLAIN, page=8, kv_heads=4), mode, **params) for _ in range(2))
     plain.prefill(150)
     expected = [plain.step() for _ in range(40)]
-    copy, dice = Recall._copy, torch.Generator().manual_seed(0)
+    copy, dice = Verbs._copy, torch.Generator().manual_seed(0)
 
     def shuffled(self, host, slots, source, v_source, target, v_target):
         order = torch.randperm(len(source), generator=dice)
@@ -271,7 +271,7 @@ def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
         for part in order.tensor_split(3):
             copy(self, host, slots, source[part], v_source, target[part], v_target)
 
-    monkeypatch.setattr(Recall, "_copy", shuffled)
+    monkeypatch.setattr(Verbs, "_copy", shuffled)
     run.prefill(150)
     moved = run.store.recall.moved_bytes()
     for step in expected:

@@ -1,8 +1,8 @@
 """What a mode is: the policy that decides which stored tokens attention reads and when they are fetched.
 
 A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode builds its slots from
-it. The base class keeps the sinks and the window; a mode says what lies between. Hooks run on every layer or step
-with tensors of fixed shape and never read anything back to the host.
+it. The base class keeps the sinks and the window; a mode says what lies between. ``begin_step``, ``before``, ``after``
+and ``end_step`` may become part of a CUDA graph: tensors of fixed shape, state changed in place, nothing read back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvchat.errors import UsageError
+from kvchat.kv.attend import Weights
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry, grown
 from kvchat.kv.heads import Calibration
@@ -99,16 +100,23 @@ class Mode:
             table[..., slots.slot_of(positions)] = positions.to(torch.int32)
         return table
 
+    def advance(self) -> None:
+        """A step begins: room for its token in what the mode keeps, and counters on the host. Not part of a graph."""
+
     def begin_step(self, position: Tensor) -> None:
         """Before the first layer: the new token gets its slots."""
         for slots in self.store.slots:
             slots.admit(position)
 
-    def before(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
-        """Before the layer's attention; ``query [H_q, d_k]`` of the new token."""
+    def before(self, layer: int, query: Tensor, key: Tensor, facts: LayerFacts) -> None:
+        """Before the layer's attention; ``query [H_q, d_k]`` and ``key [H, d_k]`` of the new token."""
 
-    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
-        """After the layer's attention, with its ``weights [H, G, n]`` (float32), one tensor for each of its slots."""
+    def weighs(self, layer: int) -> bool:
+        """Does ``after`` want the weights of the layer's attention?"""
+        return False
+
+    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
+        """After the layer's attention, with its weights over each of its slots."""
 
     def end_step(self, position: Tensor) -> None:
         """After the last layer."""
@@ -133,6 +141,10 @@ class Mode:
         """The parameters with what was chosen for ``auto``."""
         return self.parameters.model_dump()
 
+    def buffers(self) -> list[Tensor]:
+        """What the mode's part of a step reads or changes and keeps from step to step, beside the slots."""
+        return []
+
     def covers(self, tokens: int) -> bool:
         """Does a token decoded as number ``tokens`` of the store read everything before it?"""
         return True
@@ -142,9 +154,9 @@ class Mode:
         """Are positions limited by the model's context? A mode that re-aligns sinks goes on beyond it."""
         return True
 
-    def phase(self) -> int:
+    def phase(self) -> tuple[int, ...]:
         """Which of its kinds of step the next one is; steps of a kind run the same operations on the same shapes."""
-        return 0
+        return ()
 
     @property
     def uncalibrated(self) -> bool:

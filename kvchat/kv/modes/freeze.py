@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from kvchat.errors import UsageError
-from kvchat.kv.attend import attend
+from kvchat.kv.attend import Weights, attend
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits
@@ -137,7 +137,7 @@ class Freeze(Mode):
                 timers.wake(frozen & (timers.since[: len(frozen)] >= self.store.total - RECENT))
             else:
                 timers.wake(frozen)
-                timers.detections = torch.where(timers.detections > 0, timers.detections // 2, timers.detections)
+                timers.detections.copy_(torch.where(timers.detections > 0, timers.detections // 2, timers.detections))
                 timers.hold.fill_(RECENT)
             if self.rule.max_active is not None:
                 timers.limit(self.store.total, self.rule.max_active - 1, self.store.pinned)
@@ -157,7 +157,7 @@ class Freeze(Mode):
                 bias = torch.zeros(total, dtype=keys.dtype, device=store.device).masked_fill(closed, -torch.inf)
                 sinks = None if facts.sinks is None else facts.sinks.view(len(keys), -1)
                 weights = attend(query, keys, values, bias.view(1, 1, -1), facts, sinks)[1]
-                scores.add(weights, query, keys, facts, store.position - 1)
+                scores.add(Weights(weights), query, keys, facts, store.position - 1)
         timers.score[:total] = scores.mean()
         timers.wake(timers.score[:total] >= self.rule.tau)
 
@@ -195,25 +195,29 @@ class Freeze(Mode):
 
     # ---- a step
 
+    def advance(self) -> None:
+        self._known = self.store.total + 1
+        for timers in self.timers:
+            timers.reserve(self._known)
+
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
-        for timers in self.timers:
-            timers.reserve(self.store.total + 1)
         self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.store.slots]
 
-    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
+    def weighs(self, layer: int) -> bool:
+        return self.rule.score == "prob_rel"
+
+    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
         index = layer if self.rule.per_layer else 0
         keys = self.store.slots[index].keys(layer)
-        self._scores[index].add(
-            weights[0], query.view(len(keys), -1, query.shape[-1]), keys, facts, self.store.position
-        )
+        grouped = query.view(len(keys), -1, query.shape[-1])
+        self._scores[index].add(weights[0] if weights else None, grouped, keys, facts, self.store.position)
 
     def end_step(self, position: Tensor) -> None:
         for slots, timers, scores in zip(self.store.slots, self.timers, self._scores, strict=True):
             leaves = timers.observe(position, slots.table[0, 0], scores.mean(), self.store.pinned)
             slots.table.masked_fill_(leaves, EMPTY)
             self._thaw(slots, timers)
-        self._known = self.store.total + 1
 
     def _thaw(self, slots: Slots, timers: Timers) -> None:
         """The most urgent tokens return, as many as may move and have room."""
@@ -230,6 +234,10 @@ class Freeze(Mode):
         self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first
         self.store.recall.counters[1] += (active + taken.sum()) * layers * self.geometry.kv_heads
+
+    def buffers(self) -> list[Tensor]:
+        states = [[t.detections, t.timer, t.since, t.score, t.frozen, t.hold] for t in self.timers]
+        return [self.thawed, *(tensor for state in states for tensor in state)]
 
     # ---- what others read
 
@@ -284,17 +292,15 @@ class Scores:
         self._counted = (table >= rule.sink).float()
         self._number = self._counted.sum()
 
-    def add(self, weights: Tensor, query: Tensor, keys: Tensor, facts: LayerFacts, position: Tensor) -> None:
-        """One layer's ``weights [H, G, n]``, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``; the query's position."""
+    def add(self, weights: Weights | None, query: Tensor, keys: Tensor, facts: LayerFacts, position: Tensor) -> None:
+        """One layer's weights, which ``prob_rel`` needs, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``."""
         if self.kind == "always":
             return
         seen = None if facts.window is None else (self.table > position - facts.window).float()
         self.layers = self.layers + (1 if seen is None else seen)
-        if self.kind == "prob_rel":
+        if weights is not None:
             number = self._number if seen is None else (self._counted * seen).sum()
-            rows = weights.flatten(0, 1)
-            shares = (rows @ self._counted).clamp(min=torch.finfo(rows.dtype).tiny)
-            self.sum.addmv_(rows.t(), number / len(rows) / shares)
+            weights.add_shares(self.sum, self._counted, number)
         else:
             scale = facts.scaling if self.kind == "scaled" else 1.0
             products = torch.bmm(query, keys.transpose(1, 2)).float().abs().mean((0, 1)) * scale

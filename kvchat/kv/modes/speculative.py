@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.attend import Weights
 from kvchat.kv.digest import Digests
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
 from kvchat.kv.pool import Layout, Slots
-from kvchat.kv.select import page_scores, place, top_pages, turned
+from kvchat.kv.select import Candidates
 from kvchat.parameters import SpeculativeParameters
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ class Speculative(Mode):
     def device_bytes(self) -> int:
         return self.digests.nbytes
 
+    def buffers(self) -> list[Tensor]:
+        return [self.digests.data]
+
     @property
     def slots(self) -> Slots:
         """Those of the layers that retrieve."""
@@ -95,78 +99,79 @@ class Speculative(Mode):
         self.digests.catch_up(self.store.host)
         if not self.k:
             return
-        position = torch.tensor(self.store.total, device=self.store.device)
-        closed = self._closed(position)
+        position = self.store.position
+        candidates = self._candidates(position)
         for layer in range(self.first, self.geometry.layers):
-            self._recall(layer, self._choose(self._scores(layer, self.store.query[layer]), closed))
+            self._recall(layer, self.choose(layer, self._scores(layer, self.store.query[layer]), candidates))
         self._open(slice(None), position)
 
-    def begin_step(self, position: Tensor) -> None:
+    def advance(self) -> None:
         self.digests.reserve(self.store.total + 1)
         self.digests.tokens = self.store.total + 1
+
+    def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         self._page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
-        self._closed_now, self._closed_next = self._closed(position), self._closed(position + 1)
+        self._now, self._next = self._candidates(position), self._candidates(position + 1)
 
-    def before(self, layer: int, query: Tensor, facts: LayerFacts) -> None:
+    def before(self, layer: int, query: Tensor, key: Tensor, facts: LayerFacts) -> None:
         if layer < self.first:
             return
-        keys = self.store.new_keys
-        self.digests.add(layer, self._page, keys)
-        if not self.k:
-            return
-        self._score = self._scores(layer, query)
-        if self.parameters.tau > -1:
-            self._correct(layer, query)
+        self.store.verbs.widen(self.digests, layer, self._page, key)
+        if self.k:
+            self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
 
-    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
-            self._recall(layer, self._choose(self._score, self._closed_next))
+            with self.store.recall.aside(*([] if self._score is None else [self._score])):
+                scores = self._scores(layer, self.store.query[layer]) if self._score is None else self._score
+                self._recall(layer, self.choose(layer, scores, self._next))
 
     def end_step(self, position: Tensor) -> None:
         if self.k:
             self._open(slice(None), position + 1)
 
     def extras(self) -> dict[str, Any]:
-        return {"pages per head": self.k, "candidate pages": self._candidates(self.store.total + 1)}
+        return {"pages per head": self.k, "candidate pages": self._candidate_pages(self.store.total + 1)}
 
     def covers(self, tokens: int) -> bool:
-        return self._candidates(tokens) <= self.k
+        return self._candidate_pages(tokens) <= self.k
 
     def resolved(self) -> dict[str, Any]:
         return self.parameters.model_dump() | {"budget": self.budget, "sink": self.sink, "window": self.window}
 
-    def _correct(self, layer: int, query: Tensor) -> None:
-        """Recall now, for the heads whose query turned."""
-        flagged = turned(query, self.store.query[layer], self.geometry.kv_heads, self.parameters.tau)
+    def _scores(self, layer: int, query: Tensor) -> Tensor:
+        return self.store.verbs.page_scores(query, self.digests.of(layer), self.store.scaling(layer))
+
+    def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
+        """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
+        return self.store.verbs.choose(scores, candidates, self.slots.pages_of(layer), flagged)
+
+    def _correct(self, layer: int, query: Tensor) -> Tensor:
+        """Recall now, for the heads whose query turned; the pages' scores."""
+        verbs = self.store.verbs
+        flagged = verbs.turned(query, self.store.query[layer], self.parameters.tau)
         self.store.recall.counters[2] += flagged.sum()
-        chosen = self._choose(self._score, self._closed_now)
-        self._recall(layer, torch.where(flagged[:, None], chosen, self.slots.pages_of(layer)))
+        scores = self._scores(layer, query)
+        self._recall(layer, self.choose(layer, scores, self._now, flagged))
         index = layer - self.first
         self._open(slice(index, index + 1), self.store.position)
+        return scores
 
-    def _scores(self, layer: int, query: Tensor) -> Tensor:
-        return page_scores(query, self.digests.of(layer), self.store.scaling(layer))
-
-    def _choose(self, scores: Tensor, closed: Tensor) -> Tensor:
-        """The best pages but those ``closed``, ``[H, k]``."""
-        return top_pages(scores, closed, self.slots.layout.pages)
-
-    def _closed(self, position: Tensor) -> Tensor:
-        """The pages with no token between sinks and window at the step at ``position``, bool ``[page]``."""
+    def _candidates(self, position: Tensor) -> Candidates:
+        """The pages with a token between sinks and window at the step at ``position``."""
         p = self.geometry.page
-        pages = torch.arange(self.digests.pages, device=position.device)
-        return (pages < self.sink // p) | (pages * p > position - self.window)
+        last = torch.div(position - self.window, p, rounding_mode="floor")
+        return Candidates.between(self.sink // p, last, self.digests.pages)
 
-    def _recall(self, layer: int, wanted: Tensor) -> None:
-        resident = self.slots.pages_of(layer)
-        self.store.recall.pages(self.slots, layer, place(wanted, resident), resident)
+    def _recall(self, layer: int, placed: Tensor) -> None:
+        self.store.recall.pages(self.slots, layer, placed, self.slots.pages_of(layer))
 
     def _open(self, layers: slice, position: Tensor) -> None:
-        self.slots.open_pages(layers, self.sink, position - self.window)
+        self.store.verbs.open_pages(self.slots, layers, self.sink, position - self.window)
 
-    def _candidates(self, tokens: int) -> int:
+    def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""
         p = self.geometry.page
         return max(0, (tokens - 1 - self.window) // p - self.sink // p + 1)

@@ -81,17 +81,22 @@ class Streaming(Mode):
 
     def attach(self, store: Store) -> None:
         super().attach(store)
+        g = self.geometry
         self._rotated = self._rotated_layers(store.device)
+        self.kept_from = torch.zeros((), dtype=torch.int64, device=store.device)
+        # One row more than sinks: there the keys of all later tokens go.
+        self.sinks = torch.zeros((g.layers, g.kv_heads, self.sink + 1, g.d_k), dtype=g.dtype, device=store.device)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.kept_from, self.sinks]
 
     def fill(self, cached: int) -> None:
         length = torch.tensor(cached, device=self.store.device)
         recent = int(self._pruned(length)) - self.sink
         (slots,) = self.store.slots
         self.store.recall.tokens(slots, self.wanted(slots, max(recent, 0)))
-        self.kept_from = torch.tensor(max(self.sink, self.store.total - recent), device=self.store.device)
+        self.kept_from.fill_(max(self.sink, self.store.total - recent))
         g = self.geometry
-        # One row more than sinks: there the keys of all later tokens go.
-        self.sinks = slots.kv.new_zeros((g.layers, g.kv_heads, self.sink + 1, g.d_k))
         for layer in range(g.layers):
             stored = min(self.sink, self.store.total)
             self.sinks[layer, :, :stored] = self.store.host.dense(layer, stored)[0]
@@ -99,7 +104,7 @@ class Streaming(Mode):
 
     def end_step(self, position: Tensor) -> None:
         cached = self.sink + position + 1 - self.kept_from
-        self.kept_from = self.kept_from + cached - self._pruned(cached)
+        self.kept_from.add_(cached - self._pruned(cached))
         (slots,) = self.store.slots
         slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
         self._note_sink(slots, position)

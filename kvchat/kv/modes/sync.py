@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.attend import attend
+from kvchat.kv.attend import Weights, attend
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.heads import default_clusters, roles
@@ -139,6 +139,10 @@ class Sync(Mode):
             self.overlap = torch.zeros(2, dtype=torch.int64, device=store.device)
             follows = [[*r.follows] for r in self.roles]
             self._follows = torch.tensor(follows, device=store.device)
+            self.held = torch.full((self.geometry.layers, self.clusters, 0), EMPTY, device=store.device)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.held, self.overlap] if self.split else []
 
     # ---- a new turn
 
@@ -152,11 +156,12 @@ class Sync(Mode):
         self.t = 0
         self.static = min(self._static_share(), candidates)
         layers = self.geometry.layers
-        self.held = torch.full((layers, self.clusters, self._width(self._capacity)), EMPTY, device=store.device)
+        self._widen_held()
+        self.held.fill_(EMPTY)
         last = torch.tensor(store.total - self.window, device=store.device)
         if candidates:
             for layer in range(layers):
-                chosen = self._best(self._rank(layer, self._last_weights(layer), last), self._k - SINK)
+                chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), self._k - SINK)
                 self.held[layer, :, : chosen.shape[1]] = chosen
         self._load(rest, last)
         return None
@@ -189,20 +194,31 @@ class Sync(Mode):
 
     # ---- a step
 
-    def begin_step(self, position: Tensor) -> None:
-        super().begin_step(position)
+    def advance(self) -> None:
         if self.split:
             self.t += 1
-            grown = self._width(self._capacity) - self.held.shape[2]
-            if grown > 0:
-                self.held = torch.nn.functional.pad(self.held, (0, grown), value=EMPTY)
+            self.anticipations += any(self.anticipates(layer) for layer in range(self.geometry.layers))
+            self._widen_held()
 
-    def after(self, layer: int, query: Tensor, weights: list[Tensor], facts: LayerFacts) -> None:
-        if not self.split or not self.held.shape[2] or not self.anticipates(layer):
-            return
+    def _widen_held(self) -> None:
+        grown = self._width(self._capacity) - self.held.shape[2]
+        if grown > 0:
+            self.held = torch.nn.functional.pad(self.held, (0, grown), value=EMPTY)
+
+    def weighs(self, layer: int) -> bool:
+        return self.split and self.held.shape[2] > 0 and self.anticipates(layer)
+
+    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
         # This layer's attention of this step is done: what changes now acts from the next step on.
+        if weights:
+            best = weights[0].best()
+            with self.store.recall.aside(best):
+                self._anticipate(layer, best)
+
+    def _anticipate(self, layer: int, best: Tensor) -> None:
+        """Choose and fetch the dynamic tokens by ``best [N_r, n]``, the representatives' weights."""
         last = self.store.position + 1 - self.window
-        ranked = self._rank(layer, weights[0], last)
+        ranked = self._rank(layer, best, last)
         ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
         before = self.held[layer, :, self.static :]
         wanted = self._best(ranked, self._k - SINK - self.static)
@@ -213,31 +229,27 @@ class Sync(Mode):
         before.copy_(placed)
         self._open(self.store.slots[1], layer, last)
 
-    def end_step(self, position: Tensor) -> None:
-        if self.split:
-            self.anticipations += any(self.anticipates(layer) for layer in range(self.geometry.layers))
-
     def anticipates(self, layer: int) -> bool:
         """Does ``layer`` choose at the step being decoded? Counted from 1 since the mode filled its slots."""
         m = self.parameters.m
         return self.t % m == (layer % m if self.parameters.staggered else 0)
 
-    def phase(self) -> int:
+    def phase(self) -> tuple[int, ...]:
         if not self.split:
-            return 0
+            return ()
         after = (self.t + 1) % self.parameters.m
-        return after if self.parameters.staggered else int(after == 0)
+        return (after if self.parameters.staggered else int(after == 0)), self.static
 
     # ---- choosing
 
-    def _rank(self, layer: int, weights: Tensor, last: Tensor) -> Tensor:
-        """``weights [N_r, G, n]`` -> ``[N_r, n]``; -1 where a token is a sink, later than ``last`` or out of sight."""
+    def _rank(self, layer: int, best: Tensor, last: Tensor) -> Tensor:
+        """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
         facts = self.store.facts[layer]
-        tokens = torch.arange(weights.shape[2], device=weights.device)
+        tokens = torch.arange(best.shape[1], device=best.device)
         closed = (tokens < SINK) | (tokens > last)
         if facts is not None and facts.window is not None:
             closed |= tokens <= last + self.window - facts.window
-        return weights.amax(1).masked_fill(closed, -1.0)
+        return best.masked_fill(closed, -1.0)
 
     def _best(self, ranked: Tensor, k: int) -> Tensor:
         """The ``k`` highest of ``ranked [N_r, n]``, best first, EMPTY where there are fewer: ``[N_r, <= k]``."""

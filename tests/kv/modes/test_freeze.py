@@ -49,7 +49,7 @@ class Run:
 
     def step(self, n: int = 1) -> None:
         for _ in range(n):
-            with torch.inference_mode(), self.store.step():
+            with torch.inference_mode(), self.store.step(), self.store.layers():
                 self._forward(1)
 
     def truncate(self, n: int) -> None:
@@ -315,7 +315,7 @@ def test_an_aborted_step_changes_nothing():
     run.prefill(100)
     run.step(20)
     before = run.active()
-    with pytest.raises(ValueError, match="boom"), torch.inference_mode(), run.store.step():
+    with pytest.raises(ValueError, match="boom"), torch.inference_mode(), run.store.step(), run.store.layers():
         raise ValueError("boom")
     assert run.active() >= before
     run.check()
