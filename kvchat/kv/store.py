@@ -39,7 +39,7 @@ class Store:
         g = geometry
         self.geometry = g
         self.device = device
-        self.host = HostPool(g, device)
+        self.host = HostPool(g, device, mode.traits.context)
         self.verbs = verbs_for(g, self.host, device)
         self.recall = Recall(g, self.verbs, device)
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)

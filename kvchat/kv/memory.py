@@ -1,0 +1,90 @@
+"""Host memory that can still be had: what the system has left, within the limits of the container.
+
+Where memory is overcommitted nothing fails when it is asked for; the process is killed when it is touched. So it is
+read before it is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+# Left to the framework, kernels' workspaces and the screen: 6 % of what is free, at most this much.
+MARGIN = 768 * 2**20
+UNLIMITED = 2**60  # cgroup v1 writes "no limit" as the largest multiple of a page
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A container's memory limit and what counts against it now, in bytes; file cache it gives back is not counted."""
+
+    limit: int
+    used: int
+
+
+def usable(free: int) -> int:
+    """How many of ``free`` bytes may be taken."""
+    return free - min(MARGIN, free * 6 // 100)
+
+
+def host_free(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Bytes of host memory that can still be used, within the container's limit where there is one."""
+    free = _available(proc)
+    bound = container_limit(proc, cgroups)
+    return free if bound is None else max(0, min(free, bound.limit - bound.used))
+
+
+def container_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> Limit | None:
+    """The tightest memory limit over this process (cgroup v2 or v1), None where there is none or it cannot be read."""
+    limits = [limit for limit in map(_limit, _groups(proc, cgroups)) if limit]
+    return min(limits, key=lambda limit: limit.limit - limit.used, default=None)
+
+
+def _available(proc: Path) -> int:
+    """What the system can give without swapping: free pages and file cache."""
+    fields = _fields(proc / "meminfo")
+    if "MemAvailable" in fields:
+        return fields["MemAvailable"] * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Folders of the process' memory group and of all groups around it: each of them limits."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, _, entry = line.partition(":")
+        controllers, colon, path = entry.partition(":")
+        if not colon or controllers not in ("", "memory"):
+            continue
+        root = cgroups / controllers
+        # In a container the path may be the host's, of which only the root is seen.
+        inner = Path(path.lstrip("/"))
+        yield from (root / group for group in (inner, *inner.parents))
+
+
+def _limit(group: Path) -> Limit | None:
+    """The limit of one group; v2 and v1 name their files differently."""
+    for limit_file, used_file, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
+        if limit.isdigit() and used.isdigit() and int(limit) < UNLIMITED:
+            return Limit(int(limit), max(0, int(used) - _fields(group / "memory.stat").get(cache, 0)))
+    return None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """The numbers of a file of ``name number`` lines; none where it cannot be read."""
+    pairs = (line.replace(":", " ").split()[:2] for line in _text(file).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
