@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvchat.engine import seam
+from kvchat.engine.graph import Recorder, StepGraphs, recorder_for
 from kvchat.engine.load import LoadedModel
 from kvchat.engine.prompt import control_ids
 from kvchat.errors import DoesNotFitError, UsageError
@@ -21,10 +22,14 @@ from kvchat.kv.store import Store
 # often: on two cores 512 is within 3 % of the best for the bundled model.
 CHUNK = {"cpu": 512, "cuda": 4096}
 
+# Tokens that what grows makes room for at least. On a GPU each time costs a new graph.
+SPARE = {"cpu": 128, "cuda": 2048}
+
 
 def geometry_of(model: LoadedModel) -> Geometry:
     """The model's K/V geometry."""
-    return Geometry(model.layers, model.q_heads, model.kv_heads, model.d_k, model.d_v, model.dtype)
+    m = model
+    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, spare=SPARE[m.device.type])
 
 
 def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> ModelTraits:
@@ -35,12 +40,14 @@ def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> Mod
 class Decoder:
     """Runs a model's tokens through the store. ``ids`` are the tokens stored."""
 
-    def __init__(self, model: LoadedModel, mode: Mode) -> None:
+    def __init__(self, model: LoadedModel, mode: Mode, recorder: Recorder | None = None) -> None:
         self.model = model
         self._control = control_ids(model.tokenizer)
         self.chunk = CHUNK.get(model.device.type, CHUNK["cpu"])
         with torch.inference_mode():
             self.store = Store(geometry_of(model), model.device, mode)
+            self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self.graphs = StepGraphs(self.store, recorder or recorder_for(model.device))
 
     def prefill(self, ids: Sequence[int]) -> Generator[tuple[Sequence[int], Tensor | None]]:
         """Store ``ids`` chunk by chunk; yields each chunk when it is stored, with the last one the logits ``[vocab]``.
@@ -71,16 +78,9 @@ class Decoder:
             UsageError: the model has no such token.
         """
         self._check_tokens((token,))
-        with (
-            torch.inference_mode(),
-            self._explained("decoding"),
-            self.store.step(token in self._control),
-            self.store.layers(),
-        ):
-            ids = torch.tensor([token], device=self.model.device)
-            logits = seam.forward(self.model.model, ids, self.store.position.view(1), self.store, logits=True)
-        assert logits is not None
-        return logits
+        with torch.inference_mode(), self._explained("decoding"), self.store.step(token in self._control):
+            self._token.fill_(token)
+            return self.graphs.run(self._forward_token)
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         """On a GPU an id outside the vocabulary would end the process, not only the forward."""
@@ -88,6 +88,14 @@ class Decoder:
         unknown = next((token for token in ids if not 0 <= token < vocab), None)
         if unknown is not None:
             raise UsageError(f"There is no token {unknown}.", f"{self.model.name} has tokens 0 to {vocab - 1:,}.")
+
+    def _forward_token(self) -> Tensor:
+        """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
+        with self.store.layers():
+            position = self.store.position.view(1)
+            logits = seam.forward(self.model.model, self._token, position, self.store, logits=True)
+        assert logits is not None
+        return logits
 
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
         device = self.model.device

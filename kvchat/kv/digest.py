@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvchat.kv.geometry import Geometry, grown
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.host import HostPool
 
 
@@ -40,7 +40,7 @@ class Digests:
     def reserve(self, tokens: int) -> None:
         """Make room for the pages of ``tokens``; new ones are empty."""
         if self.geometry.pages(tokens) > self.pages:
-            pages = self.geometry.pages(grown(tokens))
+            pages = self.geometry.pages(self.geometry.grown(tokens))
             shape = (*self.data.shape[:2], pages - self.pages, self.data.shape[3])
             more = torch.full(shape, self._lowest, dtype=self.data.dtype, device=self.data.device)
             self.data = torch.cat((self.data, more), 2)

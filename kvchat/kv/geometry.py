@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 PAGE = 32
+SPARE = 128
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class Geometry:
     """What the KV manager knows of a model.
 
     ``d_k`` and ``d_v`` are the head sizes of keys and values; rows are stored ``d = max(d_k, d_v)`` wide, so that
-    K and V share one layout (they differ only in MLA models, whose expanded K/V is large anyway).
+    K and V share one layout (they differ only in MLA models, whose expanded K/V is large anyway). What grows makes room
+    for ``spare`` more tokens at least.
     """
 
     layers: int
@@ -24,6 +26,7 @@ class Geometry:
     d_v: int
     dtype: torch.dtype
     page: int = PAGE
+    spare: int = SPARE
 
     @property
     def group(self) -> int:
@@ -49,14 +52,18 @@ class Geometry:
         """Pages that hold ``tokens`` tokens."""
         return -(-tokens // self.page)
 
+    def grown(self, tokens: int) -> int:
+        """Capacity to reserve for a store of ``tokens`` that goes on growing."""
+        return grown(tokens, self.spare)
+
     def round_up(self, tokens: int) -> int:
         """``tokens`` rounded up to whole pages."""
         return self.pages(tokens) * self.page
 
 
-def grown(tokens: int) -> int:
+def grown(tokens: int, spare: int = SPARE) -> int:
     """Capacity to reserve for a store of ``tokens`` that goes on growing.
 
     A sixteenth ahead: full mode's attention reads the spare slots too, so more would cost every step.
     """
-    return tokens + max(128, tokens // 16)
+    return tokens + max(spare, tokens // 16)

@@ -89,6 +89,11 @@ class Slots:
         """Bytes allocated."""
         return self.kv.nbytes + self.table.nbytes + self.read.nbytes + self.pages.nbytes
 
+    def buffers(self) -> list[Tensor]:
+        """All tensors that last from step to step."""
+        constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
+        return [self.kv, self.table, self.read, self.pages, self.active, *constants]
+
     def heads_of(self, layer: int) -> Tensor:
         """The KV heads held, ``[H]`` int64."""
         return self._all if self.heads is None else self.heads[layer - self.layout.first]

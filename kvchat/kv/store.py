@@ -18,7 +18,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv import plan
 from kvchat.kv.attend import attend_prefill
 from kvchat.kv.facts import LayerFacts
-from kvchat.kv.geometry import Geometry, grown
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.host import HostPool
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.pool import Slots
@@ -126,7 +126,7 @@ class Store:
         Raises:
             DoesNotFitError: there is no room for its slots; the old mode goes on.
         """
-        plan.check(mode, grown(self.total), self.device, self.device_bytes)
+        plan.check(mode, self.geometry.grown(self.total), self.device, self.device_bytes)
         before, old = self.recall.moved_bytes(), self.mode
         try:
             self._enter(mode)
@@ -138,12 +138,12 @@ class Store:
     def price(self, mode: Mode) -> Price:
         """What entering ``mode`` would cost now."""
         try:
-            plan.check(mode, grown(self.total), self.device, self.device_bytes)
+            plan.check(mode, self.geometry.grown(self.total), self.device, self.device_bytes)
         except DoesNotFitError as error:
             return Price(mode.name, refusal=str(error))
         moved = mode.moved_bytes(self.total)
         rate = self.recall.filled_bytes / self.recall.filled_seconds if self.recall.filled_seconds else 0.0
-        return Price(mode.name, moved, mode.nbytes(grown(self.total)), moved / rate if rate else None)
+        return Price(mode.name, moved, mode.nbytes(self.geometry.grown(self.total)), moved / rate if rate else None)
 
     def truncate(self, tokens: int, cached: int | None = None) -> None:
         """Forget all but the first ``tokens``; ``cached`` as for ``settle``."""
@@ -187,6 +187,16 @@ class Store:
             return parts[0].flatten(0, 1)
         order = torch.cat([slots.heads_of(layer) for slots in self._places[layer]])
         return torch.empty_like(joined := torch.cat(parts)).index_copy_(0, order, joined).flatten(0, 1)
+
+    def phase(self) -> tuple[object, ...]:
+        """Of the step at hand: two steps of the same phase run the same operations on the same memory."""
+        return self.mode, *self.mode.phase(), *((t.data_ptr(), t.shape) for t in self.buffers())
+
+    def buffers(self) -> list[Tensor]:
+        """All that a step reads or changes and that lasts from step to step; the host pool beside it."""
+        slots = [tensor for slots in self.slots for tensor in slots.buffers()]
+        pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
+        return [self.query, self.position, self.pinned, self.recall.counters, *slots, *pool, *self.mode.buffers()]
 
     # ---- what others read
 
@@ -270,7 +280,7 @@ class Store:
         self.slots.clear()
         self.mode = mode
         self.recall.step_seconds.clear()
-        self._capacity = grown(self.total)
+        self._capacity = self.geometry.grown(self.total)
         self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(self._capacity)]
         self._place()
         mode.attach(self)
@@ -280,7 +290,7 @@ class Store:
         """Grow the host pool, and slots that hold everything or no longer suit the mode; between steps only."""
         self._reserve(tokens)
         if tokens > self._capacity:
-            self.refit(grown(tokens))
+            self.refit(self.geometry.grown(tokens))
         elif self.mode.outgrown():
             self.refit()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvchat.kv.geometry import grown
+from kvchat.kv.geometry import SPARE, grown
 from kvchat.kv.pool import EMPTY
 from kvchat.parameters import FreezeParameters
 
@@ -42,12 +42,13 @@ class Timers:
     score: Tensor
     frozen: Tensor
 
-    def __init__(self, rule: FreezeParameters, device: torch.device) -> None:
+    def __init__(self, rule: FreezeParameters, device: torch.device, spare: int = SPARE) -> None:
         self.rule = rule
         self.device = device
+        self.spare = spare
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
         self.capacity = 0
-        self._allocate(grown(0))
+        self._allocate(grown(0, spare))
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +58,7 @@ class Timers:
     def reserve(self, tokens: int) -> None:
         """Make room for the state of ``tokens``."""
         if tokens > self.capacity:
-            self._allocate(grown(tokens))
+            self._allocate(grown(tokens, self.spare))
 
     def truncate(self, tokens: int) -> None:
         """Forget the tokens from position ``tokens`` on; those in the window before it are active."""

@@ -29,12 +29,12 @@ PROMPTS = [
 ]
 
 
-def loaded(name: str) -> LoadedModel:
+def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A tiny random model as ``load_model`` would give it."""
-    model = tiny.fresh(name)
+    model = tiny.fresh(name).to(device, dtype)
     seen = probe(model)
     sizes = (len(seen.facts), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
-    fixed = ("tiny", "0", torch.device("cpu"), torch.float32, tiny.CONTEXT, tiny.VOCAB, frozenset({2}))
+    fixed = ("tiny", "0", torch.device(device), dtype, tiny.CONTEXT, tiny.VOCAB, frozenset({2}))
     without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
     return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0)
 

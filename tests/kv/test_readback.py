@@ -71,8 +71,8 @@ def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
         one.step()
     shapes, slots = {}, run.store.slots[0].n
     for i in range(40):
-        phase = run.store.mode.phase()
         ops, outputs = watched(run, [300 + i])
+        phase = run.store.mode.phase()
         compact.fresh = 300 + i
         for one, other in zip(outputs, compact.step(), strict=True):
             assert torch.equal(one[:, 0], other)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvchat.errors import UsageError
 from kvchat.kv.attend import Weights
 from kvchat.kv.facts import LayerFacts
-from kvchat.kv.geometry import Geometry, grown
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.heads import Calibration
 from kvchat.kv.pool import EMPTY, Layout, Slots
 from kvchat.kv.recovery import Level
@@ -73,7 +73,7 @@ class Mode:
         g = self.geometry
         slots = sum(
             (layout.last - layout.first) * layout.width(g) * min(tokens, layout.slots(g.page))
-            for layout in self.layouts(grown(tokens))
+            for layout in self.layouts(g.grown(tokens))
         )
         return slots * 2 * g.row_bytes
 
@@ -155,7 +155,7 @@ class Mode:
         return True
 
     def phase(self) -> tuple[int, ...]:
-        """Which of its kinds of step the next one is; steps of a kind run the same operations on the same shapes."""
+        """Which of its kinds of step the one at hand is; steps of a kind run the same operations on the same shapes."""
         return ()
 
     @property

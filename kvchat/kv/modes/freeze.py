@@ -103,7 +103,7 @@ class Freeze(Mode):
         super().attach(store)
         # When a switch to another mode fails this one is entered again, and goes on.
         if not self.timers:
-            self.timers = [Timers(self.rule, store.device) for _ in store.slots]
+            self.timers = [Timers(self.rule, store.device, self.geometry.spare) for _ in store.slots]
             self.thawed = torch.zeros((), dtype=torch.int64, device=store.device)
             self._seen = (0, store.steps)
 

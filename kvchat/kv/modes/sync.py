@@ -237,8 +237,8 @@ class Sync(Mode):
     def phase(self) -> tuple[int, ...]:
         if not self.split:
             return ()
-        after = (self.t + 1) % self.parameters.m
-        return (after if self.parameters.staggered else int(after == 0)), self.static
+        since = self.t % self.parameters.m
+        return (since if self.parameters.staggered else int(since == 0)), self.static
 
     # ---- choosing
 

@@ -1,0 +1,101 @@
+"""A decode step as one CUDA graph: everything between the token that goes in and the logits that come out.
+
+The first step of a kind runs eagerly, which is the warm-up a capture needs; being a step like any other it leaves no
+trace. The second is captured, and from then on replayed: the processor launches one graph a token. A kind is what
+``Store.phase`` tells apart: the mode, which of its steps it is, and where its tensors lie; when a store grew, or
+another mode was entered, the next two steps begin anew. What cannot be captured runs eagerly, and ``refusal`` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.store import Store
+
+Replay = Callable[[], None]
+
+# Kinds of step kept of one mode: sync has as many as it has phases; more come and go as a conversation grows.
+MOST = 16
+
+
+class Recorder(Protocol):
+    """Makes a graph of what a function launches."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Record ``run`` without carrying it out; what replays it, and the tensor where its result will lie."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs; they share one memory pool, because only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        return graph.replay, result
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records steps on ``device``; None where there are no graphs."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+class StepGraphs:
+    """Runs the steps of a store, by graphs where there is a recorder; ``refusal`` says why this mode has none."""
+
+    def __init__(self, store: Store, recorder: Recorder | None) -> None:
+        self.refusal = ""
+        self._store = store
+        self._recorder = recorder
+        self._mode = store.mode
+        self._recorded: dict[tuple[object, ...], tuple[Replay, Tensor]] = {}
+        self._warm: set[tuple[object, ...]] = set()
+
+    @property
+    def prepares(self) -> bool:
+        """Are the next steps slow, because the mode's first ones warm up and are recorded?"""
+        return self._usable() and not self._recorded
+
+    def run(self, step: Callable[[], Tensor]) -> Tensor:
+        """The result of ``step``, which the caller may keep."""
+        if not self._usable():
+            return step()
+        kind = self._store.phase()
+        if kind not in self._recorded and (kind not in self._warm or not self._record(kind, step)):
+            self._warm.add(kind)
+            return step()
+        replay, result = self._recorded[kind]
+        replay()
+        return result.clone()
+
+    def _usable(self) -> bool:
+        if self._store.mode is not self._mode:
+            self._forget()
+        return self._recorder is not None and not self.refusal
+
+    def _record(self, kind: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
+        assert self._recorder is not None
+        if len(self._recorded) >= MOST:
+            self._recorded.clear()
+        try:
+            self._recorded[kind] = self._recorder(step)
+        except RuntimeError as error:
+            # The step was not carried out; it is now, eagerly, and raises by itself if it cannot be.
+            self.refusal = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return not self.refusal
+
+    def _forget(self) -> None:
+        """Graphs hold addresses of memory that a mode gave back when it was left."""
+        self._mode = self._store.mode
+        self.refusal = ""
+        self._recorded.clear()
+        self._warm.clear()

@@ -1,0 +1,178 @@
+"""Steps by graph are steps run eagerly, bitwise, whatever happens between them. Graphs are tapes on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.tape import TapeRecorder
+from engine.test_decode import loaded, prefilled, token_ids
+from kv.reference import calibration
+
+from kvchat.engine import graph
+from kvchat.engine.decode import Decoder, geometry_of, traits_of
+from kvchat.engine.graph import StepGraphs
+from kvchat.engine.load import LoadedModel
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+from kvchat.parameters import parse
+
+PARAMS = {
+    "full": ("full", {}),
+    "streaming": ("streaming", {"budget": 64, "R": 8, "sigma": 6, "delta": 5}),
+    "speculative": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": 0.7}),
+    "speculative-reuse": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": -2.0}),
+    "freeze": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "k": 1.0, "recovery": False}),
+    "freeze-layers": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "per_layer": True, "recovery": False}),
+    "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
+    "sync-staggered": ("sync", {"budget": 80, "window": 16, "m": 4, "staggered": True}),
+}
+
+
+def mode_of(model: LoadedModel, row: str) -> Mode:
+    name, params = PARAMS[row]
+    geometry = geometry_of(model)
+    return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))
+
+
+def pair(model: LoadedModel, row: str) -> tuple[Decoder, Decoder, TapeRecorder]:
+    """The same twice: by graph and eagerly."""
+    recorder = TapeRecorder(lambda: one.store.buffers())
+    one, other = Decoder(model, mode_of(model, row), recorder), Decoder(model, mode_of(model, row))
+    for each in (one, other):
+        # What moves is not picked out, as on a GPU.
+        each.store.verbs.compact = False
+    return one, other, recorder
+
+
+def same_steps(one: Decoder, other: Decoder, ids: list[int]) -> None:
+    for i, token in enumerate(ids):
+        assert torch.equal(one.step(token), other.step(token)), f"step {i}"
+    for layer in range(one.store.geometry.layers):
+        assert torch.equal(one.store.attended(layer), other.store.attended(layer))
+        stored = [each.store.host.dense(layer, each.store.total) for each in (one, other)]
+        assert all(torch.equal(mine, its) for mine, its in zip(*stored, strict=True))
+    assert one.store.recall.counters.tolist() == other.store.recall.counters.tolist()
+    assert one.store.active_sum() == other.store.active_sum()
+    one.store.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), ("gpt_oss", "speculative")])
+def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
+    model, ids = loaded(name), token_ids(400)
+    one, other, recorder = pair(model, row)
+    for each in (one, other):
+        prefilled(each, ids[:100])
+    same_steps(one, other, ids[100:150])
+    played = recorder.played
+    assert played > 30
+    with torch.inference_mode():
+        one.store.truncate(135)
+        other.store.truncate(135)
+    same_steps(one, other, ids[180:190])
+    for each in (one, other):
+        prefilled(each, ids[200:240])
+    same_steps(one, other, ids[240:290])
+    assert recorder.played > played + 35
+    assert not one.graphs.refusal
+
+
+def test_growing_makes_new_graphs():
+    one, other, recorder = pair(loaded("llama"), "full")
+    for each in (one, other):
+        prefilled(each, token_ids(20))
+    same_steps(one, other, token_ids(300, seed=1))
+    assert 2 <= recorder.recorded <= 4
+    assert recorder.played >= 290
+
+
+def test_entering_a_mode_makes_new_graphs():
+    model = loaded("llama")
+    one, other, recorder = pair(model, "full")
+    for each in (one, other):
+        prefilled(each, token_ids(120))
+    for row in ("speculative", "freeze", "full", "streaming", "sync", "speculative"):
+        recorded = recorder.recorded
+        with torch.inference_mode():
+            for each in (one, other):
+                each.store.switch(mode_of(model, row))
+        assert one.graphs.prepares
+        same_steps(one, other, token_ids(20, seed=recorded))
+        assert recorder.recorded > recorded
+        assert not one.graphs.prepares
+
+
+def test_each_kind_of_a_modes_steps_has_its_graph():
+    one, other, recorder = pair(loaded("llama"), "sync-staggered")
+    for each in (one, other):
+        prefilled(each, token_ids(100))
+    same_steps(one, other, token_ids(16, seed=1))
+    assert recorder.recorded == 4
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
+    one, other, recorder = pair(loaded("llama"), "full")
+    for each in (one, other):
+        prefilled(each, token_ids(50))
+    # As a mixture of experts asks which of its experts have work.
+    layer = one.model.model.model.layers[2]
+    hook = layer.register_forward_hook(lambda *_: [torch.ones(3).nonzero(), None][1])
+    try:
+        same_steps(one, other, token_ids(10, seed=1))
+    finally:
+        hook.remove()
+    assert (recorder.recorded, recorder.played) == (0, 0)
+    assert "not permitted when stream is capturing: nonzero" in one.graphs.refusal
+
+
+def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
+    one, other, _ = pair(loaded("llama"), "streaming")
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+    same_steps(one, other, token_ids(10, seed=1))
+    replay = one.graphs._recorded
+    kind, (play, result) = next(iter(replay.items()))
+
+    def fails() -> None:
+        play()
+        raise RuntimeError("CUDA error")
+
+    replay[kind] = fails, result
+    total = one.store.total
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        one.step(5)
+    assert one.store.total == total
+    replay[kind] = play, result
+    for token in token_ids(10, seed=2):
+        assert torch.equal(one.step(token), other.step(token))
+
+
+def test_the_number_of_graphs_is_bounded(monkeypatch):
+    monkeypatch.setattr(graph, "MOST", 3)
+    one, other, recorder = pair(loaded("llama"), "sync-staggered")
+    for each in (one, other):
+        prefilled(each, token_ids(60))
+    same_steps(one, other, token_ids(20, seed=1))
+    assert recorder.recorded > len(one.graphs._recorded)
+    assert len(one.graphs._recorded) <= 3
+
+
+def test_a_result_is_the_callers():
+    one, _, _ = pair(loaded("llama"), "full")
+    prefilled(one, token_ids(30))
+    steps = [one.step(token) for token in token_ids(6, seed=1)]
+    copies = [step.clone() for step in steps]
+    one.step(3)
+    assert all(torch.equal(step, copy) for step, copy in zip(steps, copies, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("row", PARAMS)
+def test_a_cuda_graph_is_the_eager_step(row):
+    model = loaded("llama", "cuda", torch.bfloat16)
+    one, other = Decoder(model, mode_of(model, row)), Decoder(model, mode_of(model, row))
+    other.graphs = StepGraphs(other.store, None)
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+    same_steps(one, other, token_ids(300, seed=1))
+    assert not one.graphs.refusal
+    assert not one.graphs.prepares
