@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import weakref
 from typing import Any, Protocol
@@ -109,6 +110,7 @@ class Region:
         with torch.inference_mode(False):  # written to in and out of it
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self.committed = 0
+        self._starts: list[int] = []
         self._mapped = mapped
         self._registered: list[tuple[Registrar, int]] = []
         # The mapping as an argument lives until the call is over. At exit the driver gives back everything by itself.
@@ -122,9 +124,15 @@ class Region:
     def commit(self, size: int) -> tuple[int, int]:
         """Take memory for the first ``size`` bytes (whole system pages); the new segment: its address and size."""
         first, self.committed = self.committed, size
+        self._starts.append(first)
         # A write to each system page is what makes it memory; the kernel has cleared it.
         self.bytes[first : self.committed : mmap.PAGESIZE].zero_()
         return self.bytes.data_ptr() + first, self.committed - first
+
+    def pieces(self, low: int, high: int) -> list[Tensor]:
+        """Bytes ``low`` to ``high``, cut where a segment begins."""
+        cuts = [low, *(start for start in self._starts if low < start < high), high]
+        return [self.bytes[a:b] for a, b in itertools.pairwise(cuts)]
 
     def register(self, registrar: Registrar, segment: tuple[int, int]) -> None:
         """Pin a segment that was committed.
@@ -242,6 +250,10 @@ class HostPool:
     def blocks(self, layer: int) -> Tensor:
         """The layer's address space, one row per (page, head, K or V): ``[page * H * 2, p * d]``."""
         return self._tables[layer].view(-1, self.geometry.page * self.geometry.d)
+
+    def pieces(self, layer: int, first: int, last: int) -> list[Tensor]:
+        """Pages ``first`` up to ``last`` in host memory, uint8, cut where a ``cudaMemcpy`` may not go across."""
+        return self._regions[layer].pieces(first * self._page_bytes, last * self._page_bytes)
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
         """Rows of K of tokens ``positions`` and KV ``heads`` (broadcast, int64); V lies ``page`` rows further."""

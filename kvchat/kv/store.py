@@ -22,6 +22,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.host import HostPool
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.pool import Slots
+from kvchat.kv.prefill import Prefill, prefill_over
 from kvchat.kv.recall import Recall
 from kvchat.kv.verbs import verbs_for
 from kvchat.protocol import Price
@@ -49,7 +50,7 @@ class Store:
         self.slots: list[Slots] = []
         self.steps = 0
         self._active_before = 0
-        self._prefilling: int | None = None
+        self._prefill: Prefill | None = None
         self._decoded_last = False
         self.mode = mode
         self._enter(mode)
@@ -69,11 +70,12 @@ class Store:
             DoesNotFitError: the host has no memory for them. If the forward raises, nothing new is stored.
         """
         self._reserve(self.total + tokens)
-        self._prefilling = self.total
+        self._prefill = prefill = prefill_over(self.host, tokens)
         try:
             yield
         finally:
-            self._prefilling = None
+            self._prefill = None
+            prefill.close()
         if pinned:
             self.pinned[self.total + torch.tensor(pinned, device=self.device)] = True
         self.host.total += tokens
@@ -159,17 +161,17 @@ class Store:
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
         self.facts[layer] = facts
-        if self._prefilling is not None:
-            return self._attend_prefill(layer, query, key, value, facts, self._prefilling)
+        if self._prefill is not None:
+            return self._attend_prefill(self._prefill, layer, query, key, value, facts)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], facts).unsqueeze(1)
 
     def _attend_prefill(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts, start: int
+        self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts
     ) -> Tensor:
-        self.host.append(layer, start, key, value)
         self.query[layer].copy_(query[:, -1])
-        keys, values = self.host.dense(layer, start + key.shape[1])
-        return attend_prefill(query, keys, values, start, facts)
+        keys, values = prefill.extended(layer, key, value)
+        self.mode.prefilled(layer, self.total, keys)
+        return attend_prefill(query, keys, values, self.total, facts)
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
         places = self._places[layer]

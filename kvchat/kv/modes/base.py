@@ -90,6 +90,9 @@ class Mode:
             # One less than the window: the next token takes the slot of the oldest.
             self.store.recall.tokens(slots, self.wanted(slots, slots.layout.window - 1))
 
+    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+        """A prefill brings the layer's tokens from ``start`` on; ``keys [H, n, d_k]`` of all tokens, on the device."""
+
     def wanted(self, slots: Slots, recent: int) -> Tensor:
         """The table that holds the sinks and the last ``recent`` tokens before the next one."""
         total, sink = self.store.total, slots.layout.sink

@@ -94,6 +94,10 @@ class Speculative(Mode):
         super().attach(store)
         self.digests = Digests(self.geometry, store.device, self.first)
 
+    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+        if layer >= self.first:
+            self.digests.renew(layer, start, keys)
+
     def fill(self, cached: int) -> None:
         super().fill(cached)
         self.digests.catch_up(self.store.host)
