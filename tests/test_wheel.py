@@ -14,7 +14,7 @@ import pytest
 from kvchat import paths
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".typed"}
+SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".txt", ".typed"}
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +36,30 @@ def passkey_command(
 
     contenders = mode or passkey.STANDARD
     result = passkey.run(contenders, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=_report)
+    _print(result, as_json)
+
+
+@app.command("perplexity")
+def perplexity_command(
+    mode: Annotated[
+        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a contender; repeatable")
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=16, help="decoded tokens of a passage")] = 1000,
+    passages: Annotated[int | None, typer.Option(min=1, help="passages at most (default: all)")] = None,
+    model: Model = "bundled",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Perplexity of book text, active tokens and time, mode against full."""
+    from kvchat.bench import perplexity
+
+    contenders = mode or perplexity.STANDARD
+    result = perplexity.run(
+        contenders, texts=text or (), model=model, device=device, tokens=tokens, limit=passages, report=_report
+    )
     _print(result, as_json)
 
 

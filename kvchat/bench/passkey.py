@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import kvchat
+from kvchat.bench.contender import enter
 from kvchat.bench.environment import fingerprint
 from kvchat.engine.filler import sentences
 from kvchat.engine.session import Session
-from kvchat.parameters import PARAMETERS
-from kvchat.protocol import Finished, Params, Sampling, Turn
+from kvchat.protocol import Finished, Sampling, Turn
 
 PASSAGES = 8
 ANSWER_TOKENS = 24
@@ -91,7 +91,7 @@ def run(
     prompt_tokens = 0
     for done, case in enumerate(cases(seed, n, tokens, session.model.tokenizer), 1):
         for row in rows:
-            _enter(session, row.mode)
+            enter(session, row.mode)
             prompt_tokens += _answer(session, case, row)
         report(f"{done} of {n}: " + ", ".join(str(row.right) for row in rows))
     for row in rows:
@@ -115,16 +115,6 @@ def _answer(session: Session, case: Case, row: Row) -> int:
     row.active_tokens += finished.stats.active_tokens or 0
     row.kv_device_bytes = finished.stats.kv_device_bytes
     return finished.stats.prompt_tokens
-
-
-def _enter(session: Session, contender: str) -> None:
-    mode, _, pairs = contender.partition(":")
-    params: Params = dict(pair.split("=") for pair in pairs.split(",") if pair)
-    # What an earlier contender was given would stay, were it not said anew.
-    defaults = (
-        {name: field.default for name, field in PARAMETERS[mode].model_fields.items()} if mode in PARAMETERS else {}
-    )
-    session.switch(mode, **{**defaults, **params})
 
 
 def _passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:
