@@ -235,7 +235,7 @@ class HostPool:
         """Forget all but the first ``tokens``; memory is kept for what comes next."""
         self.total = min(self.total, tokens)
 
-    # ---- views: of ``device`` where pinned, else of the CPU
+    # ---- views: of ``device`` where pinned, else of the CPU; ``gather`` and ``scatter`` take both
 
     @property
     def layers(self) -> list[Tensor]:
@@ -261,28 +261,14 @@ class HostPool:
         page = torch.div(positions, g.page, rounding_mode="floor")
         return (page * g.kv_heads + heads) * (2 * g.page) + positions % g.page
 
-    # ---- reading and writing, pinned or not; indices and rows are tensors of ``device``
-
-    def gather_rows(self, layer: int, index: Tensor) -> Tensor:
-        """``rows`` at ``index [m]`` (int64) -> ``[m, d]``."""
-        return self._gather(self.rows(layer), index)
-
-    def gather_blocks(self, layer: int, index: Tensor) -> Tensor:
-        """``blocks`` at ``index [m]`` (int64) -> ``[m, p * d]``."""
-        return self._gather(self.blocks(layer), index)
-
-    def scatter_rows(self, layer: int, index: Tensor, rows: Tensor) -> None:
-        """Write ``rows [m, n]``, n <= d, to ``rows`` at ``index [m]`` (int64)."""
-        table = self.rows(layer)[:, : rows.shape[1]]
-        table.index_copy_(0, index.to(table.device), rows.to(table.device))
-
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Write ``k [H, n, d_k]`` and ``v [H, n, d_v]`` of the tokens from position ``start`` on."""
         positions = torch.arange(start, start + k.shape[1], device=self.device)
         heads = torch.arange(self.geometry.kv_heads, device=self.device)
         index = self.row_index(positions[None], heads[:, None]).flatten()
-        self.scatter_rows(layer, index, k.flatten(0, 1))
-        self.scatter_rows(layer, index + self.geometry.page, v.flatten(0, 1))
+        rows = self.rows(layer)
+        scatter(rows[:, : k.shape[2]], index, k.flatten(0, 1))
+        scatter(rows[:, : v.shape[2]], index + self.geometry.page, v.flatten(0, 1))
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
         """Keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of tokens from ``page`` up to ``tokens``, on the device."""
@@ -292,9 +278,6 @@ class HostPool:
         return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
 
     # ---- inside
-
-    def _gather(self, table: Tensor, index: Tensor) -> Tensor:
-        return table.index_select(0, index.to(table.device)).to(self.device)
 
     def _bytes(self, tokens: int) -> int:
         """Bytes of one layer for ``tokens``, in whole system pages."""
@@ -378,6 +361,16 @@ class HostPool:
             f"K/V of {tokens:,} tokens take {_gib(size * self.geometry.layers)}; {reason}",
             "Shorten the conversation or free memory; what is stored is kept.",
         )
+
+
+def gather(view: Tensor, index: Tensor) -> Tensor:
+    """Rows of a pool's view at ``index [m]`` (int64), on the device of ``index``."""
+    return view.index_select(0, index.to(view.device)).to(index.device)
+
+
+def scatter(view: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Write ``rows`` to a pool's view at ``index [m]`` (int64)."""
+    view.index_copy_(0, index.to(view.device), rows.to(view.device))
 
 
 class _CudaArray:

@@ -17,7 +17,7 @@ from kvchat.kv.attend import Weights, attend
 from kvchat.kv.digest import Digests
 from kvchat.kv.facts import LayerFacts
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.host import HostPool
+from kvchat.kv.host import HostPool, gather, scatter
 from kvchat.kv.pool import Slots
 from kvchat.kv.select import Candidates, page_scores, place, top_pages, turned
 
@@ -44,7 +44,7 @@ class Verbs:
     def append(self, places: Sequence[Slots], layer: int, key: Tensor, value: Tensor) -> None:
         """Write the new token's ``key [H, d_k]`` and ``value [H, d_v]`` to its slots and through to the host pool."""
         kv = self._packed(key, value)
-        self.host.rows(layer).index_copy_(0, self._host_rows, kv.flatten(0, 1))
+        scatter(self.host.rows(layer), self._host_rows, kv.flatten(0, 1))
         for slots in places:
             slots.write(layer, kv)
 
@@ -164,17 +164,17 @@ class Verbs:
 
         Without picking them out, rows that do not change get once more what they hold.
         """
-        if self.compact:
+        if self.compact or not self.host.pinned:
             self._copy(host, slots, source[changed], v_source, target[changed], v_target)
             return
         both = torch.cat((target.flatten(), target.flatten() + v_target))
-        fresh = host.index_select(0, torch.cat((source.flatten(), source.flatten() + v_source)))
+        fresh = gather(host, torch.cat((source.flatten(), source.flatten() + v_source)))
         held = slots.index_select(0, both)
         slots.index_copy_(0, both, torch.where(changed.flatten().repeat(2)[:, None], fresh, held))
 
     def _copy(self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int) -> None:
         both = torch.cat((source, source + v_source))
-        slots.index_copy_(0, torch.cat((target, target + v_target)), host.index_select(0, both))
+        slots.index_copy_(0, torch.cat((target, target + v_target)), gather(host, both))
 
     def _packed(self, key: Tensor, value: Tensor) -> Tensor:
         """K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2, H, d]``."""
@@ -186,8 +186,8 @@ class Verbs:
 
 
 def verbs_for(geometry: Geometry, host: HostPool, device: torch.device) -> Verbs:
-    """The verbs for a device: Triton's where it runs, else stock torch operations."""
-    if device.type == "cuda" and triton_refusal(geometry) is None:
+    """The verbs for a device: Triton's where it runs, else stock torch operations; only those take a pageable pool."""
+    if device.type == "cuda" and host.pinned and triton_refusal(geometry) is None:
         from kvchat.kv.kernels import TritonVerbs
 
         return TritonVerbs(geometry, host, device)

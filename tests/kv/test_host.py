@@ -19,7 +19,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv import host as host_module
 from kvchat.kv import memory
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.host import CudaRegistrar, HostPool, Region, Registrar
+from kvchat.kv.host import CudaRegistrar, HostPool, Region, Registrar, gather, scatter
 
 CPU = torch.device("cpu")
 GiB = 2**30
@@ -322,11 +322,11 @@ def test_gathering_and_scattering_are_the_views():
     pool = pool_of(500)
     written = filled(pool, 60)[1]
     index = pool.row_index(torch.tensor([3, 40]), torch.tensor([1, 0]))
-    assert torch.equal(pool.gather_rows(1, index), torch.stack((written[0][1, 3], written[0][0, 40])))
-    assert torch.equal(pool.gather_rows(1, index + 8), torch.stack((written[1][1, 3], written[1][0, 40])))
-    block = pool.gather_blocks(1, torch.tensor([2 * (4 * 2 + 1)]))  # page 4, head 1, K
+    assert torch.equal(gather(pool.rows(1), index), torch.stack((written[0][1, 3], written[0][0, 40])))
+    assert torch.equal(gather(pool.rows(1), index + 8), torch.stack((written[1][1, 3], written[1][0, 40])))
+    block = gather(pool.blocks(1), torch.tensor([2 * (4 * 2 + 1)]))  # page 4, head 1, K
     assert torch.equal(block.view(8, 16), written[0][1, 32:40])
-    pool.scatter_rows(1, index, torch.ones(2, 16))
+    scatter(pool.rows(1), index, torch.ones(2, 16))
     assert pool.rows(1)[index].eq(1).all()
 
 
@@ -420,10 +420,11 @@ def test_a_pageable_pool_reads_and_writes_the_same(cuda):
     index = pinned.row_index(torch.arange(0, 700, 7, device=cuda), torch.tensor(1, device=cuda))
     for layer in range(2):
         assert all(torch.equal(a, b) for a, b in zip(pinned.dense(layer, 700), pageable.dense(layer, 700), strict=True))
-        gathered = pageable.gather_rows(layer, index)
+        gathered = gather(pageable.rows(layer), index)
         assert gathered.device == cuda
-        assert torch.equal(pinned.gather_rows(layer, index), gathered)
-        assert torch.equal(pinned.gather_blocks(layer, index[:5]), pageable.gather_blocks(layer, index[:5]))
+        assert torch.equal(gather(pinned.rows(layer), index), gathered)
+        first = index[:5]
+        assert torch.equal(gather(pinned.blocks(layer), first), gather(pageable.blocks(layer), first))
 
 
 @pytest.mark.cuda
