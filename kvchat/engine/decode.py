@@ -12,15 +12,17 @@ from kvchat.engine import seam
 from kvchat.engine.graph import Recorder, StepGraphs, recorder_for
 from kvchat.engine.load import LoadedModel
 from kvchat.engine.prompt import control_ids
+from kvchat.engine.workspace import bytes_per_token
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv import plan
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.heads import Calibration
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.store import Store
 
-# Tokens of one prefill forward. Smaller ones stop sooner and need less workspace, larger ones read the stored K/V less
-# often: on two cores 512 is within 3 % of the best for the bundled model.
-CHUNK = {"cpu": 512, "cuda": 4096}
+# Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
+# K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
+CHUNK = 512
 
 # Tokens that what grows makes room for at least. On a GPU each time costs a new graph.
 SPARE = {"cpu": 128, "cuda": 2048}
@@ -38,12 +40,19 @@ def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> Mod
 
 
 class Decoder:
-    """Runs a model's tokens through the store. ``ids`` are the tokens stored."""
+    """Runs a model's tokens through the store.
+
+    ``chunk`` is the number of tokens of one prefill forward, None where the plan chooses by what memory is free;
+    when it runs out all the same, fewer are tried, down to ``least``.
+    """
+
+    least = plan.CHUNKS[0]
 
     def __init__(self, model: LoadedModel, mode: Mode, recorder: Recorder | None = None) -> None:
         self.model = model
         self._control = control_ids(model.tokenizer)
-        self.chunk = CHUNK.get(model.device.type, CHUNK["cpu"])
+        self.chunk = None if model.device.type == "cuda" else CHUNK
+        self._token_bytes: int | None = None
         with torch.inference_mode():
             self.store = Store(geometry_of(model), model.device, mode)
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -56,16 +65,18 @@ class Decoder:
 
         Raises:
             UsageError: the model has no such token.
+            DoesNotFitError: there is no memory for even the smallest forward; what was yielded is stored.
         """
         self._check_tokens(ids)
+        size = self.chunk or self._planned_chunk(len(ids))
         cached = self.store.mode.cached()
         done = 0
         try:
             while done < len(ids):
-                chunk = ids[done : done + self.chunk]
-                done += len(chunk)
-                logits = self._forward_chunk(chunk, last=done >= len(ids))
-                cached += len(chunk)
+                chunk, logits = self._read(ids, done, size)
+                size = len(chunk)
+                done += size
+                cached += size
                 yield chunk, logits
         finally:
             with torch.inference_mode(), self._explained("answering"):
@@ -97,10 +108,32 @@ class Decoder:
         assert logits is not None
         return logits
 
+    def _planned_chunk(self, tokens: int) -> int:
+        """How many of ``tokens`` new ones go through the model at once; refused where not even the fewest can."""
+        if self._token_bytes is None:
+            with self._explained("reading the prompt"):
+                self._token_bytes = bytes_per_token(self.model)
+        store = self.store
+        return plan.prefill_chunk(store.geometry, store.total, tokens, self._token_bytes, store.device)
+
+    def _read(self, ids: Sequence[int], done: int, size: int) -> tuple[Sequence[int], Tensor | None]:
+        """Store the next ``size`` of ``ids`` after ``done`` of them; half as many whenever memory runs out."""
+        with self._explained("reading the prompt"):
+            while True:
+                chunk = ids[done : done + size]
+                try:
+                    return chunk, self._forward_chunk(chunk, last=done + len(chunk) == len(ids))
+                except torch.OutOfMemoryError:
+                    if len(chunk) <= self.least:
+                        raise
+                size = max(self.least, len(chunk) // 2)
+                # What smaller forwards may use lies scattered in what torch keeps.
+                torch.cuda.empty_cache()
+
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
         device = self.model.device
         pinned = [i for i, token in enumerate(chunk) if token in self._control]
-        with torch.inference_mode(), self._explained("reading the prompt"), self.store.prefill(len(chunk), pinned):
+        with torch.inference_mode(), self.store.prefill(len(chunk), pinned):
             positions = torch.arange(self.store.total, self.store.total + len(chunk), device=device)
             ids = torch.tensor(chunk, device=device)
             return seam.forward(self.model.model, ids, positions, self.store, logits=last)
