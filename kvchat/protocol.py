@@ -59,6 +59,8 @@ class Load:
     mode: str = "full"
     params: Params = field(default_factory=dict)
     mode_params: dict[str, Params] = field(default_factory=dict)
+    quantize: str = "none"
+    fast: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,10 @@ class ModeInfo:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers."""
+    """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers.
+
+    ``weights`` names how they are quantised and ``fast`` what the fast path swapped, empty for nothing.
+    """
 
     model: str
     architecture: str
@@ -147,6 +152,8 @@ class Loaded:
     mode: str
     params: Params
     notes: tuple[str, ...] = ()
+    weights: str = ""
+    fast: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,13 @@ class Prefilled:
 
     done: int
     total: int
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """The first steps in ``mode`` on a GPU take long: its kernels are compiled, its graph is captured."""
+
+    mode: str
 
 
 @dataclass(frozen=True)
@@ -366,6 +380,7 @@ Event = (
     | Loaded
     | Started
     | Prefilled
+    | Preparing
     | Text
     | Recovered
     | Withdrawn

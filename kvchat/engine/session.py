@@ -32,6 +32,7 @@ from kvchat.protocol import (
     Loaded,
     Params,
     Prefilled,
+    Preparing,
     Price,
     Rebuilt,
     Recovered,
@@ -137,8 +138,8 @@ class Session:
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        ``between`` is called between two tokens with the number generated so far; it may ``switch`` and ``cancel``.
-        Only what is not stored yet is prefilled.
+        On a GPU ``Preparing`` comes before the first steps of a mode. ``between`` is called between two tokens with the
+        number generated so far; it may ``switch`` and ``cancel``. Only what is not stored yet is prefilled.
 
         Raises:
             UsageError: an empty prompt or a setting out of range.
@@ -351,6 +352,7 @@ class Session:
         between: Callable[[int], None],
     ) -> Iterator[Event]:
         pieces, guard = self._pieces(sampling, ()), Guard(sampler)
+        prepared = None
         while not (reason := self._reason(pieces, sampling, between)):
             if due := guard.take():
                 logits, pieces = yield from self._recover(guard, due, logits, pieces, answer)
@@ -363,6 +365,9 @@ class Session:
                 break
             if text := pieces.add(token):
                 yield Text(text, 1)
+            if self._decoder.graphs.prepares and self._store.mode is not prepared:
+                prepared = self._store.mode
+                yield Preparing(prepared.name)
             logits = self.step(token)
         if text := pieces.finish():
             yield Text(text, 0)

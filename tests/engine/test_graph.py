@@ -12,9 +12,11 @@ from kvchat.engine import graph
 from kvchat.engine.decode import Decoder, geometry_of, traits_of
 from kvchat.engine.graph import StepGraphs
 from kvchat.engine.load import LoadedModel
+from kvchat.engine.session import Session
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.parameters import parse
+from kvchat.protocol import Preparing, Sampling, Turn
 
 PARAMS = {
     "full": ("full", {}),
@@ -163,6 +165,26 @@ def test_a_result_is_the_callers():
     copies = [step.clone() for step in steps]
     one.step(3)
     assert all(torch.equal(step, copy) for step, copy in zip(steps, copies, strict=True))
+
+
+def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
+    def answer(recorder: bool) -> tuple[list[str], str]:
+        session = Session(model)
+        session._store.verbs.compact = False
+        if recorder:
+            session._decoder.graphs = StepGraphs(session._store, TapeRecorder(session._store.buffers))
+
+        def between(generated: int) -> None:
+            if generated == 12:
+                session.switch("streaming", budget=64)
+
+        sampling = Sampling(max_new_tokens=24, seed=3)
+        events = list(session.answer((Turn("user", "Tell me a story."),), sampling, between))
+        return [event.mode for event in events if isinstance(event, Preparing)], events[-1].text
+
+    prepared, text = answer(recorder=True)
+    assert prepared == ["full", "streaming"]
+    assert answer(recorder=False) == ([], text)
 
 
 @pytest.mark.cuda

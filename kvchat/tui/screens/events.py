@@ -20,6 +20,7 @@ from kvchat.protocol import (
     Loading,
     Peeked,
     Prefilled,
+    Preparing,
     Rebuilt,
     Recovered,
     Snapshot,
@@ -78,6 +79,9 @@ class EngineEvents:
                 self._wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
             case Prefilled(done, total):
                 self._wait(f"reading {count(done)} of {count(total)} tokens …")
+            case Preparing(mode):
+                self._wait(f"preparing the {mode} mode …")
+                self._log(f"preparing the {mode} mode: compiling kernels, capturing its graph")
             case Recovered(level, signal, value, at):
                 self._recovered(f"recovery {level} at {count(at)} tok: {signal} {figure(value, digits=1)}")
             case Withdrawn(chars):
