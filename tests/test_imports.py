@@ -24,7 +24,7 @@ MAY = {
     "engine": {"leaves", "profiles", "kv", "engine", *HEAVY, "pynvml"},
     "tui": {"leaves", "tui", "textual", "rich"},
     "cli": {"leaves", "profiles", "engine", "tui", "bench", "cli"},
-    "bench": {"leaves", "profiles", "kv", "engine", "cli", "bench", *HEAVY},
+    "bench": {"leaves", "profiles", "kv", "engine", "cli", "bench", *HEAVY, "pynvml"},
 }
 ROOMS = {"profiles": "profiles", "kv": "kv", "engine": "engine", "tui": "tui", "bench": "bench"}
 RESTRICTED = HEAVY | {"textual", "rich", "pynvml"} | set(MAY)

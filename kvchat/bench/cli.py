@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from kvchat.errors import UsageError
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
 
@@ -65,25 +68,63 @@ def perplexity_command(
 
 @app.command("decode")
 def decode_command(
-    mode: Annotated[list[str] | None, typer.Option(help="a mode; repeatable")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="tokens before the measured ones; repeatable")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a contender; repeatable")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="tokens before the measured ones; repeatable")
+    ] = None,
     budget: Annotated[int, typer.Option(help="tokens per KV head")] = 512,
+    change_rate: Annotated[
+        list[str] | None,
+        typer.Option(help="share of speculative's pages that is new at each step, or natural; repeatable"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="tokens of a round that count")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="how often every contender has its turn")] = 5,
+    peers: Annotated[
+        str | None, typer.Option(help="transformers' dynamic, static, compile, offloaded, generate; by commas, or none")
+    ] = None,
     model: Model = "bundled",
+    geometry: Annotated[
+        str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
+    ] = "",
+    prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
     device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="write the JSON object to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="draw the times")] = None,
+    save_profile: Annotated[
+        bool, typer.Option("--save-profile", help="keep the device's measured ceilings as your GPU profile")
+    ] = False,
 ) -> None:
-    """Time per decoded token against transformers' ``generate``."""
+    """Time per decoded token, memory and traffic, against transformers' caches in the same run."""
+    from kvchat import profiles
     from kvchat.bench import decode
+    from kvchat.bench import plot as drawing
 
+    _check_folders(out, plot)
     standard = decode.Settings()
     settings = decode.Settings(
-        model,
-        device,
+        model=model,
+        geometry=geometry,
+        device=device,
+        dtype=dtype,
         contexts=tuple(context or standard.contexts),
         modes=tuple(mode or standard.modes),
         budget=budget,
+        change_rates=tuple(change_rate or standard.change_rates),
+        steps=steps,
+        rounds=rounds,
+        peers=None if peers is None else tuple(name for name in peers.split(",") if name not in ("", "none")),
+        prefill=prefill,
     )
-    _print(decode.run(settings, _report), as_json)
+    result = decode.run(settings, _report)
+    _print(result, as_json)
+    _write(out, lambda: json.dumps(result, indent=2) + "\n")
+    _write(plot, lambda: drawing.decode(result))
+    if save_profile:
+        _report(f"profile {profiles.save(profiles.Measured(**result['ceilings']), device)}")
 
 
 @app.command("endurance")
@@ -106,3 +147,20 @@ def _report(line: str) -> None:
 def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, indent=2))
+
+
+def _check_folders(*files: Path | None) -> None:
+    """Before a long measurement, not after it."""
+    for file in files:
+        if file and not file.absolute().parent.is_dir():
+            raise UsageError(f"There is no folder {file.absolute().parent}.")
+
+
+def _write(file: Path | None, text: Callable[[], str]) -> None:
+    if file is None:
+        return
+    try:
+        file.write_text(text(), "utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
+    _report(str(file))

@@ -1,132 +1,308 @@
-"""Decode speed of the modes against transformers' ``generate``, in one run, in turns, as ratios.
+"""Decode speed of the modes, with what they hold and move, against transformers' own caches in the same run.
 
 Readings on a shared machine scatter by a quarter, so nothing is compared across runs: in each round every contender
-decodes the same number of tokens after the same prompt, and the ratios are of one round's medians.
+decodes the same tokens after the same context, and ratios and differences are of one round's medians.
+
+A change rate prescribes which share of the retrieved pages is new at each step. Recall is exposed as far as such a step
+takes longer than one in which nothing changes, and hidden as far as the link needs more time than that for the bytes.
 """
 
 from __future__ import annotations
 
-import itertools
+import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-import kvchat
+from kvchat.bench import ceilings, geometries, peers
 from kvchat.bench.environment import fingerprint
+from kvchat.bench.own import Own, parsed
 from kvchat.bench.text import prose
-from kvchat.engine.session import Session
-from kvchat.parameters import PARAMETERS
-from kvchat.protocol import Params
+from kvchat.bench.timing import Contender, Timing, warm_up
+from kvchat.engine import calibrate
+from kvchat.engine.decode import Decoder, geometry_of, traits_of
+from kvchat.engine.load import LoadedModel, load_model
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
+from kvchat.kv.heads import Calibration
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+from kvchat.profiles import Measured
 
-GENERATE = "generate"
+NATURAL = "natural"
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``contexts`` in tokens, ``modes`` with ``budget`` (tokens), ``steps`` per round."""
+    """What to measure.
+
+    ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
+    ``geometry`` names a shape with random weights instead of ``model``; ``prefill`` reads a prompt there instead of
+    drawing K/V. ``change_rates`` are "natural" or shares of 1; ``peers`` None is what makes sense on the device.
+    """
 
     model: str = "bundled"
+    geometry: str = ""
     device: str = "auto"
     dtype: str = "auto"
     contexts: tuple[int, ...] = (512, 8192)
     modes: tuple[str, ...] = ("full", "streaming", "speculative", "freeze", "sync")
     budget: int = 512
+    change_rates: tuple[str, ...] = (NATURAL,)
     steps: int = 64
     rounds: int = 5
+    peers: tuple[str, ...] | None = None
+    prefill: bool = False
 
 
-def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measure; the result is plain data, ready for JSON. ``report`` is told each row."""
-    session = kvchat.load(settings.model, device=settings.device, dtype=settings.dtype)
-    rows = [row for context in settings.contexts for row in _context(session, context, settings, report)]
+def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
+    """Measure; the result is plain data, ready for JSON. ``report`` is told each row.
+
+    Raises:
+        KvchatError: the model, a mode, a rate or a peer is refused. What fails while it runs is a row that says so.
+    """
+    wanted = [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
+    peers.check(settings.peers or ())
+    model = _model(settings, report)
+    chosen = settings.peers if settings.peers is not None else _default_peers(settings, model)
+    measured = ceilings.measure(model.device, model.dtype)
+    floor = floor_ms(model, measured)
+    report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
+    decoder = Decoder(model, _smallest(settings, model, 0))
+    rows = []
+    for context in settings.contexts:
+        ids = _store(decoder, context, settings)
+        heads = _calibration(settings, model, ids)
+        own: list[Contender] = [Own(decoder, *each, heads) for each in wanted]
+        spare = settings.steps + warm_up(model.device) + 1
+        others = [peers.peer(who, model, decoder.store, ids, spare) for who in chosen]
+        rows += _Run(settings, context, [*others, *own], floor, measured, model).rows(report)
     return {
         "what": "median ms per decoded token",
-        "settings": vars(settings) | {"model": session.info.model, "dtype": session.info.dtype},
-        "environment": fingerprint(torch.device(session.info.device)),
+        "settings": asdict(settings)
+        | {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "peers": chosen},
+        "environment": fingerprint(model.device),
+        "verbs": decoder.store.verbs.name,
+        "ceilings": measured.model_dump(),
+        "floor_ms": floor,
         "rows": rows,
     }
 
 
-def _context(session: Session, context: int, settings: Settings, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    ids = prose(session, context)
-    session.truncate(0)
-    session.switch("full")
-    session.prefill(ids)
-    times: dict[str, list[float]] = {name: [] for name in (GENERATE, *settings.modes)}
-    device_bytes: dict[str, int] = {}
-    for _ in range(settings.rounds):
-        times[GENERATE].append(_generate_ms(session, ids, settings.steps))
-        for mode in settings.modes:
-            session.switch(mode, **_params(mode, settings))
-            times[mode].append(_mode_ms(session, ids, settings.steps))
-            device_bytes[mode] = session.snapshot().kv_device_bytes
-    rows = [_row(context, name, times, device_bytes.get(name)) for name in times]
-    for row in rows:
-        report(_line(row))
-    return rows
+def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
+    """What reading the weights of one token takes at the device's measured rate; None where experts are chosen."""
+    config = model.model.config.get_text_config(decoder=True)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    if measured.read is None or any(getattr(config, name, None) for name in names):
+        return None
+    table = model.model.get_input_embeddings().weight
+    tied = table is model.model.get_output_embeddings().weight
+    # Of the embeddings one row is read; tied, they are the head as well.
+    size = model.weight_bytes - (0 if tied else table.nbytes)
+    return size / measured.read / 1e6
 
 
-def _params(mode: str, settings: Settings) -> Params:
-    return {"budget": settings.budget} if "budget" in PARAMETERS[mode].model_fields else {}
+class _Run:
+    """All contenders after one context, in turns."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        context: int,
+        contenders: Sequence[Contender],
+        floor: float | None,
+        measured: Measured,
+        model: LoadedModel,
+    ) -> None:
+        self.settings = settings
+        self.context = context
+        self.contenders = contenders
+        self.floor = floor
+        self.measured = measured
+        self.model = model
+        self.times: dict[Contender, list[Timing]] = {contender: [] for contender in contenders}
+        self.failed: dict[Contender, str] = {}
+
+    def rows(self, report: Report) -> list[dict[str, Any]]:
+        tokens = _tokens(self.settings, self.model, self.context)
+        for _ in range(self.settings.rounds):
+            for contender in self.contenders:
+                if contender not in self.failed:
+                    self._measure(contender, tokens)
+        rows = [self._row(contender) for contender in self.contenders]
+        for contender in self.contenders:
+            contender.close()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for row in rows:
+            report(line(row))
+        return rows
+
+    def _measure(self, contender: Contender, tokens: Sequence[int]) -> None:
+        """One that fails is left out from then on: the others' numbers are worth having."""
+        try:
+            self.times[contender].append(contender.measure(tokens))
+        except Exception as error:  # noqa: BLE001  # a compiler, a driver, a cache: anything may fail in its own way
+            reason = str(error) if isinstance(error, KvchatError) else f"{type(error).__name__}: {error}"
+            self.failed[contender] = reason.strip().splitlines()[0][:300]
+            contender.close()
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _row(self, contender: Contender) -> dict[str, Any]:
+        row: dict[str, Any] = {"context": self.context, "who": contender.who}
+        if isinstance(contender, Own):
+            row["change_rate"] = NATURAL if contender.change_rate is None else contender.change_rate
+        if contender in self.failed:
+            return row | {"failed": self.failed[contender]}
+        ms = statistics.median(timing.ms for timing in self.times[contender])
+        row |= {
+            "ms": ms,
+            "wall_ms": statistics.median(timing.wall_ms for timing in self.times[contender]),
+            "tokens_per_s": 1000 / ms,
+            "times_floor": ms / self.floor if self.floor else None,
+            "times_as_fast": self._ratios(contender),
+        }
+        if isinstance(contender, Own):
+            return row | contender.facts | self._recall(contender)
+        return row | {name: getattr(contender, name) for name in ("kv_device_bytes", "prepare_s")}
+
+    def _ratios(self, contender: Contender) -> dict[str, float]:
+        """How many times as fast as each peer, the median of the rounds."""
+        others = [c for c in self.contenders if not isinstance(c, Own) and c not in self.failed]
+        return {
+            other.who: statistics.median(
+                theirs.ms / ours.ms for theirs, ours in zip(self.times[other], self.times[contender], strict=True)
+            )
+            for other in others
+        }
+
+    def _recall(self, contender: Own) -> dict[str, Any]:
+        """Recall time a step in ms: what the link needs, and how much of it shows."""
+        link = self.measured.gather
+        link_ms = contender.facts["moved_bytes"] / link / 1e6 if link else None
+        if contender.change_rate == 0:
+            return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
+        still = next(
+            (c for c in self.times if isinstance(c, Own) and c.who == contender.who and c.change_rate == 0), None
+        )
+        if still is None or still in self.failed or link_ms is None:
+            return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
+        pairs = zip(self.times[contender], self.times[still], strict=True)
+        exposed = statistics.median(moving.ms - resting.ms for moving, resting in pairs)
+        return {"recall_ms": link_ms, "exposed_ms": exposed, "hidden_ms": max(0.0, link_ms - max(0.0, exposed))}
 
 
-def _row(context: int, name: str, times: dict[str, list[float]], device_bytes: int | None) -> dict[str, Any]:
-    ratios = [theirs / ours for theirs, ours in zip(times[GENERATE], times[name], strict=True)]
-    return {
-        "context": context,
-        "who": name,
-        "ms": statistics.median(times[name]),
-        "times_faster_than_generate": statistics.median(ratios),
-        "ratios": ratios,
-        "kv_device_bytes": device_bytes,
-    }
+def line(row: Mapping[str, Any]) -> str:
+    """A row for people."""
+    who = named(row)
+    if "failed" in row:
+        return f"{row['context']:>7} {who:<32} {row['failed']}"
+    ratios = "".join(f"  {ratio:5.2f} x {peer}" for peer, ratio in row["times_as_fast"].items() if peer != row["who"])
+    moved = f"  moves {row['moved_bytes'] / 1e6:.2f} MB" if row.get("moved_bytes") else ""
+    shown = (
+        f", exposed {row['exposed_ms']:.2f} of {row['recall_ms']:.2f} ms" if row.get("exposed_ms") is not None else ""
+    )
+    return f"{row['context']:>7} {who:<32} {row['ms']:8.2f} ms {row['tokens_per_s']:7.1f} tok/s{ratios}{moved}{shown}"
 
 
-def _line(row: dict[str, Any]) -> str:
-    ratio = row["times_faster_than_generate"]
-    return f"{row['context']:>7} {row['who']:<12} {row['ms']:8.2f} ms  {ratio:5.2f} x generate"
+def named(row: Mapping[str, Any]) -> str:
+    """The contender with its change rate."""
+    rate = row.get("change_rate", NATURAL)
+    return row["who"] if rate == NATURAL else f"{row['who']}, {100 * rate:g} % new"
 
 
-def _mode_ms(session: Session, ids: Sequence[int], steps: int) -> float:
-    """Median step after ``ids``, which are stored up to the last; the store is left as it was."""
-    times = []
-    session.truncate(len(ids) - 1)
-    token = ids[-1]
-    for _ in range(steps):
-        began = time.perf_counter()
-        token = int(session.step(token).argmax())
-        times.append(time.perf_counter() - began)
-    return 1000 * statistics.median(times[1:])
+# ---- settings --------------------------------------------------------------------------------------
 
 
-class _Clock:
-    """A transformers streamer that notes when each token comes."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _ids: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
+def _rates(settings: Settings, mode: str) -> list[float | None]:
+    """The change rates a mode is measured at; with one prescribed, 0 too, to compare with."""
+    rates = [_rate(text) for text in settings.change_rates]
+    if mode.partition(":")[0] != "speculative" or rates == [None]:
+        return [None]
+    return [*([None] if None in rates else []), *sorted({0.0, *(rate for rate in rates if rate is not None)})]
 
 
-def _generate_ms(session: Session, ids: Sequence[int], steps: int) -> float:
-    """Median interval between tokens of transformers' ``generate`` with its own cache and attention."""
-    model, clock = session.model.model, _Clock()
-    before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+def _rate(text: str) -> float | None:
+    if text == NATURAL:
+        return None
     try:
-        prompt = torch.tensor([list(ids)], device=session.model.device)
-        arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": steps, "min_new_tokens": steps}
-        with torch.inference_mode():
-            model.generate(prompt, streamer=clock, **arguments)
-    finally:
-        model.set_attn_implementation(before)
-    stamps = clock.times[1:]  # the first is the prompt's echo
-    return 1000 * statistics.median(b - a for a, b in itertools.pairwise(stamps[1:]))
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise UsageError(f'The change rate "{text}" is refused.', "It is natural or a share between 0 and 1.")
+    return rate
+
+
+def _default_peers(settings: Settings, model: LoadedModel) -> tuple[str, ...]:
+    return peers.default_peers(model.device, random_weights=bool(settings.geometry))
+
+
+def _smallest(settings: Settings, model: LoadedModel, context: int) -> Mode:
+    """The mode asked for that holds least on the device: in it the context is stored.
+
+    Raises:
+        KvchatError: the model can run in none of them.
+    """
+    geometry, modes, refused = geometry_of(model), [], None
+    for text in settings.modes:
+        try:
+            modes.append(build(parsed(text, settings.budget), geometry, traits_of(model)))
+        except KvchatError as error:
+            refused = error
+    if refused is not None and not modes:
+        raise refused
+    return min(modes, key=lambda mode: mode.nbytes(geometry.grown(context)))
+
+
+# ---- the model and what it reads -------------------------------------------------------------------
+
+
+def _model(settings: Settings, report: Report) -> LoadedModel:
+    if settings.geometry and settings.model != Settings.model:
+        raise UsageError("Either a model or a geometry is measured, not both.")
+    if settings.geometry:
+        return geometries.build(settings.geometry, settings.device, settings.dtype)
+    model = load_model(settings.model, settings.device, settings.dtype, report)
+    needed = max(settings.contexts) + settings.steps + warm_up(model.device)
+    if needed > model.context:
+        raise DoesNotFitError(
+            "The contexts do not fit the model.", f"{needed:,} tokens are needed, it was made for {model.context:,}."
+        )
+    return model
+
+
+def _store(decoder: Decoder, context: int, settings: Settings) -> list[int]:
+    """Store ``context`` tokens and nothing else; their ids."""
+    ids = _tokens(settings, decoder.model, 0, context)
+    with torch.inference_mode():
+        decoder.store.truncate(0)
+        decoder.store.switch(_smallest(settings, decoder.model, context))
+    if settings.geometry and not settings.prefill:
+        geometries.fill(decoder.store, context)
+    else:
+        for _ in decoder.prefill(ids):
+            pass
+    return ids
+
+
+def _tokens(settings: Settings, model: LoadedModel, start: int, n: int | None = None) -> list[int]:
+    """``n`` tokens from ``start`` on (those of one round, where not given): prose, or drawn for random weights."""
+    end = start + (settings.steps + warm_up(model.device) if n is None else n)
+    if settings.geometry:
+        draw = random.Random(0)
+        return [draw.randrange(model.vocab) for _ in range(end)][start:]
+    return prose(model.tokenizer, end)[start:]
+
+
+def _calibration(settings: Settings, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
+    """What sync mode has to know of the heads; None where it is not in question or cannot be had."""
+    if not any(text.partition(":")[0] == "sync" for text in settings.modes):
+        return None
+    if settings.geometry:
+        return geometries.calibration(model)
+    return calibrate.find(model.revision) or calibrate.on_prompt(model, list(ids))

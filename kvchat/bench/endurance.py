@@ -24,7 +24,7 @@ def run(
     """Generate ``tokens`` tokens after a short prompt, sampled with a seed; a row for each tenth of them."""
     session = kvchat.load(mode=mode, budget=budget)
     sampler = Sampler(Sampling(temperature=0.8, seed=0), session.model.vocab, session.model.device)
-    logits = session.prefill(prose(session, 64))
+    logits = session.prefill(prose(session.model.tokenizer, 64))
     rows = []
     for _ in range(ROWS):
         times = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,12 +19,33 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "driver": _driver() if device.type == "cuda" else None,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "kvchat": kvchat.__version__,
         "system": platform.system(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        found = pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return None
+    return found.decode() if isinstance(found, bytes) else str(found)
 
 
 def _processor() -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pydoc_data import topics
+from typing import Any
 
-from kvchat.engine.session import Session
 
-
-def prose(session: Session, tokens: int) -> list[int]:
-    """The first ``tokens`` ids of Python's language reference in the session's vocabulary.
+def prose(tokenizer: Any, tokens: int) -> list[int]:
+    """The first ``tokens`` ids of Python's language reference in the tokenizer's vocabulary.
 
     Raises:
         ValueError: the reference is shorter than that.
     """
-    tokenizer = session.model.tokenizer
     ids: list[int] = []
     for name in sorted(topics.topics):
         ids += tokenizer.encode(topics.topics[name], add_special_tokens=not ids)

@@ -1,0 +1,342 @@
+"""The decode benchmark end to end on a tiny geometry: rows, bytes, change rates, peers, the picture, the profile."""
+
+from __future__ import annotations
+
+import json
+import os
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvchat import paths, profiles
+from kvchat.bench import ceilings, decode, geometries, peers, plot
+from kvchat.bench.own import Own, parsed
+from kvchat.bench.prescribed import Prescribed
+from kvchat.bench.timing import warm_up
+from kvchat.cli import app
+from kvchat.engine.decode import Decoder, geometry_of, traits_of
+from kvchat.errors import UsageError
+from kvchat.kv.modes import build
+from kvchat.profiles import Measured
+
+CPU = torch.device("cpu")
+SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages
+MODES = ("full", "streaming", "speculative", "freeze", "sync")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return geometries.build("tiny", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch):
+    """Rates are tested by themselves; elsewhere their time is better spent."""
+    found = Measured(read=10.0, gather=2.0, kvchat="x", torch="y")
+    monkeypatch.setattr(ceilings, "measure", lambda device, dtype: found)
+
+
+def settings(**changes):
+    standard = {"geometry": "tiny", "contexts": (700,), "budget": 256, "steps": 4, "rounds": 2, "peers": ("dynamic",)}
+    return decode.Settings(**{**standard, **changes})
+
+
+def filled(model, mode, tokens):
+    """A decoder with random K/V, in ``mode``."""
+    decoder = Decoder(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
+    geometries.fill(decoder.store, tokens)
+    with torch.inference_mode():
+        decoder.store.switch(mode)
+    return decoder
+
+
+# ---- rows ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def result():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ceilings, "measure", lambda device, dtype: Measured(read=10.0, gather=2.0))
+        return decode.run(settings(modes=MODES, contexts=(400, 700), change_rates=("natural", "0.5")))
+
+
+def test_the_result_is_plain_data_with_a_row_for_each_contender(result):
+    assert json.loads(json.dumps(result)) == json.loads(json.dumps(result, default=str))
+    who = ["dynamic", "full", "streaming", *["speculative"] * 3, "freeze", "sync"]
+    assert [(row["context"], row["who"]) for row in result["rows"]] == [(c, w) for c in (400, 700) for w in who]
+    assert [row.get("change_rate") for row in result["rows"][:8]] == [
+        None, "natural", "natural", "natural", 0.0, 0.5, "natural", "natural",
+    ]  # fmt: skip
+    assert not [row["failed"] for row in result["rows"] if "failed" in row]
+    assert {"processor", "torch", "transformers", "triton", "driver"} <= result["environment"].keys()
+
+
+def test_every_figure_follows_from_the_times(result):
+    for row in result["rows"]:
+        assert row["tokens_per_s"] == pytest.approx(1000 / row["ms"])
+        assert row["times_floor"] == pytest.approx(row["ms"] / result["floor_ms"])
+        if row["who"] == "dynamic":
+            assert row["times_as_fast"] == {"dynamic": 1.0}
+
+
+def test_device_bytes_are_those_predicted(result):
+    own = [row for row in result["rows"] if "change_rate" in row]
+    for row in own:
+        assert row["kv_device_bytes"] == pytest.approx(row["kv_predicted_bytes"], rel=0.01), row["who"]
+    held = {row["who"]: row["kv_device_bytes"] for row in own if row["context"] == 700}
+    assert held["streaming"] < held["speculative"] < held["full"]
+
+
+def test_the_floor_is_the_weights_of_a_token_at_the_measured_rate(model):
+    table = model.model.get_input_embeddings().weight
+    read = model.weight_bytes - table.nbytes
+    assert decode.floor_ms(model, Measured(read=2.0)) == pytest.approx(read / 2e9 * 1000)
+    assert decode.floor_ms(model, Measured()) is None
+
+
+def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(model, monkeypatch):
+    times = {None: 10.0, 0.0: 9.0, 0.5: 9.25}
+    monkeypatch.setattr(
+        Own,
+        "measure",
+        lambda self, tokens: (
+            setattr(self, "facts", {"moved_bytes": 2e6, "corrections": 0}),
+            decode.Timing(times[self.change_rate], 0.0),
+        )[1],
+    )
+    rows = decode.run(settings(modes=("speculative",), peers=(), change_rates=("natural", "0.5")))["rows"]
+    natural, still, half = rows
+    assert (half["recall_ms"], half["exposed_ms"], half["hidden_ms"]) == (1.0, 0.25, 0.75)
+    assert (natural["exposed_ms"], natural["hidden_ms"]) == (1.0, 0.0)
+    assert still["exposed_ms"] is None
+
+
+def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
+    rows = decode.run(settings(modes=("streaming", "speculative"), change_rates=("1",), peers=("offloaded", "dynamic"),
+                               contexts=(300,)))["rows"]  # fmt: skip
+    assert "needs a GPU" in rows[0]["failed"]
+    assert rows[1]["times_as_fast"] == {"dynamic": 1.0}
+    assert rows[2]["ms"] > 0
+    assert [("failed" in row, row["change_rate"]) for row in rows[3:]] == [(False, 0.0), (True, 1.0)]
+    assert "longer context" in rows[4]["failed"]
+    assert rows[4]["failed"] in decode.line(rows[4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"geometry": "llama-3.1-8"}, 'Did you mean "llama-3.1-8b"'),
+        ({"peers": ("dynamc",)}, 'Did you mean "dynamic"'),
+        ({"modes": ("fulll",)}, 'no KV mode "fulll"'),
+        ({"change_rates": ("2",)}, 'change rate "2" is refused'),
+        ({"change_rates": ("half",)}, 'change rate "half" is refused'),
+        ({"dtype": "int8"}, 'no dtype "int8"'),
+        ({"model": "x/y"}, "not both"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        decode.run(settings(**changes))
+
+
+def test_a_real_model_is_measured_on_prose_up_to_its_context():
+    rows = decode.run(settings(geometry="", modes=("full",), contexts=(96,), rounds=1, peers=("generate",)))["rows"]
+    assert [row["who"] for row in rows] == ["generate", "full"]
+    assert rows[1]["times_as_fast"]["generate"] > 0
+
+
+# ---- change rates ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25, 1.0])
+def test_exactly_the_prescribed_share_of_pages_moves(model, rate):
+    mode = Prescribed(rate, SPECULATIVE, geometry_of(model), traits_of(model))
+    decoder = filled(model, mode, 900)
+    store, slots = decoder.store, decoder.store.slots[-1]
+    changed = round(rate * 6)
+    for token in range(8):
+        before, moved = slots.pages.clone(), int(store.recall.counters[0])
+        decoder.step(token)
+        assert ((slots.pages != before).sum(-1) == changed).all()
+        assert int(store.recall.counters[0]) - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
+        ordered = slots.pages.sort(-1).values
+        assert (ordered[..., 1:] > ordered[..., :-1]).all(), "no page twice"
+        store.check_integrity()
+
+
+def test_corrections_move_nothing_more(model):
+    mode = Prescribed(0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(model), traits_of(model))
+    decoder = filled(model, mode, 900)
+    decoder.step(1)
+    moved = int(decoder.store.recall.counters[0])
+    decoder.step(2)
+    assert int(decoder.store.recall.counters[0]) - moved == 3 * 3 * 2 * 32
+
+
+def test_too_few_pages_are_refused_and_the_old_mode_goes_on(model):
+    decoder = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 300)
+    with pytest.raises(UsageError, match="longer context or a smaller budget"), torch.inference_mode():
+        decoder.store.switch(Prescribed(1.0, SPECULATIVE, geometry_of(model), traits_of(model)))
+    assert decoder.store.mode.name == "full"
+
+
+# ---- filling, geometries, peers --------------------------------------------------------------------
+
+
+def test_filling_leaves_no_slot_empty_and_no_layer_alike(model, monkeypatch):
+    monkeypatch.setattr(geometries, "FILL_TOKENS", 128)
+    decoder = filled(model, build(SPECULATIVE, geometry_of(model), traits_of(model)), 900)
+    store = decoder.store
+    assert store.total == 900
+    keys = [store.host.dense(layer, 900)[0] for layer in range(model.layers)]
+    assert all(bool((k != 0).all()) for k in keys)
+    assert not torch.equal(keys[0], keys[1])
+    assert bool((store.slots[-1].pages >= 0).all())
+    store.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "token_bytes"),
+    [
+        ("llama-3.1-8b", 8.03, 131_072),
+        ("llama-3.2-3b", 3.21, 114_688),
+        ("llama-3.2-1b", 1.24, 32_768),
+        ("qwen2.5-7b", 7.62, 57_344),
+        ("qwen3-4b", 4.02, 147_456),
+        ("qwen3-8b", 8.19, 147_456),
+        ("mistral-7b", 7.25, 131_072),
+    ],
+)
+def test_geometries_have_the_published_sizes(name, billions, token_bytes):
+    import transformers
+
+    class_name, arguments = geometries.GEOMETRIES[name]
+    config = getattr(transformers, class_name)(**arguments)
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert config.num_hidden_layers * config.num_key_value_heads * head * 2 * 2 == token_bytes
+
+
+@pytest.mark.parametrize("who", ["dynamic", "static"])
+def test_peers_continue_from_the_stored_context(model, who):
+    """Their logits after the same tokens are full mode's."""
+    decoder = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 130)
+    ids = [0] * 130
+    peer = peers.peer(who, model, decoder.store, ids, spare=8)
+    seen = []
+    forward = peer._forward
+    peer._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
+    for _ in range(2):  # what a round leaves is rewound
+        peer.measure([5, 6, 7, 8, 9])
+    ours = [decoder.step(token) for token in (5, 6, 7, 8, 9)]
+    for round_ in (seen[:5], seen[5:]):
+        torch.testing.assert_close(torch.stack(round_), torch.stack(ours), atol=1e-4, rtol=1e-3)
+    assert peer.kv_device_bytes >= 130 * decoder.store.geometry.token_bytes
+
+
+def test_peers_run_the_model_as_transformers_wrote_it(model):
+    layer = model.model.model.layers[0]
+    swapped = lambda *args, **kwargs: None  # noqa: E731
+    layer.forward = swapped
+    try:
+        with peers.as_written(model.model):
+            assert "forward" not in layer.__dict__
+            assert model.model.config._attn_implementation == "sdpa"
+        assert layer.forward is swapped
+        assert model.model.config._attn_implementation == "kvchat"
+    finally:
+        del layer.forward
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("TEST_COMPILE"), reason="compiles C++ for minutes; TEST_COMPILE=1 runs it")
+def test_the_compiled_peer_runs():
+    rows = decode.run(settings(modes=("full",), peers=("compile",)))["rows"]
+    assert rows[0]["ms"] > 0, rows[0].get("failed")
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_all_peers_and_modes_run_on_a_gpu():
+    chosen = settings(
+        contexts=(2048,), modes=MODES, device="cuda", dtype="bfloat16", change_rates=("natural", "0.25", "1"),
+        peers=("dynamic", "static", "compile", "offloaded"), steps=8,
+    )  # fmt: skip
+    result = decode.run(chosen)
+    assert not {row["who"]: row["failed"] for row in result["rows"] if "failed" in row}
+    assert not {row["who"]: row["not_captured"] for row in result["rows"] if row.get("not_captured")}
+
+
+# ---- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_writes_json_picture_and_profile(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiles, "read_gpu", lambda device="auto": None)
+    out, picture = tmp_path / "result.json", tmp_path / "times.svg"
+    options = (
+        "--geometry tiny --mode speculative:tau=-2 --context 500 --rounds 1 --steps 3 --change-rate 0.5 --budget 256 "
+        "--peers dynamic,offloaded --json --save-profile --out"
+    )
+    arguments = ["bench", "decode", *options.split(), str(out), "--plot", str(picture)]
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout) == json.loads(out.read_text())
+    drawn = "".join(ET.fromstring(picture.read_text()).itertext())
+    assert "speculative:tau=-2, 50 % new" in drawn
+    assert "The offloaded cache needs a GPU." in drawn
+    assert "floor" in drawn
+    assert profiles.find("auto").measured.read == 10.0
+    assert str(paths.user_profiles_dir() / "cpu.toml") in ran.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "run", lambda *args: pytest.fail("measured"))
+    ran = CliRunner().invoke(app, ["bench", "decode", "--out", str(tmp_path / "no" / "x.json")])
+    assert isinstance(ran.exception, UsageError)
+
+
+def test_the_longest_bar_and_the_floor_stay_inside_the_picture(result):
+    root = ET.fromstring(plot.decode(result))
+    bars = [e for e in root.iter() if e.tag.endswith("rect") and e.get("rx")]
+    assert len(bars) == len(result["rows"])
+    longest = max(float(bar.get("width")) for bar in bars)
+    assert longest == pytest.approx(plot.BARS, abs=0.1)
+    lengths = {row["ms"]: float(bar.get("width")) for row, bar in zip(result["rows"], bars, strict=True)}
+    assert sorted(lengths) == sorted(lengths, key=lengths.get)
+    assert max(float(e.get("y")) for e in root.iter() if e.get("y")) < float(root.get("height"))
+
+
+# ---- ceilings --------------------------------------------------------------------------------------
+
+
+def test_rates_are_bytes_over_the_best_time(monkeypatch):
+    monkeypatch.setattr(ceilings, "READ_BYTES", {"cpu": 2**22})
+    monkeypatch.setattr(ceilings, "GATHER_TOKENS", {"cpu": 2**12})
+    monkeypatch.setattr(ceilings, "_timed", lambda run, device: 1e-3)
+    # A copy reads and writes, so it counts twice and is the better of the two here.
+    assert ceilings.read(CPU, torch.float32) == pytest.approx(2 * 2**22 / 1e-3 / 1e9)
+    assert ceilings.gather(CPU, torch.float32) == pytest.approx(2**12 * 2 * 512 / 4 / 1e-3 / 1e9, rel=0.1)
+
+
+def test_every_timed_run_but_the_first_counts():
+    runs = []
+    assert ceilings.seconds(lambda: runs.append(1), CPU) > 0
+    assert len(runs) == 1 + ceilings.RUNS
+
+
+@pytest.mark.cuda
+def test_ceilings_of_a_gpu(monkeypatch):
+    monkeypatch.undo()
+    found = ceilings.measure(torch.device("cuda"), torch.bfloat16)
+    assert found.read > found.to_device > 0
+    assert found.gather > 0
+    assert found.to_host > 0
+    assert found.register_s_per_gib > 0
+
+
+def test_warm_up_covers_every_kind_of_step_of_sync():
+    assert warm_up(torch.device("cuda")) >= 2 * parsed("sync", 256).m
