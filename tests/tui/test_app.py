@@ -70,7 +70,7 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
 
 
 async def test_settings_that_could_not_be_used_are_told(running, config):
-    async with running(replace(config, problems=("profiles/a.toml:1: wrong.",))) as (app, pilot, until):
+    async with running(replace(config, problems=("profiles/a.toml:1: wrong.",))) as (app, _pilot, _until):
         assert "profiles/a.toml:1: wrong." in [toast.message for toast in app._notifications]
 
 
@@ -304,6 +304,23 @@ async def test_a_prompt_waits_while_the_model_loads_and_while_it_answers(running
             "hold",
             "next",
         ]
+
+
+async def test_an_engine_that_becomes_ready_while_a_question_is_shown_answers_it(running, monkeypatch):
+    async with running(ready=False) as (app, pilot, until):
+        add = Transcript.add
+
+        async def slowly(transcript, widget):
+            await add(transcript, widget)
+            if isinstance(widget, Question):
+                await until(lambda: app.chat.state.phase is not Phase.LOADING)
+            return widget
+
+        monkeypatch.setattr(Transcript, "add", slowly)
+        await typed(pilot, "hello")
+        await until(lambda: finished(app))
+        assert app.chat.queued is None
+        assert [type(child) for child in app.chat.query_one(Transcript).children] == [Question, Answer]
 
 
 async def test_what_the_engine_refuses_is_shown_and_given_back(running):

@@ -123,13 +123,15 @@ class ChatScreen(Screen[None]):
             return
         self._accept()
         await self.transcript.query(Welcome).remove()
-        question = Question(text, queued=self.state.phase is not Phase.READY)
+        ready, down = self.state.phase is Phase.READY, self.state.phase is Phase.DOWN
+        question = Question(text, queued=not ready)
+        if not ready:
+            # Before anything is awaited: an engine that becomes ready meanwhile looks for it once.
+            self.queued = question
         await self.transcript.add(question)
-        if not question.queued:
+        if ready:
             await self.events.begin_answer(question)
-            return
-        self.queued = question
-        if self.state.phase is Phase.DOWN:
+        elif down:
             await self.restart()
 
     def command(self, line: str) -> None:
