@@ -127,6 +127,31 @@ def decode_command(
         _report(f"profile {profiles.save(profiles.Measured(**result['ceilings']), device)}")
 
 
+@app.command("prefill")
+def prefill_command(
+    length: Annotated[list[int] | None, typer.Option(min=1, help="tokens of a prompt; repeatable")] = None,
+    turn: Annotated[int, typer.Option(min=1, help="tokens of a second prompt after it")] = 64,
+    mode: Annotated[str, typer.Option(help="the KV mode")] = "streaming",
+    rounds: Annotated[int, typer.Option(min=1, help="how often both have their turn")] = 3,
+    model: Model = "bundled",
+    geometry: Annotated[
+        str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
+    ] = "",
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="write the JSON object to this file")] = None,
+) -> None:
+    """Time and peak memory of reading a prompt, against transformers' one forward in the same run."""
+    from kvchat.bench import prefill
+
+    _check_folders(out)
+    lengths = tuple(length or prefill.Settings().lengths)
+    result = prefill.run(prefill.Settings(model, geometry, device, dtype, lengths, turn, mode, rounds), _report)
+    _print(result, as_json)
+    _write(out, lambda: json.dumps(result, indent=2) + "\n")
+
+
 @app.command("endurance")
 def endurance_command(
     tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,

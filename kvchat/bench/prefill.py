@@ -1,0 +1,177 @@
+"""Time and memory of reading a prompt, against transformers' one forward over all of it in the same run.
+
+The one forward keeps the K/V of all layers on the device; kvchat keeps one layer's there and the rest on the host.
+Contenders have their turns in each round, and ratios are of one round's times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvchat.bench import geometries
+from kvchat.bench.environment import fingerprint
+from kvchat.bench.peers import as_written
+from kvchat.engine.decode import Decoder, geometry_of, traits_of
+from kvchat.engine.load import LoadedModel, load_model
+from kvchat.engine.workspace import bytes_per_token
+from kvchat.errors import UsageError
+from kvchat.kv import plan
+from kvchat.kv.modes import build
+from kvchat.parameters import parse
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: prompts of ``lengths`` tokens and then, in the same conversation, one of ``turn`` tokens."""
+
+    model: str = "bundled"
+    geometry: str = ""
+    device: str = "auto"
+    dtype: str = "auto"
+    lengths: tuple[int, ...] = (512, 2048)
+    turn: int = 64
+    mode: str = "streaming"
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Seconds, and bytes allocated on the device at the peak; these are known on a GPU only."""
+
+    seconds: float
+    peak_bytes: int | None
+
+
+def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
+    """Measure; the result is plain data, ready for JSON. ``report`` is told each row.
+
+    Raises:
+        KvchatError: the model or mode is refused, or a prompt does not fit.
+    """
+    s = settings
+    model = geometries.build(s.geometry, s.device, s.dtype) if s.geometry else _load(s, report)
+    _check_lengths(s, model)
+    decoder = Decoder(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
+    token_bytes = bytes_per_token(model) if model.device.type == "cuda" else None
+    rows = []
+    for length in s.lengths:
+        rows.append(_row(s, decoder, length, token_bytes))
+        report(_line(rows[-1]))
+    return {
+        "what": "seconds and peak bytes of reading a prompt",
+        "settings": asdict(s) | {"model": model.name, "dtype": str(model.dtype).removeprefix("torch.")},
+        "environment": fingerprint(model.device),
+        "weight_bytes": model.weight_bytes,
+        "rows": rows,
+    }
+
+
+def _load(settings: Settings, report: Report) -> LoadedModel:
+    return load_model(settings.model, settings.device, settings.dtype, report)
+
+
+def _check_lengths(settings: Settings, model: LoadedModel) -> None:
+    longest = max(settings.lengths) + settings.turn
+    if longest > model.context:
+        raise UsageError(
+            "The prompt is longer than the model's context.",
+            f"{max(settings.lengths):,} tokens and a turn of {settings.turn:,} after them are {longest:,}; "
+            f"{model.name} reads {model.context:,}.",
+        )
+
+
+def _row(settings: Settings, decoder: Decoder, length: int, token_bytes: int | None) -> dict[str, Any]:
+    model = decoder.model
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(model.vocab, (length + settings.turn,), generator=draw).tolist()
+    prompt, turn = ids[:length], ids[length:]
+    chunk, foretold = _prepared(decoder, prompt, token_bytes)
+    _one_shot(model, prompt)
+    ours, turns, theirs = [], [], []
+    for _ in range(settings.rounds):
+        theirs.append(_one_shot(model, prompt))
+        _forget(decoder)
+        ours.append(_measured(model, lambda: _read(decoder, prompt)))
+        turns.append(_measured(model, lambda: _read(decoder, turn)))
+    ratios = [our.seconds / their.seconds for our, their in zip(ours, theirs, strict=True) if their]
+    return {
+        "tokens": length,
+        "chunk": chunk,
+        "seconds": statistics.median(reading.seconds for reading in ours),
+        "peak_bytes": ours[-1].peak_bytes,
+        "foretold_peak_bytes": foretold,
+        "one_shot_seconds": statistics.median(their.seconds for their in theirs if their) if ratios else None,
+        "one_shot_peak_bytes": theirs[-1].peak_bytes if theirs[-1] else None,
+        "times_one_shot": statistics.median(ratios) if ratios else None,
+        "ratios": ratios,
+        "turn_seconds": statistics.median(reading.seconds for reading in turns),
+    }
+
+
+def _prepared(decoder: Decoder, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
+    """Read the prompt once without measuring: the tokens of its largest forward, and the peak the plan foretells."""
+    _forget(decoder)
+    chunk = _read(decoder, prompt)
+    _forget(decoder)
+    if token_bytes is None:
+        return chunk, None
+    held = torch.cuda.memory_allocated(decoder.model.device)
+    taken = plan.prefill_bytes(decoder.store.geometry, len(prompt) - chunk, chunk, token_bytes)
+    return chunk, held + taken
+
+
+def _forget(decoder: Decoder) -> None:
+    with torch.inference_mode():
+        decoder.store.truncate(0)
+
+
+def _read(decoder: Decoder, ids: list[int]) -> int:
+    """Store ``ids``; the number of tokens of the largest forward."""
+    with closing(decoder.prefill(ids)) as chunks:
+        return max(len(chunk) for chunk, _ in chunks)
+
+
+def _one_shot(model: LoadedModel, prompt: list[int]) -> Reading | None:
+    """transformers' forward over all of it with its own cache; None where the device has no memory for it."""
+    tokens = torch.tensor([prompt], device=model.device)
+    with as_written(model.model):
+        try:
+            return _measured(model, lambda: model.model(tokens, use_cache=True, logits_to_keep=1))
+        except torch.OutOfMemoryError:
+            return None
+
+
+def _measured(model: LoadedModel, work: Callable[[], object]) -> Reading:
+    device = model.device
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        return Reading(time.perf_counter() - began, None)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize(device)
+    return Reading(time.perf_counter() - began, torch.cuda.max_memory_allocated(device))
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratio, peaks = row["times_one_shot"], (row["peak_bytes"], row["one_shot_peak_bytes"])
+    against = "one forward does not fit" if ratio is None else f"{ratio:5.2f} x one forward"
+    memory = "" if peaks[0] is None else f"  peak {_gb(peaks[0])} ({_gb(peaks[1])})"
+    turn = f"  then a turn {1000 * row['turn_seconds']:.0f} ms"
+    return f"{row['tokens']:>7} tokens  {row['seconds']:7.3f} s  {against}{memory}{turn}"
+
+
+def _gb(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e9:.2f} GB"
