@@ -30,8 +30,9 @@ PARAMS = {
 }
 
 
-def mode_of(model: LoadedModel, row: str) -> Mode:
+def mode_of(model: LoadedModel, row: str, instead: dict | None = None) -> Mode:
     name, params = PARAMS[row]
+    params = params if instead is None else instead
     geometry = geometry_of(model)
     return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))
 
@@ -185,16 +186,3 @@ def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
     prepared, text = answer(recorder=True)
     assert prepared == ["full", "streaming"]
     assert answer(recorder=False) == ([], text)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("row", PARAMS)
-def test_a_cuda_graph_is_the_eager_step(row):
-    model = loaded("llama", "cuda", torch.bfloat16)
-    one, other = Decoder(model, mode_of(model, row)), Decoder(model, mode_of(model, row))
-    other.graphs = StepGraphs(other.store, None)
-    for each in (one, other):
-        prefilled(each, token_ids(150))
-    same_steps(one, other, token_ids(300, seed=1))
-    assert not one.graphs.refusal
-    assert not one.graphs.prepares

@@ -1,0 +1,129 @@
+"""On a GPU: graphs and the stream beside the model change no bit, in any mode, whatever is late.
+
+The same comparisons run without a GPU in test_graph.py, on tapes and without streams.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine.test_decode import loaded, prefilled, token_ids
+from engine.test_graph import PARAMS, mode_of, same_steps
+
+from kvchat.engine.decode import Decoder
+from kvchat.engine.graph import StepGraphs
+from kvchat.kv.recall import Aside
+
+pytestmark = pytest.mark.cuda
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Models whose logits are compared with transformers' own.
+PEERS = ["llama", "qwen2-window", "gemma2", "gpt_oss"]
+
+
+def eager(decoder: Decoder) -> Decoder:
+    """Every step is launched operation by operation, on one stream."""
+    decoder.graphs = StepGraphs(decoder.store, None)
+    decoder.store.recall.aside = Aside(torch.device("cpu"))
+    return decoder
+
+
+def late(decoder: Decoder) -> Decoder:
+    """What is recalled comes up to some milliseconds late."""
+    verbs, dice = decoder.store.verbs, random.Random(0)
+    for name in ("move_pages", "move_tokens", "choose"):
+        setattr(verbs, name, delayed(getattr(verbs, name), dice))
+    return decoder
+
+
+def delayed(verb, dice: random.Random):
+    def slow(*args):
+        torch.cuda._sleep(dice.randrange(5_000_000))
+        return verb(*args)
+
+    return slow
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", PARAMS)
+def test_graphs_and_streams_change_no_bit(row, dtype):
+    model = loaded("llama", "cuda", dtype)
+    one = Decoder(model, mode_of(model, row))
+    other = eager(Decoder(model, mode_of(model, row)))
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+    same_steps(one, other, token_ids(300, seed=1))
+    assert not one.graphs.refusal
+    assert not one.graphs.prepares
+
+
+@pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "sync-staggered", "freeze"])
+def test_what_comes_late_is_waited_for(row):
+    model = loaded("llama", "cuda", torch.bfloat16)
+    one = late(Decoder(model, mode_of(model, row)))
+    other = eager(Decoder(model, mode_of(model, row)))
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+    same_steps(one, other, token_ids(120, seed=1))
+
+
+@pytest.mark.parametrize("row", PARAMS)
+def test_switches_between_steps_by_graph(row):
+    model = loaded("llama", "cuda", torch.bfloat16)
+    one = Decoder(model, mode_of(model, "full"))
+    other = eager(Decoder(model, mode_of(model, "full")))
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+    for mode in (row, "full", row, "streaming"):
+        with torch.inference_mode():
+            for each in (one, other):
+                each.store.switch(mode_of(model, mode))
+        same_steps(one, other, token_ids(20, seed=len(mode)))
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative", "streaming", "sync", "freeze"])
+@pytest.mark.parametrize("name", PEERS)
+def test_with_room_for_all_logits_are_the_models_own_within_its_noise(name, mode):
+    """Noise is how far the model's own eager attention is from its own sdpa."""
+    model, ids = loaded(name, "cuda", torch.bfloat16), token_ids(260)
+    one = Decoder(model, mode_of(model, mode, ROOMY[mode]))
+    ours = [prefilled(one, ids[:200]), *(one.step(token) for token in ids[200:])]
+    sdpa, plain = own_logits(model.model, ids, "sdpa"), own_logits(model.model, ids, "eager")
+    noise = max(float((a - b).abs().max()) for a, b in zip(sdpa, plain, strict=True))
+    far = max(float((a - b).abs().max()) for a, b in zip(ours, sdpa, strict=True))
+    assert far <= 2 * noise + 1e-3
+
+
+ROOMY = {
+    "full": {},
+    "speculative": {"budget": 480, "sink": 32, "window": 64},
+    "streaming": {"budget": 480},
+    "sync": {"budget": 480},
+    "freeze": {"min_active": 1000},
+}
+
+
+def own_logits(model, ids: list[int], attention: str) -> list[torch.Tensor]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    try:
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids], device=model.device)).logits[0].float()
+    finally:
+        model.set_attn_implementation(before)
+    return list(logits[199:])
+
+
+def test_what_the_plan_foretells_is_what_is_allocated():
+    model = loaded("llama", "cuda", torch.bfloat16)
+    for row in PARAMS:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        one = Decoder(model, mode_of(model, row))
+        prefilled(one, token_ids(300))
+        taken = torch.cuda.memory_allocated() - before
+        # The store's own vectors beside the slots: queries, positions, counters.
+        assert one.store.device_bytes <= taken <= one.store.device_bytes * 1.02 + 2**20
+        del one
