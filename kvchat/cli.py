@@ -84,6 +84,7 @@ FLAGS: dict[str, tuple[Key, ...]] = {
     "model": (("model", "name"),),
     "device": (("model", "device"),),
     "dtype": (("model", "dtype"),),
+    "quantize": (("model", "quantize"),),
     "system": (("model", "system"),),
     "mode": (("kv", "mode"),),
     "budget": _keys_of("budget"),
@@ -94,6 +95,7 @@ FLAGS: dict[str, tuple[Key, ...]] = {
 Model = Annotated[str | None, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")]
+Quantize = Annotated[str | None, typer.Option(help="none, or 4bit for weights in 4 bits (needs kvchat[bnb])")]
 Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`")]
 Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
 Param = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable")]
@@ -129,6 +131,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     mode: Mode = None,
     budget: Budget = None,
     param: Param = None,
@@ -155,6 +158,7 @@ def ask_command(
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     mode: Mode = None,
     budget: Budget = None,
     param: Param = None,
@@ -309,7 +313,15 @@ def _run_application(flags: Layer) -> int:
 def _load(chosen: settings.Settings) -> Load:
     model, kv = chosen.model, chosen.kv
     mode_params = {mode: params for mode in parameters.PARAMETERS if (params := kv.params(mode))}
-    return Load(model.name, model.device, model.dtype, kv.mode, mode_params=mode_params)
+    return Load(
+        model.name,
+        model.device,
+        model.dtype,
+        kv.mode,
+        mode_params=mode_params,
+        quantize=model.quantize,
+        fast=model.fast,
+    )
 
 
 def _switch_at(text: str, chosen: settings.Settings) -> SwitchAt:

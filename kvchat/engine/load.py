@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from logging import CRITICAL, getLogger
 from typing import Any
 
 import torch
 
-from kvchat.engine import seam, source
+from kvchat.engine import fast, quantisation, seam, source
 from kvchat.engine.probe import Probe, pin_frequencies, probe
+from kvchat.engine.quantisation import Quantisation
 from kvchat.engine.selftest import selftest
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
 
@@ -25,7 +27,10 @@ ATTENDED_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on its device with all that is known about it. ``context`` is in tokens."""
+    """A model on its device with all that is known about it.
+
+    ``context`` is in tokens; ``weights`` names how they are quantised, ``fast`` what the fast path swapped.
+    """
 
     model: Any
     tokenizer: Any
@@ -44,16 +49,28 @@ class LoadedModel:
     probe: Probe
     notes: tuple[str, ...]
     weight_bytes: int
+    weights: str = ""
+    fast: str = ""
 
 
-def load_model(name: str, device: str, dtype: str, progress: source.Progress) -> LoadedModel:
+def load_model(
+    name: str,
+    device: str,
+    dtype: str,
+    progress: source.Progress,
+    *,
+    quantize: str = "none",
+    accelerate: bool = True,
+) -> LoadedModel:
     """Load the model ``name`` ("bundled", a folder or a hub repository); ``progress`` is told each stage.
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
+    ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantised already stays as it is with "none".
+    ``accelerate`` swaps in what the fast path knows.
 
     Raises:
-        ModelError: the model cannot be found, read or run correctly.
-        UsageError: no such device or dtype.
+        ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
+        UsageError: no such device, dtype or quantisation.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
     on = resolve_device(device)
@@ -62,22 +79,22 @@ def load_model(name: str, device: str, dtype: str, progress: source.Progress) ->
         config = _config(place)
         model_class = _model_class(config)
         precision = _resolve_dtype(dtype, config, on)
+        quantised = quantisation.resolve(quantize, config, precision)
         found = source.complete(place, progress)
-        _check_fits(found, on)
+        _check_fits(found, on, quantised.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(found)
         progress("Loading the weights")
-        model = _model(model_class, found, precision)
         try:
-            model.to(on)
+            model = _model(model_class, found, precision, on, quantised)
             progress("Testing the model")
-            return wrap(model, tokenizer, found.name, found.revision)
+            return wrap(model, tokenizer, found.name, found.revision, accelerate)
         except torch.OutOfMemoryError as error:
             raise _does_not_fit(found, on) from error
 
 
-def wrap(model: Any, tokenizer: Any, name: str, revision: str = "") -> LoadedModel:
-    """A transformers ``model`` that is on its device, with the seam's attention: probed and tested.
+def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", accelerate: bool = True) -> LoadedModel:
+    """A transformers ``model`` that is on its device, with the seam's attention: probed, tested and accelerated.
 
     Raises:
         ModelError: kvchat cannot run it correctly.
@@ -85,7 +102,9 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "") -> LoadedMod
     pinned = pin_frequencies(model)
     seen = probe(model)
     selftest(model)
-    return _loaded(name, revision, model, tokenizer, seen, pinned)
+    swapped = fast.accelerate(model, fast.kernels_for(model.device)) if accelerate else fast.Accelerated()
+    loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
+    return replace(loaded, notes=(*loaded.notes, *filter(None, [swapped.note])), fast=swapped.swapped)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -169,17 +188,31 @@ def _tokenizer(found: source.Source) -> Any:
         raise _unreadable(found.name, "its tokenizer", error) from error
 
 
-def _model(model_class: Any, found: source.Source, dtype: torch.dtype) -> Any:
-    """On the CPU: transformers reads straight to a GPU only with accelerate, which kvchat does not need otherwise."""
+def _model(
+    model_class: Any, found: source.Source, dtype: torch.dtype, device: torch.device, quantised: Quantisation
+) -> Any:
+    """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
+    else. Quantised weights cannot be moved afterwards and are read to their device, with accelerate."""
     seam.register()
+    place = {"device_map": {"": device}} if quantised.method else {}
     try:
         model, info = model_class.from_pretrained(
-            found.folder, dtype=dtype, attn_implementation=seam.NAME, local_files_only=True, output_loading_info=True
+            found.folder,
+            dtype=dtype,
+            attn_implementation=seam.NAME,
+            local_files_only=True,
+            output_loading_info=True,
+            **place,
+            **quantised.options,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, OSError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except ImportError as error:
+        raise quantisation.missing(found.name, quantised, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise _unreadable(found.name, "its weights", error) from error
     _check_complete(found, info)
-    return model.eval()
+    return model.eval() if quantised.method else model.eval().to(device)
 
 
 def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:
@@ -201,7 +234,8 @@ def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, p
         d_v=seen.d_v,
         probe=seen,
         notes=_notes(model, tokenizer, seen, pinned),
-        weight_bytes=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
+        weight_bytes=quantisation.weight_bytes(model),
+        weights=quantisation.describe(model),
     )
 
 
@@ -246,9 +280,9 @@ def _cuda_device(given: str, index: int) -> torch.device:
     raise UsageError(f'There is no device "{given}".', f"This machine has {torch.cuda.device_count()} GPU(s).")
 
 
-def _check_fits(found: source.Source, device: torch.device) -> None:
-    """By the files' size, before minutes of reading; the true size is only known afterwards."""
-    if device.type == "cuda" and found.weight_bytes > torch.cuda.mem_get_info(device)[0]:
+def _check_fits(found: source.Source, device: torch.device, share: float) -> None:
+    """By at least ``share`` of the files' size, before minutes of reading; the true size is only known afterwards."""
+    if device.type == "cuda" and found.weight_bytes * share > torch.cuda.mem_get_info(device)[0]:
         raise _does_not_fit(found, device)
 
 
@@ -283,6 +317,9 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level = logging.get_verbosity()
+    quantiser = getLogger("bitsandbytes")  # says on a CPU which kernels it could load from the hub
+    quantiser_level = quantiser.level
+    quantiser.setLevel(CRITICAL)
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -292,5 +329,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
+        quantiser.setLevel(quantiser_level)
         if bars:
             logging.enable_progress_bar()

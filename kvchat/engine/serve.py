@@ -184,6 +184,8 @@ class Server:
             dtype=command.dtype,
             mode=command.mode,
             mode_params=command.mode_params,
+            quantize=command.quantize,
+            fast=command.fast,
             progress=lambda stage: self._outbox.send(Loading(stage)),
             **command.params,
         )

@@ -54,6 +54,8 @@ def load(
     mode: str = "full",
     system: str | None = None,
     mode_params: Mapping[str, Params] | None = None,
+    quantize: str = "none",
+    fast: bool = True,
     progress: Callable[[str], None] = lambda stage: None,
     **params: Any,
 ) -> Session:
@@ -66,6 +68,8 @@ def load(
         mode: the KV mode to begin with.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, taken when it is entered; parameters said otherwise win.
+        quantize: ``none``, or ``4bit`` for weights in 4 bits (nf4 by bitsandbytes).
+        fast: swap small pieces of the model for faster ones.
         progress: told each stage of loading.
         params: the mode's parameters, such as ``budget``.
 
@@ -76,7 +80,8 @@ def load(
     """
     settings = mode_params or {}
     parameters.merge(settings.get(mode, {}), mode, params)
-    return Session(load_model(model, device, dtype, progress), mode, params, settings, system)
+    loaded = load_model(model, device, dtype, progress, quantize=quantize, accelerate=fast)
+    return Session(loaded, mode, params, settings, system)
 
 
 PRICES_S = 1.0  # switches are priced at most this often
@@ -299,7 +304,7 @@ class Session:
         return Loaded(
             model=m.name,
             architecture=type(m.model).__name__,
-            parameters=sum(p.numel() for p in m.model.parameters()),
+            parameters=m.model.num_parameters(),
             device=str(m.device),
             dtype=str(m.dtype).removeprefix("torch."),
             context=m.context,
@@ -310,6 +315,8 @@ class Session:
             mode=store.mode.name,
             params=store.mode.resolved(),
             notes=(*m.notes, *calibrate.notes(m, self._control.calibration)),
+            weights=m.weights,
+            fast=m.fast,
         )
 
     def close(self) -> None:

@@ -124,6 +124,8 @@ def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: F
         "dtype": "auto",
         "mode": "speculative",
         "mode_params": {},
+        "quantize": "none",
+        "fast": True,
         "budget": 128,
     }
     assert isinstance(child.until(Snapshot)[-1], Snapshot)
