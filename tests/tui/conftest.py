@@ -17,7 +17,7 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.state import Phase
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parent / "fake_engine.py"))
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0  # for machines that run much else; a condition that comes is not waited for
 
 Condition = Callable[[], object]
 Until = Callable[[Condition], Awaitable[None]]

@@ -307,16 +307,17 @@ async def test_a_prompt_waits_while_the_model_loads_and_while_it_answers(running
 
 
 async def test_an_engine_that_becomes_ready_while_a_question_is_shown_answers_it(running, monkeypatch):
-    async with running(ready=False) as (app, pilot, until):
-        add = Transcript.add
+    async with running() as (app, pilot, until):
+        loaded, add = app.chat.state.info, Transcript.add
 
         async def slowly(transcript, widget):
             await add(transcript, widget)
             if isinstance(widget, Question):
-                await until(lambda: app.chat.state.phase is not Phase.LOADING)
+                await app.chat.events.handle(loaded)
             return widget
 
         monkeypatch.setattr(Transcript, "add", slowly)
+        app.chat.show_phase(Phase.LOADING)
         await typed(pilot, "hello")
         await until(lambda: finished(app))
         assert app.chat.queued is None
