@@ -19,8 +19,8 @@ from kvchat.kv.recall import Aside
 pytestmark = pytest.mark.cuda
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Models whose logits are compared with transformers' own.
-PEERS = ["llama", "qwen2-window", "gemma2", "gpt_oss"]
+# Models that both of transformers' attentions compute alike.
+PEERS = ["llama", "qwen2-window"]
 
 
 def eager(decoder: Decoder) -> Decoder:
