@@ -219,6 +219,14 @@ def calibrate(
 
 
 @app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
+    """Look at this machine: what kvchat would use, what is wrong, and what to do about it."""
+    from kvchat.doctor import doctor as run
+
+    raise typer.Exit(run(as_json))
+
+
+@app.command()
 def locate() -> None:
     """Show where kvchat's files lie."""
     places = {
