@@ -80,7 +80,8 @@ class StepGraphs:
     def _usable(self) -> bool:
         if self._store.mode is not self._mode:
             self._forget()
-        return self._recorder is not None and not self.refusal
+        # A pageable host pool is gathered from by the CPU.
+        return self._recorder is not None and not self.refusal and self._store.host.pinned
 
     def _record(self, kind: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
         assert self._recorder is not None

@@ -32,7 +32,7 @@ class Store:
     """K/V of one conversation.
 
     ``total`` tokens are stored; ``position`` (0-d int64, on the device) is the position of the token being decoded,
-    equal to ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries; ``pinned [capacity]``
+    equal to ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries; ``pinned [reserved]``
     (bool) marks tokens that no mode should leave out if it has the choice: the chat's control tokens.
     """
 
@@ -45,7 +45,7 @@ class Store:
         self.recall = Recall(g, self.verbs, device)
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
-        self.pinned = torch.zeros(self.host.capacity, dtype=torch.bool, device=device)
+        self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
         self.facts: list[LayerFacts | None] = [None] * g.layers
         self.slots: list[Slots] = []
         self.steps = 0
@@ -309,8 +309,9 @@ class Store:
         self._place()
 
     def _reserve(self, tokens: int) -> None:
-        self.host.reserve(tokens)
-        more = self.host.capacity - len(self.pinned)
+        if self.host.reserve(tokens) and not self.host.pinned:
+            self.verbs = self.recall.verbs = verbs_for(self.geometry, self.host, self.device)
+        more = self.host.reserved - len(self.pinned)
         if more > 0:
             self.pinned = torch.nn.functional.pad(self.pinned, (0, more))
 

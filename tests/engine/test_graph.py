@@ -127,6 +127,19 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
     assert "not permitted when stream is capturing: nonzero" in one.graphs.refusal
 
 
+def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
+    one, other, recorder = pair(loaded("llama"), "speculative")
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+    same_steps(one, other, token_ids(8, seed=1))
+    played = recorder.played
+    assert played
+    monkeypatch.setattr(one.store.host, "why_pageable", "no more memory may be pinned")
+    assert not one.graphs.prepares
+    same_steps(one, other, token_ids(8, seed=2))
+    assert recorder.played == played
+
+
 def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
     one, other, _ = pair(loaded("llama"), "streaming")
     for each in (one, other):

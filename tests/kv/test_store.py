@@ -335,3 +335,15 @@ def test_a_step_in_an_empty_store():
     run = Run(toy(PLAIN), "full")
     run.step(3)
     run.check()
+
+
+def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_verbs(monkeypatch):
+    run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24)
+    run.prefill(150)
+    before = run.store.verbs
+    monkeypatch.setattr(run.store.host, "why_pageable", "no more memory may be pinned")
+    monkeypatch.setattr(run.store.host, "reserve", lambda tokens: True)
+    run.step(20)
+    assert run.store.verbs is not before
+    assert run.store.recall.verbs is run.store.verbs
+    run.check()
