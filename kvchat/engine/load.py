@@ -7,6 +7,7 @@ configuration tells, by the probe or by the numerical self-test where it does no
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -192,9 +193,11 @@ def _model(
     model_class: Any, found: source.Source, dtype: torch.dtype, device: torch.device, quantised: Quantisation
 ) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
-    else. Quantised weights cannot be moved afterwards and are read to their device, with accelerate."""
+    else. Quantised weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
+    """
     seam.register()
-    place = {"device_map": {"": device}} if quantised.method else {}
+    in_place = bool(quantised.method) and importlib.util.find_spec("accelerate") is not None
+    place = {"device_map": {"": device}} if in_place else {}
     try:
         model, info = model_class.from_pretrained(
             found.folder,
@@ -212,7 +215,7 @@ def _model(
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise _unreadable(found.name, "its weights", error) from error
     _check_complete(found, info)
-    return model.eval() if quantised.method else model.eval().to(device)
+    return model.eval() if in_place else model.eval().to(device)
 
 
 def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:
