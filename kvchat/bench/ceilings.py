@@ -17,6 +17,7 @@ import kvchat
 from kvchat.bench.timing import event
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.host import HostPool
+from kvchat.kv.verbs import triton_refusal
 from kvchat.profiles import Measured
 
 RUNS = 5
@@ -29,13 +30,18 @@ GATHER_ROW = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
 def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measured:
-    """The ceilings of ``device`` in GB/s, with matrices and K/V of ``dtype``; on a CPU there is no link to measure."""
+    """The ceilings of ``device``, the current one if CUDA, in GB/s; matrices and K/V are of ``dtype``.
+
+    On a CPU there is no link to measure.
+    """
     cuda = device.type == "cuda"
+    by_programs = kernel_gather(device, dtype) if cuda else {}
     return Measured(
         read=_rounded(read(device, dtype)),
         to_device=_rounded(link(device, to_device=True)) if cuda else None,
         to_host=_rounded(link(device, to_device=False)) if cuda else None,
-        gather=_rounded(gather(device, dtype)),
+        gather=_rounded(max(by_programs.values()) / 1e9 if by_programs else gather(device, dtype)),
+        gather_ctas=_enough(by_programs) if by_programs else None,
         register_s_per_gib=_rounded(registering()) if cuda else None,
         kvchat=kvchat.__version__,
         torch=torch.__version__,
@@ -72,6 +78,28 @@ def gather(device: torch.device, dtype: torch.dtype) -> float:
     some = torch.randperm(held, device=blocks.device)[: held // 4]
     out = torch.empty((len(some), blocks.shape[1]), dtype=dtype, device=blocks.device)
     return out.nbytes / seconds(lambda: torch.index_select(blocks, 0, some, out=out), device) / 1e9
+
+
+def kernel_gather(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
+    """Bytes/s of pages of pinned host memory read by recall's kernel, by its number of programs; {} without kernels.
+
+    ``device`` is the current CUDA device.
+    """
+    geometry = Geometry(1, 1, 1, 128, 128, dtype)
+    if triton_refusal(geometry) is not None:
+        return {}
+    from kvchat.kv.kernels import recall
+
+    shape = recall.MEASURED_PAGES, 2, geometry.page, geometry.d
+    source = torch.zeros(shape, dtype=dtype, pin_memory=True)
+    target = torch.empty((2, shape[0], *shape[2:]), dtype=dtype, device=device)
+    return recall.recall_rates(source, target)
+
+
+def _enough(by_programs: dict[int, float]) -> int:
+    from kvchat.kv.kernels.recall import calibrate_ctas
+
+    return calibrate_ctas(by_programs)
 
 
 def registering() -> float:

@@ -21,7 +21,7 @@ from kvchat.bench import ceilings, geometries, peers
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.own import Own, parsed
 from kvchat.bench.text import prose
-from kvchat.bench.timing import Contender, Timing, warm_up
+from kvchat.bench.timing import Contender, Timing, current, warm_up
 from kvchat.engine import calibrate
 from kvchat.engine.decode import Decoder, geometry_of, traits_of
 from kvchat.engine.load import LoadedModel, load_model
@@ -29,10 +29,13 @@ from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.heads import Calibration
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
+from kvchat.parameters import ModeParameters
 from kvchat.profiles import Measured
 
 NATURAL = "natural"
 Report = Callable[[str], None]
+# A contender as it was named, its parameters, and the change rate prescribed.
+Wanted = tuple[str, ModeParameters, float | None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,12 @@ def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any
     wanted = [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
     peers.check(settings.peers or ())
     model = _model(settings, report)
-    chosen = settings.peers if settings.peers is not None else _default_peers(settings, model)
+    with current(model.device):
+        return _measured(settings, wanted, model, report)
+
+
+def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, report: Report) -> dict[str, Any]:
+    chosen = _default_peers(settings, model) if settings.peers is None else settings.peers
     measured = ceilings.measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
@@ -80,12 +88,13 @@ def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any
         spare = settings.steps + warm_up(model.device) + 1
         others = [peers.peer(who, model, decoder.store, ids, spare) for who in chosen]
         rows += _Run(settings, context, [*others, *own], floor, measured, model).rows(report)
+    used = {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "peers": chosen}
     return {
         "what": "median ms per decoded token",
-        "settings": asdict(settings)
-        | {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "peers": chosen},
+        "settings": asdict(settings) | used,
         "environment": fingerprint(model.device),
         "verbs": decoder.store.verbs.name,
+        "fast": model.fast,
         "ceilings": measured.model_dump(),
         "floor_ms": floor,
         "rows": rows,

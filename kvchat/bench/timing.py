@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,11 @@ class Contender(Protocol):
     def close(self) -> None:
         """Give memory back."""
         ...
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, events and kernels go to ``device``."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def warm_up(device: torch.device) -> int:

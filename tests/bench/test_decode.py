@@ -254,9 +254,10 @@ def test_peers_run_the_model_as_transformers_wrote_it(model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TEST_COMPILE"), reason="compiles C++ for minutes; TEST_COMPILE=1 runs it")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_the_compiled_peer_runs():
     rows = decode.run(settings(modes=("full",), peers=("compile",)))["rows"]
-    assert rows[0]["ms"] > 0, rows[0].get("failed")
+    assert "failed" not in rows[0], rows[0]
 
 
 @pytest.mark.cuda
@@ -331,9 +332,11 @@ def test_every_timed_run_but_the_first_counts():
 @pytest.mark.cuda
 def test_ceilings_of_a_gpu(monkeypatch):
     monkeypatch.undo()
+    assert ceilings.kernel_gather(torch.device("cuda"), torch.float32) == {}
     found = ceilings.measure(torch.device("cuda"), torch.bfloat16)
     assert found.read > found.to_device > 0
-    assert found.gather > 0
+    assert found.gather > 0.5 * found.to_device
+    assert found.gather_ctas >= 1
     assert found.to_host > 0
     assert found.register_s_per_gib > 0
 
