@@ -20,13 +20,14 @@ from kvchat.kv.verbs import Verbs
 
 
 class Aside:
-    """A stream beside the one the model runs on; on a CPU everything simply runs in order."""
+    """A stream beside the one the model runs on; on a CPU everything simply runs in order. ``inside`` while in it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []
         self._running = False
+        self.inside = False
 
     @contextmanager
     def __call__(self, *inputs: Tensor) -> Iterator[None]:
@@ -35,14 +36,18 @@ class Aside:
         ``inputs`` are the tensors made outside that it reads: they live until then, or their memory would be given to
         others while they are read.
         """
-        if self._stream is None:
-            yield
-            return
-        self._kept += inputs
-        self._running = True
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+        self.inside = True
+        try:
+            if self._stream is None:
+                yield
+                return
+            self._kept += inputs
+            self._running = True
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self.inside = False
 
     def join(self) -> None:
         """Whatever comes next begins after everything aside."""
@@ -53,16 +58,17 @@ class Aside:
 
 
 class Recall:
-    """Moves rows between a host pool and slots, and counts: device counters ``[moved, wanted, corrections]``.
+    """Moves rows between a host pool and slots, and counts.
 
-    ``moved`` and ``wanted`` count K/V pairs (a token in one layer and KV head), ``corrections`` (layer, KV head) pairs.
+    ``tally [2, 3]`` (int64, on the device) has K/V pairs (a token in one layer and KV head) moved and wanted, and heads
+    corrected; the second row is what was counted aside, for two streams may not add to the same number.
     """
 
     def __init__(self, geometry: Geometry, verbs: Verbs, device: torch.device) -> None:
         self.geometry = geometry
         self.verbs = verbs
         self.aside = Aside(device)
-        self.counters = torch.zeros(3, dtype=torch.int64, device=device)
+        self.tally = torch.zeros((2, 3), dtype=torch.int64, device=device)
         self.filled_bytes = 0
         self.filled_seconds = 0.0
         self.step_seconds: deque[float] = deque(maxlen=256)
@@ -76,7 +82,7 @@ class Recall:
     def pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
         began = time.perf_counter()
-        self.verbs.move_pages(slots, layer, placed, resident, self.counters[:2])
+        self.verbs.move_pages(slots, layer, placed, resident, self.tally[int(self.aside.inside), :2])
         resident.copy_(placed)
         self._seconds += time.perf_counter() - began
 
@@ -86,7 +92,7 @@ class Recall:
         -1 in either is an empty slot. The tables are the caller's business.
         """
         began = time.perf_counter()
-        self.verbs.move_tokens(slots, layer, first, placed, resident, self.counters[:2])
+        self.verbs.move_tokens(slots, layer, first, placed, resident, self.tally[int(self.aside.inside), :2])
         self._seconds += time.perf_counter() - began
 
     def tokens(self, slots: Slots, wanted: Tensor) -> None:
@@ -110,7 +116,7 @@ class Recall:
         """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a loose layout where ``taken [m]`` (bool)."""
         began = time.perf_counter()
         layers = slots.layout.last - slots.layout.first
-        self.counters[0] += taken.sum() * layers * self.geometry.kv_heads
+        self.tally[0, 0] += taken.sum() * layers * self.geometry.kv_heads
         table = slots.table[0, 0]
         entries = torch.where(taken, positions.to(torch.int32), table.index_select(0, targets))
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))
@@ -120,6 +126,11 @@ class Recall:
     def moved_bytes(self) -> int:
         """Bytes copied to the device since the store was made; asks the device."""
         return self.filled_bytes + int(self.counters[0]) * self.pair_bytes
+
+    @property
+    def counters(self) -> Tensor:
+        """``[moved, wanted, corrections]``, int64 on the device."""
+        return self.tally.sum(0)
 
     def end_step(self) -> None:
         """Close the books of one decode step."""

@@ -198,7 +198,7 @@ class Store:
         """All that a step reads or changes and that lasts from step to step; the host pool beside it."""
         slots = [tensor for slots in self.slots for tensor in slots.buffers()]
         pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
-        return [self.query, self.position, self.pinned, self.recall.counters, *slots, *pool, *self.mode.buffers()]
+        return [self.query, self.position, self.pinned, self.recall.tally, *slots, *pool, *self.mode.buffers()]
 
     # ---- what others read
 

@@ -233,7 +233,7 @@ class Freeze(Mode):
         timers.frozen[positions] &= ~taken
         self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first
-        self.store.recall.counters[1] += (active + taken.sum()) * layers * self.geometry.kv_heads
+        self.store.recall.tally[0, 1] += (active + taken.sum()) * layers * self.geometry.kv_heads
 
     def buffers(self) -> list[Tensor]:
         states = [[t.detections, t.timer, t.since, t.score, t.frozen, t.hold] for t in self.timers]

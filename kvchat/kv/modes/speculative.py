@@ -156,7 +156,7 @@ class Speculative(Mode):
         """Recall now, for the heads whose query turned; the pages' scores."""
         verbs = self.store.verbs
         flagged = verbs.turned(query, self.store.query[layer], self.parameters.tau)
-        self.store.recall.counters[2] += flagged.sum()
+        self.store.recall.tally[0, 2] += flagged.sum()
         scores = self._scores(layer, query)
         self._recall(layer, self.choose(layer, scores, self._now, flagged))
         index = layer - self.first
