@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from kvchat.bench import ceilings, geometries, peers
+from kvchat.bench.contender import parsed
 from kvchat.bench.environment import fingerprint
-from kvchat.bench.own import Own, parsed
+from kvchat.bench.own import Own
 from kvchat.bench.text import prose
 from kvchat.bench.timing import Contender, Timing, current, warm_up
 from kvchat.engine import calibrate

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from kvchat import parameters
 from kvchat.bench.prescribed import Prescribed
 from kvchat.bench.timing import Timing, time_steps
 from kvchat.engine.decode import Decoder, geometry_of, traits_of
@@ -73,15 +72,3 @@ class Own:
             return build(self._chosen, geometry, self._traits)
         assert isinstance(self._chosen, SpeculativeParameters)
         return Prescribed(self.change_rate, self._chosen, geometry, self._traits)
-
-
-def parsed(text: str, budget: int) -> ModeParameters:
-    """``MODE[:KEY=VALUE,...]``, with ``budget`` where the mode has one and none is named.
-
-    Raises:
-        UsageError: an unknown mode or parameter, or a value out of range.
-    """
-    mode, _, pairs = text.partition(":")
-    given = dict(pair.partition("=")[::2] for pair in pairs.split(",") if pair)
-    known = parameters.PARAMETERS[mode].model_fields if mode in parameters.PARAMETERS else {}
-    return parameters.parse(mode, {**({"budget": budget} if "budget" in known else {}), **given})

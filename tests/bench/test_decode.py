@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from kvchat import paths, profiles
 from kvchat.bench import ceilings, decode, geometries, peers, plot
-from kvchat.bench.own import Own, parsed
+from kvchat.bench.contender import parsed
+from kvchat.bench.own import Own
 from kvchat.bench.prescribed import Prescribed
 from kvchat.bench.timing import warm_up
 from kvchat.cli import app
@@ -130,6 +131,7 @@ def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
         ({"geometry": "llama-3.1-8"}, 'Did you mean "llama-3.1-8b"'),
         ({"peers": ("dynamc",)}, 'Did you mean "dynamic"'),
         ({"modes": ("fulll",)}, 'no KV mode "fulll"'),
+        ({"modes": ("freeze:tau",)}, "is not MODE:KEY=VALUE"),
         ({"change_rates": ("2",)}, 'change rate "2" is refused'),
         ({"change_rates": ("half",)}, 'change rate "half" is refused'),
         ({"dtype": "int8"}, 'no dtype "int8"'),
@@ -145,6 +147,12 @@ def test_a_real_model_is_measured_on_prose_up_to_its_context():
     rows = decode.run(settings(geometry="", modes=("full",), contexts=(96,), rounds=1, peers=("generate",)))["rows"]
     assert [row["who"] for row in rows] == ["generate", "full"]
     assert rows[1]["times_as_fast"]["generate"] > 0
+
+
+def test_random_weights_may_read_a_prompt_too():
+    rows = decode.run(settings(modes=("speculative",), peers=(), rounds=1, prefill=True))["rows"]
+    assert rows[0]["ms"] > 0
+    assert 0 <= rows[0]["changed"] <= 1
 
 
 # ---- change rates ----------------------------------------------------------------------------------
