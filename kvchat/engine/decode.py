@@ -58,6 +58,11 @@ class Decoder:
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.graphs = StepGraphs(self.store, recorder or recorder_for(model.device))
 
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """Warnings about how it runs, for ``Snapshot.badges``."""
+        return *self.store.host.badges, *self.graphs.badges
+
     def prefill(self, ids: Sequence[int]) -> Generator[tuple[Sequence[int], Tensor | None]]:
         """Store ``ids`` chunk by chunk; yields each chunk when it is stored, with the last one the logits ``[vocab]``.
 

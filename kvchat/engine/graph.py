@@ -65,6 +65,11 @@ class StepGraphs:
         """Are the next steps slow, because the mode's first ones warm up and are recorded?"""
         return self._usable() and not self._recorded
 
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """What is to be known about how steps run."""
+        return (f"no CUDA graph: {self.refusal}",) if self.refusal else ()
+
     def run(self, step: Callable[[], Tensor]) -> Tensor:
         """The result of ``step``, which the caller may keep."""
         if not self._usable():

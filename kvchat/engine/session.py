@@ -280,7 +280,7 @@ class Session:
         """What the KV manager holds and did; cheap enough for ten a second."""
         if time.monotonic() - self._priced_at >= PRICES_S:
             self._prices, self._priced_at = self.prices(), time.monotonic()
-        return replace(self._meter.snapshot(sum(self._reduced)), prices=self._prices)
+        return replace(self._meter.snapshot(sum(self._reduced)), prices=self._prices, badges=self._decoder.badges)
 
     @property
     def withdrawable(self) -> int:

@@ -4,7 +4,7 @@
 stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some words back; any other prompt gets
 ``ANSWER``. Budget 64 is refused.
 ``FAKE_LOAD=crash`` crashes while loading, ``FAKE_LOAD=wait`` loads until stdin closes, ``FAKE_GPU`` adds a GPU and
-``FAKE_REPEAT=100`` stores every prompt a hundred times.
+``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_BADGES`` are its badges, with ``|`` between them.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ class FakeEngine:
             0.8 if speculative else None, 1.8 if speculative else None, ribbon=ribbon(self.total, self.mode),
             prices=tuple(protocol.Price(m, 3 * 2**20, 2**22, 0.0042) for m in ("streaming", "speculative")),
             extras={"pages a step": 1.5, "heads corrected": 3} if speculative else {},
+            badges=tuple(filter(None, os.environ.get("FAKE_BADGES", "").split("|"))),
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from textual.widget import Widget
 from kvchat.protocol import Loaded, Params, Snapshot
 from kvchat.tui.format import bars, figure, percent, size
 from kvchat.tui.state import Phase
+from kvchat.tui.widgets import badges
 
 SPARK_POINTS = 8
 
@@ -67,7 +68,7 @@ class ModeBar(Widget):
 
 
 class StatusBar(Widget):
-    """Tokens per second with its recent course, time to first token, recall and context used."""
+    """Tokens per second with its recent course, time to first token, recall, badges and context used."""
 
     DEFAULT_CSS = "StatusBar { height: 1; color: $text-muted; }"
 
@@ -96,6 +97,7 @@ class StatusBar(Widget):
         if s.gpu:
             words.append(f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}")
         right = Content.assemble((f" ctx {percent(s.total / s.context if s.context else None)} ", "$foreground"))
+        right = badges.short(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
         line = speed
         for word in filter(None, words):
             if line.cell_length + len(word) + 3 + right.cell_length <= self.size.width:

@@ -16,6 +16,7 @@ from textual.widgets import Static
 from kvchat.parameters import available_modes
 from kvchat.protocol import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.format import MISSING, count, figure, percent, size
+from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
 
@@ -150,6 +151,7 @@ class KvColumn(VerticalScroll, can_focus=False):
     """
 
     def compose(self) -> ComposeResult:
+        yield Badges()
         yield Rowed("mode", id="mode-rows")
         yield Rowed("active against stored", id="context-rows")
         yield Timeline()
@@ -166,6 +168,7 @@ class KvColumn(VerticalScroll, can_focus=False):
         """Draw one snapshot."""
         mode = self.query_one("#mode-rows", Rowed)
         mode.border_title, mode.rows = f" {s.mode} ", mode_rows(s)
+        self.query_one(Badges).badges = s.badges
         self.query_one("#context-rows", Rowed).rows = context_rows(s)
         self.query_one("#recall-rows", Rowed).rows = recall_rows(s)
         self.query_one("#memory-rows", Rowed).rows = memory_rows(s)

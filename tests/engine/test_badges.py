@@ -1,0 +1,35 @@
+"""What the engine warns of: memory that stops being pinned in the middle of a conversation, steps without a graph."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from kv.test_host import Pins
+
+from kvchat.engine.session import Session
+from kvchat.kv import store as store_module
+from kvchat.kv.host import HostPool
+
+
+def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monkeypatch):
+    calm, pins = Session(model), Pins()
+    monkeypatch.setattr(store_module, "HostPool", partial(HostPool, registrar=pins))
+    session = Session(model)
+    assert session.snapshot().badges == ()
+    pins.fails_at = pins.calls + 3  # in the third layer, when the pool grows
+    ids = [(7 * i) % 4000 + 10 for i in range(700)]
+    for each in (calm, session):
+        each.prefill(ids[:600])
+        each.switch("speculative", budget=192, sink=32, window=64)
+    assert not pins.held
+    assert session.snapshot().badges == ("pageable host memory: no more memory may be pinned",)
+    for token in ids[600:]:
+        assert torch.equal(session.step(token), calm.step(token))
+    assert calm.snapshot().badges == ()
+
+
+def test_a_step_that_cannot_be_captured_is_told(model):
+    session = Session(model)
+    session._decoder.graphs.refusal = "RuntimeError: not permitted"
+    assert session.snapshot().badges == ("no CUDA graph: RuntimeError: not permitted",)
