@@ -10,6 +10,7 @@ import pytest
 from textual import events
 from textual.widgets import Markdown, Static
 
+from kvchat.parameters import PARAMETERS
 from kvchat.protocol import Turn
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.screens.help import HelpScreen
@@ -456,7 +457,7 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         assert memory["GPU"] == "NVIDIA H200"
         assert memory["this process"] == "n/a"
         assert memory["load"] == "45 % · 61 °C · n/a"
-        assert memory["torch allocated"] == "n/a"
+        assert memory["torch"] == "n/a"
         recall = dict(app.chat.query_one("#recall-rows", Rowed).rows)
         assert recall["p50 / p95"] == "0.8 / 1.8 ms"
         assert recall["hit rate"] == "94 %"
@@ -464,6 +465,34 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         status = app.chat.query_one(StatusBar).render().plain
         assert "tok/s" in status
         assert "VRAM 6.0 GiB/140 GiB" in status
+
+
+async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running, monkeypatch):
+    monkeypatch.setenv("FAKE_GPU", "1")
+    async with running(size=(120, 40)) as (app, pilot, until):
+        await typed(pilot, "/mode speculative")
+        await until(lambda: app.chat.state.mode == "speculative")
+        await typed(pilot, "hello")
+        await until(lambda: finished(app))
+        column, own = app.chat.query_one(KvColumn), app.chat.query_one("#own-rows", Rowed)
+        snapshot = replace(
+            app.chat.state.snapshot,
+            mode="freeze",
+            params=PARAMETERS["freeze"]().model_dump(),
+            reduced_tokens=120,
+            corrections=0,
+            extras={"frozen now": 557, "mean timer": 1.4, "thaws a step": 12.5},
+        )
+        column.show(snapshot)
+        assert dict(own.rows) == {"frozen now": "557", "mean timer": "1.4", "thaws a step": "12.5"}
+        await until(lambda: own.size.height == 3)
+        assert column.max_scroll_y == 0
+        assert app.chat.query_one(Timeline).size.height >= 2
+        await pilot.resize_terminal(80, 24)
+        await pilot.press("f7")
+        await until(lambda: column.display and own.region.height == 3 and own.region.bottom <= column.region.bottom)
+        await pilot.resize_terminal(200, 60)
+        await until(lambda: not own.display and app.chat.query_one("#extra-rows", Rowed).display)
 
 
 async def test_layouts_by_size_and_nothing_lost_by_resizing(running):

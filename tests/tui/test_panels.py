@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from kvchat.parameters import PARAMETERS
 from kvchat.protocol import Gpu, Snapshot
-from kvchat.tui.widgets.panels import Rows, context_rows, extra_rows, gpu_rows, memory_rows, mode_rows, recall_rows
+from kvchat.tui.widgets.panels import (
+    WIDTH,
+    Rows,
+    context_rows,
+    extra_rows,
+    gpu_rows,
+    memory_rows,
+    mode_rows,
+    recall_rows,
+)
 
 
 def snapshot(**changes: object) -> Snapshot:
@@ -18,8 +28,19 @@ def as_dict(rows: Rows) -> dict[str, str]:
 def test_few_parameters_stand_alone_and_many_are_paired():
     assert mode_rows(snapshot()) == [("parameters", "none")]
     assert mode_rows(snapshot(params={"budget": None, "tau": 0.8})) == [("budget", "auto"), ("tau", "0.8")]
-    rows = mode_rows(snapshot(params={"a": 1, "b": True, "c": 3, "d": 4, "e": 5}))
-    assert rows == [("a · b", "1 · yes"), ("c · d", "3 · 4"), ("e", "5")]
+
+
+def test_many_parameters_share_lines_that_fit():
+    assert mode_rows(snapshot(params={"a": 1, "b": True, "c": 3, "d": 4, "e": 5})) == [
+        ("a · b · c · d", "1 · yes · 3 · 4"),
+        ("e", "5"),
+    ]
+    for mode, cls in PARAMETERS.items():
+        params = cls().model_dump()
+        rows = mode_rows(snapshot(mode=mode, params=params))
+        assert " · ".join(label for label, _ in rows).split(" · ") == (list(params) or ["parameters"])
+        assert all(len(label) + 1 + len(value) <= WIDTH for label, value in rows)
+        assert len(rows) <= 8
 
 
 def test_what_is_not_read_and_what_was_computed_with_less():
@@ -34,7 +55,9 @@ def test_missing_readings_are_never_zero():
     assert as_dict(recall_rows(snapshot()))["hit rate"] == "n/a"
     assert as_dict(recall_rows(snapshot()))["p50 / p95"] == "n/a"
     memory = as_dict(memory_rows(snapshot()))
-    assert memory["GPU"] == memory["torch allocated"] == memory["torch reserved"] == "n/a"
+    assert memory["GPU"] == memory["torch"] == "n/a"
+    allocated = as_dict(memory_rows(snapshot(torch_allocated=2**30, torch_reserved=2**31)))
+    assert allocated["torch"] == "1.0 GiB of 2.0 GiB"
     assert as_dict(gpu_rows(Gpu("H200", used=2**30)))["load"] == "n/a · n/a · n/a"
     assert as_dict(gpu_rows(Gpu("H200")))["used"] == "n/a"
 

@@ -22,15 +22,25 @@ from kvchat.tui.widgets.timeline import Timeline
 
 Rows = list[tuple[str, str]]
 MAX_EVENTS = 200
+WIDTH = 32  # of a line in the column, beside a scrollbar
 
 
 def mode_rows(snapshot: Snapshot) -> Rows:
-    """The mode's parameters as they are now; many are paired, so that the column fits 40 lines."""
+    """The mode's parameters as they are now; many share lines, so that the column fits 40 lines."""
     rows = [(name, _value(value)) for name, value in snapshot.params.items()]
-    if len(rows) > 4:
-        pairs = [rows[start : start + 2] for start in range(0, len(rows), 2)]
-        rows = [(" · ".join(name for name, _ in pair), " · ".join(value for _, value in pair)) for pair in pairs]
-    return [*(rows or [("parameters", "none")]), *price_rows(snapshot)]
+    return [*((packed(rows) if len(rows) > 4 else rows) or [("parameters", "none")]), *price_rows(snapshot)]
+
+
+def packed(rows: Rows) -> Rows:
+    """Neighbours on one line, as many as fit with their labels before their values."""
+    lines: Rows = []
+    for row in rows:
+        joined = (f"{lines[-1][0]} · {row[0]}", f"{lines[-1][1]} · {row[1]}") if lines else row
+        if lines and len(joined[0]) + 1 + len(joined[1]) <= WIDTH:
+            lines[-1] = joined
+        else:
+            lines.append(row)
+    return lines
 
 
 def price_rows(snapshot: Snapshot) -> Rows:
@@ -61,11 +71,12 @@ def context_rows(s: Snapshot) -> Rows:
 def recall_rows(s: Snapshot) -> Rows:
     """What moved from host to device."""
     p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
+    corrections = [("corrections", count(s.corrections))] if s.corrections else []  # one mode alone corrects
     return [
         ("moved", size(s.recalled_bytes)),
         ("last step", size(s.step_bytes)),
         ("hit rate", percent(s.recall_hit_rate)),
-        ("corrections", count(s.corrections)),
+        *corrections,
         ("p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}"),
     ]
 
@@ -74,8 +85,7 @@ def memory_rows(s: Snapshot) -> Rows:
     """The device as NVML sees it, then torch's own numbers, then what kvchat holds."""
     return [
         *(gpu_rows(s.gpu) if s.gpu else [("GPU", MISSING)]),
-        ("torch allocated", size(s.torch_allocated)),
-        ("torch reserved", size(s.torch_reserved)),
+        ("torch", MISSING if s.torch_allocated is None else f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"),
         ("weights", size(s.weight_bytes)),
         ("KV on the device", size(s.kv_device_bytes)),
         ("KV on the host", size(s.kv_host_bytes)),
@@ -143,17 +153,22 @@ class Rowed(Widget):
 
 
 class KvColumn(VerticalScroll, can_focus=False):
-    """Mode, active against total over time, recall and memory."""
+    """Mode, active against total over time, what only this mode counts, recall and memory.
+
+    The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
+    """
 
     DEFAULT_CSS = """
     KvColumn { width: 36; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
-    KvColumn > Timeline { margin: 0 1; }
+    KvColumn > #own-rows { border-top: none; }
+    KvColumn > Timeline { height: 1fr; min-height: 2; max-height: 6; margin: 0 1; }
     """
 
     def compose(self) -> ComposeResult:
         yield Badges()
         yield Rowed("mode", id="mode-rows")
         yield Rowed("active against stored", id="context-rows")
+        yield Rowed("", id="own-rows")
         yield Timeline()
         yield Rowed("recall", id="recall-rows")
         yield Rowed("memory", id="memory-rows")
@@ -170,6 +185,7 @@ class KvColumn(VerticalScroll, can_focus=False):
         mode.border_title, mode.rows = f" {s.mode} ", mode_rows(s)
         self.query_one(Badges).badges = s.badges
         self.query_one("#context-rows", Rowed).rows = context_rows(s)
+        self.query_one("#own-rows", Rowed).rows = extra_rows(s.extras)
         self.query_one("#recall-rows", Rowed).rows = recall_rows(s)
         self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
         if s.total:
