@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from kvchat.engine.selftest import selftest
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 ATTENDED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -66,6 +68,7 @@ def load_model(
     """Load the model ``name`` ("bundled", a folder or a hub repository); ``progress`` is told each stage.
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
+    ``name`` may be a GGUF file, too, whose weights are unpacked to the dtype.
     ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantised already stays as it is with "none".
     ``accelerate`` swaps in what the fast path knows.
 
@@ -152,11 +155,33 @@ def refusal(config: Any, model_class: Any) -> str | None:
 def _config(place: source.Place) -> Any:
     from transformers import AutoConfig
 
+    if place.gguf:
+        return _gguf_config(place)
     source.read_json(place.folder / "config.json")  # with a better message than transformers' for a damaged file
     try:
         return AutoConfig.from_pretrained(place.folder, local_files_only=True)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise _unreadable(place.name, "its config.json", error) from error
+
+
+def _gguf_config(place: source.Place) -> Any:
+    from transformers import AutoConfig
+
+    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ModelError(
+            f"{place.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
+        )
+    try:
+        config = AutoConfig.from_pretrained(place.folder, gguf_file=place.gguf, local_files_only=True)
+    except Exception as error:  # the gguf package raises whatever a damaged file leads it to
+        raise _unreadable(place.name, "the GGUF file", error) from error
+    config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
+    return config
+
+
+def _gguf(found: source.Source) -> dict[str, str]:
+    return {"gguf_file": found.gguf} if found.gguf else {}
 
 
 def _model_class(config: Any) -> Any:
@@ -184,7 +209,7 @@ def _tokenizer(found: source.Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(found.folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(found.folder, local_files_only=True, **_gguf(found))
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise _unreadable(found.name, "its tokenizer", error) from error
 
@@ -199,15 +224,17 @@ def _model(
     in_place = bool(quantised.method) and importlib.util.find_spec("accelerate") is not None
     place = {"device_map": {"": device}} if in_place else {}
     try:
-        model, info = model_class.from_pretrained(
-            found.folder,
-            dtype=dtype,
-            attn_implementation=seam.NAME,
-            local_files_only=True,
-            output_loading_info=True,
-            **place,
-            **quantised.options,
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # a bar over a GGUF file's tensors that knows no switch
+            model, info = model_class.from_pretrained(
+                found.folder,
+                dtype=dtype,
+                attn_implementation=seam.NAME,
+                local_files_only=True,
+                output_loading_info=True,
+                **place,
+                **quantised.options,
+                **_gguf(found),
+            )
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
@@ -256,7 +283,7 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
     text = model.config.get_text_config(decoder=True)
     latent = getattr(text, "kv_lora_rank", None)
     shared = getattr(text, "num_kv_shared_layers", None)
-    notes = []
+    notes = quantisation.notes(model)
     if latent:
         expanded = seen.kv_heads * (seen.d_k + seen.d_v) / (latent + text.qk_rope_head_dim)
         notes.append(f"K/V are stored expanded and take {expanded:.0f} times the memory of this model's latent form.")

@@ -62,8 +62,22 @@ def weight_bytes(model: Any) -> int:
     return sum(tensor.nbytes for tensor in _tensors(model))
 
 
+def is_packed(model: Any) -> bool:
+    """Some weights are in a form that only its quantiser multiplies; a GGUF file's are usually unpacked."""
+    kept = (torch.float32, torch.float16, torch.bfloat16)
+    return bool(_own_method(model.config)) and any(tensor.dtype not in kept for tensor in _tensors(model))
+
+
+def notes(model: Any) -> list[str]:
+    """What a person should know of a loaded model's weights."""
+    method, dtype = _own_method(model.config), str(model.dtype).removeprefix("torch.")
+    return [f"The {method} weights were unpacked to {dtype}."] if method and not is_packed(model) else []
+
+
 def describe(model: Any) -> str:
     """How a loaded model's weights are quantised; empty if they are not."""
+    if not is_packed(model):
+        return ""
     method = _own_method(model.config)
     return "nf4" if method == "bitsandbytes" and model.config.quantization_config.load_in_4bit else method
 

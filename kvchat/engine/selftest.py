@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvchat.engine import seam
+from kvchat.engine.quantisation import is_packed
 from kvchat.errors import ModelError
 from kvchat.kv.facts import LayerFacts
 
@@ -69,7 +70,7 @@ def selftest(model: Any, make_manager: Callable[[], seam.KeyValueManager] = Dens
 
 def tolerance(model: Any) -> float:
     """The relative error that rounding alone may make; quantised weights are multiplied in half precision."""
-    return TOLERANCE[torch.bfloat16 if getattr(model, "is_quantized", False) else model.dtype]
+    return TOLERANCE[torch.bfloat16 if is_packed(model) else model.dtype]
 
 
 def relative_error(measured: Tensor, reference: Tensor) -> float:

@@ -1,7 +1,8 @@
 """Where a model's files come from, and whether they are all there.
 
-"bundled" is the model that ships with kvchat, an existing folder is taken as it is, anything else is a repository on
-the Hugging Face hub. Everything is looked at before the first weight is read, and only the hub needs the network.
+"bundled" is the model that ships with kvchat, an existing folder or GGUF file is taken as it is, anything else is a
+repository on the Hugging Face hub, or REPOSITORY:FILE for one GGUF file of it. Everything is looked at before the first
+weight is read, and only the hub needs the network.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ BUNDLED = "bundled"
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CONFIGURATION = ["config.json"]
+GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
 TAIL_BYTES = 2**16
@@ -31,11 +33,15 @@ TAIL_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with a model's config.json; on the hub the weights may still have to come."""
+    """A folder with a model's config.json; on the hub the weights may still have to come.
+
+    ``gguf`` names the file in the folder that has everything, where the model is such a file.
+    """
 
     name: str
     folder: Path
     on_hub: bool = False
+    gguf: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Source:
     revision: str
     weights: tuple[Path, ...]
     weight_bytes: int
+    gguf: str = ""
 
 
 def locate(name: str, progress: Progress) -> Place:
@@ -56,7 +63,9 @@ def locate(name: str, progress: Progress) -> Place:
         ModelError: there is no such model.
     """
     place = _place(name, progress)
-    if not (place.folder / "config.json").is_file():
+    if place.gguf and not (place.folder / place.gguf).is_file():
+        raise ModelError(f"{name} is not there.", f"The repository has no file {place.gguf}.", "Check the spelling.")
+    if not place.gguf and not (place.folder / "config.json").is_file():
         raise ModelError(f"{_where(place)} is no model.", "It has no config.json.", _format_hint(place.folder))
     return place
 
@@ -67,6 +76,8 @@ def complete(place: Place, progress: Progress) -> Source:
     Raises:
         ModelError: a file is missing or damaged.
     """
+    if place.gguf:
+        return _complete_gguf(place)
     folder = _download(place.name, DOWNLOADED, progress) if place.on_hub else place.folder
     weights = _weights(folder, _where(place))
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
@@ -97,12 +108,17 @@ def _place(name: str, progress: Progress) -> Place:
         return Place(name, bundled_model_dir())
     folder = Path(name).expanduser()
     if name and folder.is_dir():
-        return Place(name, folder)
+        return Place(name, folder, gguf=_only_gguf(folder))
+    if folder.is_file() and folder.suffix == GGUF:
+        return Place(name, folder.parent, gguf=folder.name)
     if folder.is_file():
-        raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer.")
+        raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer, or GGUF.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise ModelError(f'There is no folder "{name}".', "", "Check the path.")
     progress(f"Looking for {name} on the hub")
+    repository, colon, file = name.partition(":")
+    if colon and file.endswith(GGUF):
+        return Place(name, _download(repository, [file], progress), on_hub=True, gguf=file)
     return Place(name, _download(name, CONFIGURATION, progress), on_hub=True)
 
 
@@ -129,9 +145,22 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
     return tuple(folder / shard for shard in shards)
 
 
+def _only_gguf(folder: Path) -> str:
+    """The one GGUF file of a folder with no model beside it; empty if that is not what the folder is."""
+    files = list(folder.glob(f"*{GGUF}"))
+    return files[0].name if len(files) == 1 and not (folder / "config.json").is_file() else ""
+
+
+def _complete_gguf(place: Place) -> Source:
+    file = place.folder / place.gguf
+    revision = place.folder.name if place.on_hub else _digest(place.folder, (file,))
+    return Source(place.name, place.folder, revision, (file,), file.stat().st_size, place.gguf)
+
+
 def _format_hint(folder: Path) -> str:
-    other = any(folder.glob("*.gguf")) or any(folder.glob("*.bin"))
-    return "kvchat reads safetensors only, not GGUF or .bin files." if other else ""
+    if any(folder.glob(f"*{GGUF}")):
+        return "It has several GGUF files: give one of them."
+    return "kvchat reads safetensors and GGUF, not .bin files." if any(folder.glob("*.bin")) else ""
 
 
 def _check_readable(file: Path) -> None:
@@ -147,7 +176,8 @@ def _check_readable(file: Path) -> None:
 
 def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
     """Of the configuration and of each weight file's size and end: tells two trainings apart without reading all."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    config = folder / "config.json"
+    digest = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
     for file in weights:
         with file.open("rb") as stream:
             size = stream.seek(0, io.SEEK_END)

@@ -199,7 +199,7 @@ def damaged_tokenizer(folder):
     ("damage", "message"),
     [
         (no_config, "is no model. It has no config.json"),
-        (gguf_only, "not GGUF"),
+        (gguf_only, "GGUF file"),
         (damaged_config, "config.json cannot be read"),
         (list_config, "holds no JSON object"),
         (unknown_type, "llamma"),
