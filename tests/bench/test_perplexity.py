@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvchat.bench import perplexity
+from kvchat.bench.peers import as_written
 from kvchat.cli import app
 from kvchat.engine.load import load_model
 from kvchat.errors import UsageError
@@ -52,7 +53,7 @@ def test_full_is_the_models_own_perplexity_and_less_reading_costs_some(model):
     assert streaming["active_share"] < 0.95
     passage = next(perplexity.passages(sorted(perplexity.BOOKS.glob("*.txt")), 150, model.tokenizer))
     ids = torch.tensor([passage.ids])
-    with torch.inference_mode():
+    with as_written(model.model):
         logits = model.model(ids, use_cache=False).logits[0, perplexity.PROMPT - 1 : -1].float()
     nats = torch.nn.functional.cross_entropy(logits, ids[0, perplexity.PROMPT :])
     assert full["passages"][0]["perplexity"] == pytest.approx(float(nats.exp()), rel=1e-3)
