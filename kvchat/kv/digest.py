@@ -65,16 +65,14 @@ class Digests:
     def renew(self, layer: int, start: int, keys: Tensor) -> None:
         """Count a layer's tokens from ``start`` on, with the ``keys [H, n, d_k]`` of all that a prefill has at hand.
 
-        They are counted with the last layer, if all before them were; ``catch_up`` then reads back one page at most.
+        They are counted with the last layer, if all before them were; ``catch_up`` then reads back one page at most
+        (and clears what a forward that failed may have left behind it).
         """
         g = self.geometry
         if start > self.tokens:
             return
-        self.tokens = start
         begin, end = start // g.page, g.pages(keys.shape[1])
         self.reserve(keys.shape[1])
-        # A forward that failed may have left its digests.
-        self.of(layer)[:, end:] = self._lowest
         self.of(layer)[:, begin:end] = _digest(keys[:, begin * g.page :], end - begin, g.page)
         if layer == g.layers - 1:
             self.tokens = keys.shape[1]
