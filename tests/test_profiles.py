@@ -112,6 +112,17 @@ def test_a_torch_without_cuda_uses_no_gpu(nvml: Install, monkeypatch: pytest.Mon
     assert profiles.read_gpu() is None
 
 
+@pytest.mark.cuda
+def test_a_real_gpu_is_read() -> None:
+    import torch
+
+    found = profiles.read_gpu()
+    assert found is not None
+    assert found.name == torch.cuda.get_device_name(0)
+    assert found.memory == pytest.approx(torch.cuda.get_device_properties(0).total_memory / 2**30, rel=0.1)
+    assert found.compute_capability == ".".join(map(str, torch.cuda.get_device_capability(0)))
+
+
 # ---- which profile ---------------------------------------------------------------------------------
 
 

@@ -145,8 +145,7 @@ class _Run:
         rows = [self._row(contender) for contender in self.contenders]
         for contender in self.contenders:
             contender.close()
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._give_back()
         for row in rows:
             report(line(row))
         return rows
@@ -158,9 +157,13 @@ class _Run:
         except Exception as error:  # noqa: BLE001  # a compiler, a driver, a cache: anything may fail in its own way
             reason = str(error) if isinstance(error, KvchatError) else f"{type(error).__name__}: {error}"
             self.failed[contender] = reason.strip().splitlines()[0][:300]
+        if contender in self.failed:  # not before the error is gone: its frames hold tensors
             contender.close()
-            if self.model.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _row(self, contender: Contender) -> dict[str, Any]:
         row: dict[str, Any] = {"context": self.context, "who": contender.who}
@@ -176,9 +179,8 @@ class _Run:
             "times_floor": ms / self.floor if self.floor else None,
             "times_as_fast": self._ratios(contender),
         }
-        if isinstance(contender, Own):
-            return row | contender.facts | self._recall(contender)
-        return row | {name: getattr(contender, name) for name in ("kv_device_bytes", "prepare_s")}
+        recall = self._recall(contender) if isinstance(contender, Own) else {}
+        return row | contender.facts | recall
 
     def _ratios(self, contender: Contender) -> dict[str, float]:
         """How many times as fast as each peer, the median of the rounds."""

@@ -30,7 +30,7 @@ class Own:
     ) -> None:
         self.who = who
         self.change_rate = change_rate
-        self.facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
         self._decoder = decoder
         self._chosen = chosen
         self._context = decoder.store.total
@@ -52,7 +52,7 @@ class Own:
         before = store.recall.counters.tolist()
         timing = time_steps(self._decoder.step, tokens, store.device)
         moved, wanted, corrected = (b - a for a, b in zip(before, store.recall.counters.tolist(), strict=True))
-        self.facts = {
+        self._facts = {
             "kv_device_bytes": held,
             "kv_predicted_bytes": predicted,
             "kv_host_bytes": store.host.nbytes,
@@ -62,6 +62,11 @@ class Own:
             "not_captured": self._decoder.graphs.refusal,
         }
         return timing
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Bytes held and moved a token, the share of retrieved K/V that was new, corrected heads a token."""
+        return self._facts
 
     def close(self) -> None:
         """Nothing is held but the store."""

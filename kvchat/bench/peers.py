@@ -89,6 +89,10 @@ class _Peer:
         self.cache = None
 
     @property
+    def facts(self) -> dict[str, Any]:
+        return {"kv_device_bytes": self.kv_device_bytes, "prepare_s": self.prepare_s}
+
+    @property
     def kv_device_bytes(self) -> int | None:
         """Bytes of the cache on the device; None where it is not there."""
         if self.cache is None:

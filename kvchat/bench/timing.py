@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,11 @@ class Contender(Protocol):
     """Decodes the same tokens after the same context as all others."""
 
     who: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What else its row says, after a measurement."""
+        ...
 
     def measure(self, tokens: Sequence[int]) -> Timing:
         """Decode ``tokens`` after the context; the first ``warm_up`` do not count."""

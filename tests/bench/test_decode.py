@@ -103,7 +103,7 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(model, m
         Own,
         "measure",
         lambda self, tokens: (
-            setattr(self, "facts", {"moved_bytes": 2e6, "corrections": 0}),
+            setattr(self, "_facts", {"moved_bytes": 2e6, "corrections": 0}),
             decode.Timing(times[self.change_rate], 0.0),
         )[1],
     )
