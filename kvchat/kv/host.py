@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv import memory
-from kvchat.kv.geometry import Geometry, grown
+from kvchat.kv.geometry import Geometry
 
 # Pinned in steps that double up to this many bytes over all layers: a step costs a call per layer and about 0.5 s/GiB.
 STEP_BYTES = 256 * 2**20
@@ -182,7 +182,7 @@ class HostPool:
         self._registrar = CudaRegistrar(device) if registrar is None and device.type == "cuda" else registrar
         self._step = STEP_BYTES // geometry.token_bytes if self._registrar else 0
         self._page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
-        least = self._bytes(grown(0))
+        least = self._bytes(geometry.grown(0))
         # One more than the context: a full one still makes room for the next token.
         self._regions = self._reserved(max(least, self._bytes(context + 1)), least)
         self._extend(self._affordable(least, least))
@@ -224,7 +224,7 @@ class HostPool:
         if tokens <= self.capacity:
             return False
         was_pinned, moves = self.pinned, tokens > self.reserved
-        wanted = max(grown(tokens), self.capacity + min(self.capacity, self._step))
+        wanted = max(self.geometry.grown(tokens), self.capacity + min(self.capacity, self._step))
         if moves:
             self._move(self._bytes(tokens), self._bytes(wanted))
         else:

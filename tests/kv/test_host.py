@@ -97,15 +97,16 @@ def pool_of(tokens: int, registrar: Registrar | None = None, **kwargs) -> HostPo
 
 
 def test_growth_within_the_context_moves_nothing():
-    pool = pool_of(5000)
+    context = 4992  # whole system pages: nothing is left over
+    pool = pool_of(context)
     before = [pool.rows(layer).data_ptr() for layer in range(2)]
     rows, capacities = pool.rows(0), set()
     written = filled(pool, 100)
-    while pool.total < 5000:
-        assert not pool.reserve(pool.total + 100)
+    while pool.total < context:
+        pool.total = min(pool.total + 100, context)
+        assert not pool.reserve(pool.total)
         capacities.add(pool.capacity)
-        pool.total += 100
-    assert not pool.reserve(5001), "the token after a full context"
+    assert not pool.reserve(context + 1), "the token after a full context"
     assert [pool.rows(layer).data_ptr() for layer in range(2)] == before
     assert rows.shape == pool.rows(0).shape, "a view made at the start reaches the end"
     assert len(capacities) > 10
@@ -256,14 +257,14 @@ def test_steps_double_up_to_their_bound(monkeypatch):
     monkeypatch.setattr(host_module, "STEP_BYTES", 2**20)
     pool = pool_of(100_000, Pins())
     sizes = [pool.nbytes]
-    for tokens in range(100, 60_000, 10):
+    for tokens in range(100, 12_000, 10):
         pool.reserve(tokens)
         if pool.nbytes != sizes[-1]:
             sizes.append(pool.nbytes)
     steps = [after - before for before, after in pairwise(sizes)]
     assert 2 * sizes[0] <= sizes[1] <= 2.2 * sizes[0]
     assert max(steps[:-1]) >= 2**20 * 0.9
-    assert all(step <= max(2**20 * 1.1, size / 16 * 1.1 + 128 * 512) for step, size in zip(steps, sizes, strict=False))
+    assert all(step <= min(2**20, size) * 1.1 for step, size in zip(steps[1:], sizes[1:], strict=False))
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 7])
@@ -276,6 +277,7 @@ def test_a_refused_segment_leaves_a_pageable_pool_with_everything_in_it(fails_at
         was_pinned, fits = pool.pinned, pool.total + 100 <= pool.reserved
         views_changed = pool.reserve(pool.total + 100)
         assert views_changed == (not fits or was_pinned != pool.pinned)
+        assert pool.pinned or not pins.held
         written.append(filled(pool, 100, seed))
     assert not pool.pinned
     assert pool.why_pageable == "no more memory may be pinned"
