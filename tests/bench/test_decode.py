@@ -181,6 +181,8 @@ def test_corrections_move_nothing_more(model):
     moved = int(decoder.store.recall.counters[0])
     decoder.step(2)
     assert int(decoder.store.recall.counters[0]) - moved == 3 * 3 * 2 * 32
+    # With tau = 2 nothing is chosen ahead: what lies there is what the last token was to read.
+    assert (decoder.store.slots[-1].pages == mode._pages_at(decoder.store.position - 1)).all()
 
 
 def test_too_few_pages_are_refused_and_the_old_mode_goes_on(model):
