@@ -1,4 +1,4 @@
-"""The device the kernels run on: the interpreter's CPU, or a GPU where there is one."""
+"""What the kernels run on: the interpreter's CPU, or a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import torch
 triton = pytest.importorskip("triton")
 
 
+@pytest.fixture
+def interpreter():
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
-    if request.param == "cpu" and not triton.knobs.runtime.interpret:
-        pytest.skip("Triton's interpreter is off where there is a GPU")
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
     return torch.device(request.param)
