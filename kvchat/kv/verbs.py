@@ -33,6 +33,12 @@ class Verbs:
         self.compact = device.type == "cpu"
         self._heads = torch.arange(geometry.kv_heads, device=device)
 
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """What is to be known about what a step runs with."""
+        refusal = triton_refusal(self.geometry) if self._heads.is_cuda and self.name == Verbs.name else None
+        return (f"no Triton kernels: {refusal}",) if refusal else ()
+
     def begin_step(self, position: Tensor) -> None:
         """Before the first layer; ``position`` (0-d int64) of the new token."""
         self.position = position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from kv.test_host import Pins
@@ -33,3 +34,10 @@ def test_a_step_that_cannot_be_captured_is_told(model):
     session = Session(model)
     session._decoder.graphs.refusal = "RuntimeError: not permitted"
     assert session.snapshot().badges == ("no CUDA graph: RuntimeError: not permitted",)
+
+
+def test_a_gpu_without_kernels_is_told(model):
+    session = Session(model)
+    assert session.snapshot().badges == ()
+    session._store.verbs._heads = SimpleNamespace(is_cuda=True)
+    assert session.snapshot().badges == ("no Triton kernels: the kernels are for bfloat16 and float16, not float32",)
