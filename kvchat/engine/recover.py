@@ -1,6 +1,6 @@
 """Recovery while an answer is generated: every token is measured, and the ladder says when to act.
 
-What is measured are the model's own probabilities, before temperature and cuts; one read-back of two numbers a token.
+What is measured are the model's own probabilities, before temperature and cuts; they are read back with the token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from kvchat.engine.sample import Sampler, SamplerState, read
+from kvchat.engine.sample import Sampler, SamplerState, checked, read
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.recovery import REWALK, Ladder, Level, Signals, Trigger
 
@@ -40,9 +40,10 @@ class Guard:
             self.level = ""
             return read(self.sampler(logits))
         self._states.append(self.sampler.state())
-        token = read(self.sampler(logits))
+        value, entropy, log_prob = measure(logits, self.sampler(logits)).tolist()
+        token = checked(int(value))
         self._watch(mode)
-        trigger = self.signals.add(token, *measure(logits, token))
+        trigger = self.signals.add(token, entropy, log_prob)
         level = self.ladder.token(trigger is not None)
         self.due = (level, trigger) if level and trigger else None
         self.level = self.ladder.level or "calm"
@@ -71,8 +72,12 @@ class Guard:
             self.ladder = Ladder(levels)
 
 
-def measure(logits: Tensor, token: int) -> tuple[float, float]:
-    """Entropy in nats of the distribution ``logits [vocab]`` stand for, and the log-probability of ``token``."""
+def measure(logits: Tensor, token: Tensor) -> Tensor:
+    """``token`` (0-d), the entropy in nats of the distribution ``logits [vocab]`` stand for, and its log-probability.
+
+    float64 ``[3]``, so that one read-back gets all.
+    """
     log_probs = logits.log_softmax(0)
-    entropy, log_prob = torch.stack((torch.special.entr(log_probs.exp()).sum(), log_probs[token])).tolist()
-    return entropy, log_prob
+    log_prob = log_probs.index_select(0, token.clamp(min=0).view(1))
+    entropy = torch.special.entr(log_probs.exp()).sum().view(1)
+    return torch.cat((token.view(1).double(), entropy.double(), log_prob.double()))

@@ -126,14 +126,22 @@ def read(token: Tensor) -> int:
     Raises:
         EngineError: it was drawn from logits that are not finite.
     """
-    value = int(token)
-    if value == NO_TOKEN:
+    return checked(int(token))
+
+
+def checked(token: int) -> int:
+    """The token that was read.
+
+    Raises:
+        EngineError: it was drawn from logits that are not finite.
+    """
+    if token == NO_TOKEN:
         raise EngineError(
             "The model produced no finite logits.",
             "They hold NaN or infinity, so there is no next token.",
             "Load the model with dtype bfloat16 or float32; if it happens there too its weights are damaged.",
         )
-    return value
+    return token
 
 
 def validate(sampling: Sampling) -> None:

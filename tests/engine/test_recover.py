@@ -135,7 +135,8 @@ def test_a_mode_entered_meanwhile_stays(model):
 
 
 def test_what_is_measured():
-    entropy, log_prob = measure(torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0]), 1)
+    token, entropy, log_prob = measure(torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0]), torch.tensor(1)).tolist()
+    assert token == 1
     assert entropy == pytest.approx(1.3863, abs=1e-4)
     assert log_prob == pytest.approx(-1.3863, abs=1e-4)
 
