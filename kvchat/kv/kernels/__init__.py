@@ -2,9 +2,9 @@
 
 Everything runs on the stream that is current, allocates only there, and asks the device nothing, so that a step can be
 captured in a CUDA graph and recall can run beside the model. What changes from step to step is in tensors, what changes
-rarely (slots, pages) in integers that no kernel is compiled for: after the first step of a mode nothing is compiled.
-``page_scores`` are float32 here; the rest is to rounding what stock torch operations give, and each run of it bitwise
-the same.
+rarely (slots, pages) in integers that no kernel is compiled for: once a mode has decoded a token nothing is compiled,
+but for choosing pages when their number passes 1,024 and each doubling of it.
+``page_scores`` are float32 here; the rest is to rounding what stock torch operations give, and the same bits each time.
 """
 
 from __future__ import annotations

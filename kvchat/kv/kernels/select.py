@@ -16,6 +16,7 @@ from kvchat.kv.kernels.language import LOWEST, padded
 from kvchat.kv.pool import Slots
 from kvchat.kv.select import Candidates
 
+LEAST_PAGES = 1024  # that the kernel is compiled for; anew at each doubling
 MOST_PAGES = 8192
 MOST_CHOSEN = 128
 SCORED_PAGES = 32
@@ -195,7 +196,7 @@ def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Te
     chosen = torch.empty_like(resident)
     best = torch.empty((heads, k), dtype=torch.int32, device=scores.device)
     flags = best if flagged is None else flagged.view(torch.uint8)
-    shape = flagged is not None, group, padded(pages), padded(k)
+    shape = flagged is not None, group, max(LEAST_PAGES, padded(pages)), padded(k)
     warps = 4 if pages <= 2048 and k <= 64 else 8
     _choose[(heads,)](
         scores, candidates.first, candidates.last, resident, flags, best, chosen, pages, k, *shape, num_warps=warps

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from kv.reference import Run, toy
+from kv.reference import Run, assert_near, dense, toy
 from kv.test_modes import FIRST, ROWS
 
 from kvchat.kv.kernels import TritonVerbs
@@ -29,13 +31,14 @@ def with_kernels(run):
 def test_sets_and_outputs_are_the_references(row):
     mode, params = ROWS[row]
     kinds = ("plain", "window") if row in FIRST.values() else ("plain", "sinks")
-    run = with_kernels(Run(toy(kinds, group=3, d_k=20, d_v=24, page=8, seed=3), mode, **params))
+    run = with_kernels(Run(toy(kinds, d_k=20, d_v=24, page=8, seed=3), mode, **params))
     run.prefill(100, chunk=60)
-    run.step(22)
+    run.step(18)
     run.prefill(30)
-    run.step(8)
+    run.step(4)
     run.check()
-    assert run.store.active_sum() > 0
+    moves = mode not in ("full", "streaming")
+    assert bool(run.store.recall.counters[0] > 0) == moves
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -46,7 +49,7 @@ def test_a_switch_in_the_middle_with_softcaps_and_bfloat16():
     for row in ("speculative", "freeze", "sync"):
         mode, params = ROWS[row]
         run.switch(mode, **params)
-        run.step(6)
+        run.step(3)
     run.check()
 
 
@@ -64,7 +67,7 @@ WIDE = {
 
 
 class Gpu:
-    """A store on the GPU that decodes tokens of a ``Toy``; ``rounded`` float32 layers serve as its measure."""
+    """A store on the GPU that decodes the tokens of a ``Toy``; its recall may run on the model's stream, too."""
 
     def __init__(self, made, mode, one_stream=False):
         self.made, g = made, made.geometry
@@ -101,20 +104,10 @@ def wide(dtype, kinds=("plain", "window", "softcap", "sinks")):
 
 def check_outputs(gpu, outputs):
     """Dense attention over what was read, in float64."""
-    from kv.reference import assert_near, dense
-
     for layer, facts in enumerate(gpu.made.facts):
         query, _, _ = gpu.qkv(layer, [gpu.total - 1])
         keys, values = gpu.store.host.dense(layer, gpu.total)
-        slots = gpu.store.slots[-1]
-        if gpu.store.mode.name == "streaming":
-            # Its sinks are rotated in their slots.
-            held = slots.table_of(layer)[0].long()
-            keys = keys.clone()
-            keys[:, held[held >= 0]] = slots.keys(layer)[:, held >= 0]
         sinks = None if facts.sinks is None else facts.sinks.cuda()
-        import dataclasses
-
         expected = dense(query[:, 0], keys, values, gpu.store.attended(layer), dataclasses.replace(facts, sinks=sinks))
         assert_near(outputs[layer][:, 0], expected, gpu.made.geometry.dtype, f"layer {layer}")
 
@@ -127,7 +120,7 @@ def test_a_long_answer_on_the_gpu(mode, dtype):
     gpu.prefill(PROMPT)
     for step in range(STEPS):
         outputs = gpu.step()
-        if step % 40 == 0 and mode != "streaming":
+        if step % 40 == 0 and mode != "streaming":  # which rotates its sinks
             check_outputs(gpu, outputs)
     gpu.store.check_integrity()
 
