@@ -72,7 +72,13 @@ class Gpu:
     def __init__(self, made, mode, one_stream=False):
         self.made, g = made, made.geometry
         self.device = torch.device("cuda")
-        self.store = Store(g, self.device, build(parse(mode, WIDE[mode]), g, made.traits))
+        rotation = dataclasses.replace(made.rotations[0], inv_freq=made.rotations[0].inv_freq.to(self.device))
+        traits = dataclasses.replace(made.traits, rotations=(rotation,) * g.layers)
+        self.facts = [
+            facts if facts.sinks is None else dataclasses.replace(facts, sinks=facts.sinks.to(self.device))
+            for facts in made.facts
+        ]
+        self.store = Store(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
         assert self.store.verbs.name == "triton"
         if one_stream:
             self.store.recall.aside._stream = None
@@ -85,7 +91,7 @@ class Gpu:
     def prefill(self, n):
         ids = list(range(self.total, self.total + n))
         with self.store.prefill(n):
-            for layer, facts in enumerate(self.made.facts):
+            for layer, facts in enumerate(self.facts):
                 self.store.attention(layer, *self.qkv(layer, ids), facts)
         self.total += n
         self.store.settle()
@@ -93,7 +99,7 @@ class Gpu:
     def step(self):
         ids = [self.total]
         with self.store.step(), self.store.layers():
-            out = [self.store.attention(i, *self.qkv(i, ids), facts) for i, facts in enumerate(self.made.facts)]
+            out = [self.store.attention(i, *self.qkv(i, ids), facts) for i, facts in enumerate(self.facts)]
         self.total += 1
         return torch.stack(out)
 
@@ -104,11 +110,10 @@ def wide(dtype, kinds=("plain", "window", "softcap", "sinks")):
 
 def check_outputs(gpu, outputs):
     """Dense attention over what was read, in float64."""
-    for layer, facts in enumerate(gpu.made.facts):
+    for layer, facts in enumerate(gpu.facts):
         query, _, _ = gpu.qkv(layer, [gpu.total - 1])
         keys, values = gpu.store.host.dense(layer, gpu.total)
-        sinks = None if facts.sinks is None else facts.sinks.cuda()
-        expected = dense(query[:, 0], keys, values, gpu.store.attended(layer), dataclasses.replace(facts, sinks=sinks))
+        expected = dense(query[:, 0], keys, values, gpu.store.attended(layer), facts)
         assert_near(outputs[layer][:, 0], expected, gpu.made.geometry.dtype, f"layer {layer}")
 
 
