@@ -15,7 +15,7 @@ from kvchat.kv.kernels.language import host_row, padded
 from kvchat.kv.pool import Slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["heads"])
 def _append(
     key,
     value,

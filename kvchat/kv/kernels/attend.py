@@ -29,7 +29,7 @@ COLUMNS = 128
 ROWS = 16
 
 
-@triton.jit(do_not_specialize=["blocks", "window"])
+@triton.jit(do_not_specialize=["blocks", "window"], do_not_specialize_on_alignment=["heads"])
 def _attend_part(
     query,
     slots,
@@ -115,7 +115,7 @@ def _attend_part(
         tl.atomic_add(active, (tl.sum(opened, 0) * heads_of_table).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["heads"])
 def _join(
     sums,
     extremes,

@@ -28,7 +28,7 @@ ENOUGH = 0.95  # of the best rate
 MEASURED_PAGES = 512  # 8 MiB: 1 ms for one program at the 8.5 GB/s that a prototype's reached
 
 
-@triton.jit(do_not_specialize=["pairs", "k", "n"])
+@triton.jit(do_not_specialize=["pairs", "k", "n"], do_not_specialize_on_alignment=["heads", "counters"])
 def _move_pages(
     host,
     slots,
@@ -99,7 +99,7 @@ def _copy_tokens(
     tl.store(goal + v_rows * D, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["width", "length", "n", "first"])
+@triton.jit(do_not_specialize=["width", "length", "n", "first"], do_not_specialize_on_alignment=["heads", "counters"])
 def _move_tokens(
     host,
     slots,
@@ -137,7 +137,7 @@ def _move_tokens(
     tl.atomic_add(counters + 1, tl.sum(wanted, 0).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["m", "n"])
+@triton.jit(do_not_specialize=["m", "n"], do_not_specialize_on_alignment=["heads"])
 def _move_shared(
     host,
     slots,

@@ -58,22 +58,22 @@ def launch_everything(dtype, d, tokens):
     scores = verbs.page_scores(query, digests.of(0), 0.1)
     flagged = verbs.turned(query, query, 0.8)
     everything = Layout(0, LAYERS, 0, tokens)
-    followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6, 7),) * LAYERS)
+    followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
     plain, odd = LayerFacts(0.1), LayerFacts(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
-    counters = torch.zeros(2, dtype=torch.int64)
+    counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :2]  # of the second row: not aligned
     for layout, facts in ((everything, odd), (followers, odd), (pages, plain)):
-        slots = Slots(layout, g, CPU)
-        verbs.append([slots], 0, key, key)
+        slots, layer = Slots(layout, g, CPU), int(tokens == LATER)
+        verbs.append([slots], layer, key, key)
         for weigh in (False, True):
-            _, weights = verbs.attend(slots, 0, query, facts, weigh)
+            _, weights = verbs.attend(slots, layer, query, facts, weigh)
         weights.best()
         weights.add_shares(torch.zeros(slots.n), torch.zeros(slots.n), torch.zeros(()))
-        held = slots.pages_of(0)
+        held = slots.pages_of(layer)
         if layout.pages:
             verbs.open_pages(slots, slice(0, 1), 4, position)
-            verbs.move_pages(slots, 0, held.clone(), held, counters)
-            verbs.move_tokens(slots, 0, 5, held.clone(), held, counters)
+            verbs.move_pages(slots, layer, held.clone(), held, counters)
+            verbs.move_tokens(slots, layer, 5, held.clone(), held, counters)
         else:
             many = torch.zeros(64, dtype=torch.int64)
             verbs.move_shared(slots, many, many, many > 0)
