@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -31,22 +32,38 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs; they share one memory pool, because only one runs at a time."""
+    """CUDA graphs of one device; those alive share a memory pool, because only one runs at a time."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # torch's own stream for captures is one of the device that was current when it was first wanted.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        if not self._graphs:
+            # torch asserts that a pool which all its graphs left is empty, and cuBLAS' workspace stays in it for good.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run()
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream(self._device)
+            try:
+                # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    result = run()
+            except Exception:
+                self._failed.append(graph)  # torch's allocator goes on asking a capture that failed to end
+                raise
+            finally:
+                torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
+        self._graphs.add(graph)
         return graph.replay, result
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """What records steps on ``device``; None where there are no graphs."""
-    return CudaRecorder() if device.type == "cuda" else None
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class StepGraphs:
@@ -94,9 +111,12 @@ class StepGraphs:
             self._recorded.clear()
         try:
             self._recorded[kind] = self._recorder(step)
-        except RuntimeError as error:
-            # The step was not carried out; it is now, eagerly, and raises by itself if it cannot be.
-            self.refusal = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except Exception as error:  # noqa: BLE001  # Triton and transformers raise errors of their own
+            # The step was not carried out; it is now, eagerly, and raises by itself if it cannot be. What CUDA says at
+            # the end of a capture comes of what went wrong within.
+            ended = isinstance(error, torch.AcceleratorError)
+            first = (error.__context__ if ended else None) or error
+            self.refusal = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
         return not self.refusal
 
     def _forget(self) -> None:

@@ -192,7 +192,8 @@ class Store:
 
     def phase(self) -> tuple[object, ...]:
         """Of the step at hand: two steps of the same phase run the same operations on the same memory."""
-        return self.mode, *self.mode.phase(), *((t.data_ptr(), t.shape) for t in self.buffers())
+        layouts = (slots.layout for slots in self.slots)
+        return self.mode, *self.mode.phase(), *layouts, *((t.data_ptr(), t.shape) for t in self.buffers())
 
     def buffers(self) -> list[Tensor]:
         """All that a step reads or changes and that lasts from step to step; the host pool beside it."""

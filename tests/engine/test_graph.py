@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from engine.tape import TapeRecorder
@@ -10,7 +13,7 @@ from kv.reference import calibration
 
 from kvchat.engine import graph
 from kvchat.engine.decode import Decoder, geometry_of, traits_of
-from kvchat.engine.graph import StepGraphs
+from kvchat.engine.graph import CudaRecorder, StepGraphs
 from kvchat.engine.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.kv.modes import build
@@ -199,3 +202,64 @@ def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
     prepared, text = answer(recorder=True)
     assert prepared == ["full", "streaming"]
     assert answer(recorder=False) == ([], text)
+
+
+class Streams:
+    """What ``CudaRecorder`` asks of torch, where there is no GPU; ``pools`` and ``on`` are what captures were given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current, self.pools, self.on, handles = "main", [], [], itertools.count()
+        for name, instead in {
+            "CUDAGraph": type("Graph", (), {"replay": lambda self: None}),
+            "Stream": lambda device: f"beside {device}",
+            "device": lambda device: nullcontext(),
+            "current_stream": lambda device: self.current,
+            "set_stream": lambda stream: setattr(self, "current", stream),
+            "graph_pool_handle": lambda: next(handles),
+            "graph": self.capture,
+        }.items():
+            patch.setattr(torch.cuda, name, instead)
+
+    @contextmanager
+    def capture(self, graph, pool, stream, capture_error_mode):
+        self.pools.append(pool)
+        self.on.append(stream)
+        self.current = stream
+        try:
+            yield
+        except Exception:  # noqa: BLE001
+            raise torch.AcceleratorError("CUDA error: the capture was invalidated")  # noqa: B904
+        self.current = "main"
+
+
+def test_graphs_that_live_together_share_memory_that_no_later_ones_use(monkeypatch):
+    streams = Streams(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda:1"))
+    first, second = recorder(lambda: torch.ones(1)), recorder(lambda: torch.ones(1))
+    del first
+    third = recorder(lambda: torch.ones(1))
+    del second, third
+    recorder(lambda: torch.ones(1))
+    assert streams.pools == [0, 0, 0, 1]
+    assert set(streams.on) == {"beside cuda:1"}
+
+
+def test_a_capture_that_fails_leaves_no_stream_behind_and_names_the_cause(monkeypatch):
+    one, _, _ = pair(loaded("llama"), "full")
+    prefilled(one, token_ids(50))
+    streams = Streams(monkeypatch)
+    one.graphs._recorder = CudaRecorder(torch.device("cuda"))
+    step = one.step
+    step(3)
+
+    def fails(*_args: object) -> None:
+        if streams.current != "main":
+            raise ValueError("Triton: no such function")
+
+    hook = one.model.model.model.layers[1].register_forward_hook(fails)
+    try:
+        step(4)
+    finally:
+        hook.remove()
+    assert one.graphs.refusal == "ValueError: Triton: no such function"
+    assert streams.current == "main"
