@@ -36,7 +36,8 @@ class Verbs:
     @property
     def badges(self) -> tuple[str, ...]:
         """What is to be known about what a step runs with."""
-        refusal = triton_refusal(self.geometry) if self._heads.is_cuda and self.name == Verbs.name else None
+        stock = self._heads.is_cuda and self.name == Verbs.name and self.host.pinned
+        refusal = triton_refusal(self.geometry, self._heads.device) if stock else None
         return (f"no Triton kernels: {refusal}",) if refusal else ()
 
     def begin_step(self, position: Tensor) -> None:
@@ -193,20 +194,22 @@ class Verbs:
 
 def verbs_for(geometry: Geometry, host: HostPool, device: torch.device) -> Verbs:
     """The verbs for a device: Triton's where it runs, else stock torch operations; only those take a pageable pool."""
-    if device.type == "cuda" and host.pinned and triton_refusal(geometry) is None:
+    if device.type == "cuda" and host.pinned and not triton_refusal(geometry, device):
         from kvchat.kv.kernels import TritonVerbs
 
         return TritonVerbs(geometry, host, device)
     return Verbs(geometry, host, device)
 
 
-def triton_refusal(geometry: Geometry) -> str | None:
-    """Why the Triton kernels cannot serve a model on a CUDA device; None if they can."""
+def triton_refusal(geometry: Geometry, device: torch.device) -> str:
+    """Why the Triton kernels cannot serve a model on a CUDA device, empty if they can; the first call tries them."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if geometry.dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
-    return None
+    from kvchat.kv.kernels.proof import failure
+
+    return failure(geometry, device)
 
 
 def _count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:
