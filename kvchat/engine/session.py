@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -323,6 +324,7 @@ class Session:
         """Give the model's and the store's memory back; the session is of no use afterwards. May be called again."""
         for name in ("_decoder", "_store", "_meter", "_control", "_model"):
             self.__dict__.pop(name, None)
+        gc.collect()  # store and mode know each other, and so do a model's layers and what the fast path swapped in
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

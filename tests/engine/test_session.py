@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 
 from kvchat.engine.filler import sentences
-from kvchat.engine.session import Session
+from kvchat.engine.session import Session, load
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import plan
 from kvchat.protocol import Finished, Prefilled, Sampling, Started, Text, Turn
@@ -261,6 +264,18 @@ def test_the_api_takes_tensors_and_refuses_what_makes_no_sense(model):
         list(session.answer(HELLO, Sampling(stop="the")))
     session.close()
     session.close()
+
+
+def test_a_closed_session_keeps_no_memory_whatever_the_collector_does():
+    session = load("bundled", device="cpu")
+    session.prefill([5, 6, 7])
+    gc.disable()
+    try:
+        kept = [ref(it) for it in (session.model.model, session._store.host, session._store.slots[0])]
+        session.close()
+        assert [it() for it in kept] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
