@@ -116,7 +116,7 @@ class Recall:
         """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a loose layout where ``taken [m]`` (bool)."""
         began = time.perf_counter()
         layers = slots.layout.last - slots.layout.first
-        self.tally[0, 0] += taken.sum() * layers * self.geometry.kv_heads
+        self.tally[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)
         table = slots.table[0, 0]
         entries = torch.where(taken, positions.to(torch.int32), table.index_select(0, targets))
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))

@@ -104,9 +104,11 @@ class Store:
         """The model's forward of the step's token runs inside. It is all work for the device: a graph can hold it."""
         for slots in self.slots:
             slots.begin_step()
+        self._queries = list(self.query)
         self.verbs.begin_step(self.position)
         self.mode.begin_step(self.position)
         yield
+        torch.stack(self._queries, out=self.query)  # one kernel for all layers
         self.recall.aside.join()
         self.mode.end_step(self.position)
         self.position.add_(1)
@@ -179,7 +181,7 @@ class Store:
         self.mode.before(layer, query, key, facts)
         weigh = self.mode.weighs(layer)
         parts = [self.verbs.attend(slots, layer, query, facts, weigh) for slots in places]
-        self.query[layer].copy_(query)
+        self._queries[layer] = query
         self.mode.after(layer, query, [weights for _, weights in parts if weights], facts)
         return self._joined(layer, [attended for attended, _ in parts])
 
@@ -187,8 +189,7 @@ class Store:
         """The heads' outputs in the model's order, ``[H_q, d_v]``."""
         if len(parts) == 1:
             return parts[0].flatten(0, 1)
-        order = torch.cat([slots.heads_of(layer) for slots in self._places[layer]])
-        return torch.empty_like(joined := torch.cat(parts)).index_copy_(0, order, joined).flatten(0, 1)
+        return torch.cat(parts).index_select(0, self._joins[layer]).flatten(0, 1)
 
     def phase(self) -> tuple[object, ...]:
         """Of the step at hand: two steps of the same phase run the same operations on the same memory."""
@@ -199,7 +200,8 @@ class Store:
         """All that a step reads or changes and that lasts from step to step; the host pool beside it."""
         slots = [tensor for slots in self.slots for tensor in slots.buffers()]
         pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
-        return [self.query, self.position, self.pinned, self.recall.tally, *slots, *pool, *self.mode.buffers()]
+        own = [self.query, self.position, self.pinned, self.recall.tally, *self._joins.values()]
+        return [*own, *slots, *pool, *self.mode.buffers()]
 
     # ---- what others read
 
@@ -286,6 +288,12 @@ class Store:
         self._capacity = self.geometry.grown(self.total)
         self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(self._capacity)]
         self._place()
+        # Of layers whose heads lie in several slots: where each head's output is among theirs, which growing leaves.
+        self._joins = {
+            layer: torch.cat([slots.heads_of(layer) for slots in places]).argsort()
+            for layer, places in enumerate(self._places)
+            if len(places) > 1
+        }
         mode.attach(self)
         self.settle()
 

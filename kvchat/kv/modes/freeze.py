@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from kvchat.kv.store import Store
 
 CHECK = 16  # steps between two looks at the number of active tokens
-MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if that is more
+MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if that is more; where half are left, anew
+ROOM_SHARE = 4  # of the geometry's spare, where that is more: on a GPU other slots are another graph, about 0.2 s
 SHRINK = 0.8  # slots are given back when so small a share of them would do
 
 PAPER: dict[str, Any] = {
@@ -189,9 +190,11 @@ class Freeze(Mode):
 
     def _size(self, n: int, active: int) -> int:
         """Slots for ``active`` tokens where there are ``n`` now; ``n`` while it will do."""
-        room = max(MIN_ROOM, active // 8)
-        wanted = self.geometry.round_up(active + CHECK + room)
-        return wanted if active + CHECK + room // 2 > n or wanted < SHRINK * n else n
+        least, most = max(MIN_ROOM, active // 8), self.rule.max_active
+        ahead = self.geometry.spare // ROOM_SHARE
+        ahead = ahead if most is None else min(ahead, most - active)
+        wanted = self.geometry.round_up(active + CHECK + max(least, ahead))
+        return wanted if active + CHECK + least // 2 > n or wanted < SHRINK * n else n
 
     # ---- a step
 
@@ -233,7 +236,7 @@ class Freeze(Mode):
         timers.frozen[positions] &= ~taken
         self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first
-        self.store.recall.tally[0, 1] += (active + taken.sum()) * layers * self.geometry.kv_heads
+        self.store.recall.tally[0, 1].add_((active + taken.sum()) * (layers * self.geometry.kv_heads))
 
     def buffers(self) -> list[Tensor]:
         states = [[t.detections, t.timer, t.since, t.score, t.frozen, t.hold] for t in self.timers]
@@ -288,7 +291,8 @@ class Scores:
         self.kind = rule.score
         self.table = table
         self.sum = torch.zeros(len(table), device=table.device)
-        self.layers = torch.zeros((), device=table.device)
+        self.layers = 0
+        self.windowed: Tensor | int = 0
         self._counted = (table >= rule.sink).float()
         self._number = self._counted.sum()
 
@@ -297,7 +301,10 @@ class Scores:
         if self.kind == "always":
             return
         seen = None if facts.window is None else (self.table > position - facts.window).float()
-        self.layers = self.layers + (1 if seen is None else seen)
+        if seen is None:
+            self.layers += 1
+        else:
+            self.windowed = self.windowed + seen
         if weights is not None:
             number = self._number if seen is None else (self._counted * seen).sum()
             weights.add_shares(self.sum, self._counted, number)
@@ -308,4 +315,5 @@ class Scores:
 
     def mean(self) -> Tensor:
         """``[n]``; 0 for a token that no layer can see."""
-        return self.sum / self.layers.clamp(min=1)
+        layers = self.layers + self.windowed
+        return self.sum / (layers.clamp(min=1) if isinstance(layers, Tensor) else max(1, layers))

@@ -107,7 +107,7 @@ class Speculative(Mode):
         candidates = self._candidates(position)
         for layer in range(self.first, self.geometry.layers):
             self._recall(layer, self.choose(layer, self._scores(layer, self.store.query[layer]), candidates))
-        self._open(slice(None), position)
+        self._open(slice(None), position - self.window)
 
     def advance(self) -> None:
         self.digests.reserve(self.store.total + 1)
@@ -117,6 +117,8 @@ class Speculative(Mode):
         super().begin_step(position)
         self._page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
         self._now, self._next = self._candidates(position), self._candidates(position + 1)
+        self._oldest = position - self.window
+        self._flags: list[Tensor] = []
 
     def before(self, layer: int, query: Tensor, key: Tensor, facts: LayerFacts) -> None:
         if layer < self.first:
@@ -128,13 +130,15 @@ class Speculative(Mode):
     def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
-            with self.store.recall.aside(*([] if self._score is None else [self._score])):
-                scores = self._scores(layer, self.store.query[layer]) if self._score is None else self._score
+            with self.store.recall.aside(query if self._score is None else self._score):
+                scores = self._scores(layer, query) if self._score is None else self._score
                 self._recall(layer, self.choose(layer, scores, self._next))
 
     def end_step(self, position: Tensor) -> None:
         if self.k:
-            self._open(slice(None), position + 1)
+            self._open(slice(None), self._oldest + 1)
+        if self._flags:
+            self.store.recall.tally[0, 2].add_(torch.cat(self._flags).sum())
 
     def extras(self) -> dict[str, Any]:
         return {"pages per head": self.k, "candidate pages": self._candidate_pages(self.store.total + 1)}
@@ -156,11 +160,11 @@ class Speculative(Mode):
         """Recall now, for the heads whose query turned; the pages' scores."""
         verbs = self.store.verbs
         flagged = verbs.turned(query, self.store.query[layer], self.parameters.tau)
-        self.store.recall.tally[0, 2] += flagged.sum()
+        self._flags.append(flagged)
         scores = self._scores(layer, query)
         self._recall(layer, self.choose(layer, scores, self._now, flagged))
         index = layer - self.first
-        self._open(slice(index, index + 1), self.store.position)
+        self._open(slice(index, index + 1), self._oldest)
         return scores
 
     def _candidates(self, position: Tensor) -> Candidates:
@@ -172,8 +176,8 @@ class Speculative(Mode):
     def _recall(self, layer: int, placed: Tensor) -> None:
         self.store.recall.pages(self.slots, layer, placed, self.slots.pages_of(layer))
 
-    def _open(self, layers: slice, position: Tensor) -> None:
-        self.store.verbs.open_pages(self.slots, layers, self.sink, position - self.window)
+    def _open(self, layers: slice, last: Tensor) -> None:
+        self.store.verbs.open_pages(self.slots, layers, self.sink, last)
 
     def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""

@@ -223,8 +223,8 @@ class Sync(Mode):
         before = self.held[layer, :, self.static :]
         wanted = self._best(ranked, self._k - SINK - self.static)
         placed = place_tokens(wanted, before, ranked.shape[1])
-        self.overlap[0] += ((placed == before) & (placed >= 0)).sum()
-        self.overlap[1] += (placed >= 0).sum()
+        self.overlap[0].add_(((placed == before) & (placed >= 0)).sum())
+        self.overlap[1].add_((placed >= 0).sum())
         self._fetch(layer, placed, before)
         before.copy_(placed)
         self._open(self.store.slots[1], layer, last)

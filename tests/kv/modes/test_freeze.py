@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -216,6 +217,20 @@ def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
     (slots,) = run.store.slots
     assert slots.n < 0.6 * run.store.total
     run.check()
+
+
+@pytest.mark.parametrize(("spare", "most"), [(128, 25), (2048, 3)])
+def test_slots_change_less_often_where_each_change_costs_a_graph(spare, most):
+    geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, spare=spare)
+    store = Store(geometry, torch.device("cpu"), build(parse("freeze", {"tau": 0.0}), geometry, ModelTraits(4096, ())))
+    query, key = torch.zeros(HEADS * GROUP, 1, D), torch.zeros(HEADS, 1, D)
+    sizes = [store.slots[0].n]
+    for _ in range(1000):
+        with torch.inference_mode(), store.step(), store.layers():
+            for layer in range(LAYERS):
+                store.attention(layer, query, key, key, facts(layer, False))
+        sizes.append(store.slots[0].n)
+    assert sum(one != other for one, other in pairwise(sizes)) <= most
 
 
 def test_the_ceiling_holds_at_every_step():
