@@ -145,7 +145,8 @@ class Verbs:
     def move_shared(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Copy the tokens ``positions [m]`` into slots ``targets [m]`` of every head and layer, where ``taken [m]``."""
         g, layout = self.geometry, slots.layout
-        source = self.host.row_index(positions, slots.heads_of(layout.first)[:, None])
+        # Rows that do not move are read too, and those of positions not stored yet may be no memory of the device's.
+        source = self.host.row_index(positions * taken, slots.heads_of(layout.first)[:, None])
         width = len(source)
         target = torch.arange(width, device=targets.device)[:, None] * slots.n + targets
         changed = taken.expand(width, -1)

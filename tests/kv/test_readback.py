@@ -11,6 +11,7 @@ from kv.reference import Run, toy
 from kv.test_modes import MIXED, ROWS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from kvchat.kv import host, verbs
 from kvchat.kv.store import Store
 
 READS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero")
@@ -90,3 +91,23 @@ def test_the_watch_would_notice():
     for read in (lambda: mask.nonzero(), lambda: torch.arange(2)[mask], lambda: int(mask.sum()), lambda: mask[[0, 1]]):
         with pytest.raises(AssertionError), Watch():
             read()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_reads_no_host_memory_beyond_what_is_stored(row, monkeypatch):
+    """What is not committed yet is not pinned: a GPU that reads it ends the process."""
+    mode, params = ROWS[row]
+    run = Run(toy(MIXED, page=8), mode, **params)
+    run.store.verbs.compact = False
+    run.prefill(150)
+    gathered, g = [], run.toy.geometry
+
+    def within(view, index):
+        stored = g.pages(run.store.total + 1) * g.kv_heads * 2 * g.page * g.d // view.shape[1]
+        gathered.append(int(index.max()) < stored)
+        return host.gather(view, index)
+
+    monkeypatch.setattr(verbs, "gather", within)
+    run.step(20)
+    assert all(gathered)
+    assert gathered or mode != "freeze"
