@@ -107,6 +107,8 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", accelerate: 
     seen = probe(model)
     selftest(model)
     swapped = fast.accelerate(model, fast.kernels_for(model.device)) if accelerate else fast.Accelerated()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # merging left as much as was merged in pieces too small for the next
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
     return replace(loaded, notes=(*loaded.notes, *filter(None, [swapped.note])), fast=swapped.swapped)
 
