@@ -8,7 +8,9 @@ another mode was entered, the next two steps begin anew. What cannot be captured
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
@@ -46,7 +48,7 @@ class CudaRecorder:
             # torch asserts that a pool which all its graphs left is empty, and cuBLAS' workspace stays in it for good.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _uncollected():
             before = torch.cuda.current_stream(self._device)
             try:
                 # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
@@ -59,6 +61,18 @@ class CudaRecorder:
                 torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
         self._graphs.add(graph)
         return graph.replay, result
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """What the collector finds may be pinned memory, and giving that back waits for the device: no capture may."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from contextlib import contextmanager, nullcontext
 
@@ -235,7 +236,9 @@ class Streams:
 def test_graphs_that_live_together_share_memory_that_no_later_ones_use(monkeypatch):
     streams = Streams(monkeypatch)
     recorder = CudaRecorder(torch.device("cuda:1"))
-    first, second = recorder(lambda: torch.ones(1)), recorder(lambda: torch.ones(1))
+    first, second = recorder(lambda: torch.ones(1)), recorder(lambda: torch.tensor(gc.isenabled()))
+    assert not second[1]
+    assert gc.isenabled()
     del first
     third = recorder(lambda: torch.ones(1))
     del second, third
