@@ -330,8 +330,8 @@ class Snapshot:
     stored. ``ribbon`` is one letter of ``RIBBON`` per cell of ``cell_tokens`` stored tokens (at most
     ``MAX_RIBBON_CELLS``), ``attended`` one digit 0-9 per cell: the share of its (layer, head, token) triples that
     the last step read. ``recall_ms_*`` are percentiles over the last 256 steps. ``extras`` are numbers that only the
-    mode at hand has, ready to be shown, in order. ``prices`` are those of the other modes. ``badges`` are warnings about
-    how the engine runs: a few words, then a colon and the reason.
+    mode at hand has, ready to be shown, in order. ``prices`` are those of the other modes. ``badges`` warn of how the
+    engine runs: a few words, then a colon and the reason.
     """
 
     mode: str

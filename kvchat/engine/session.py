@@ -372,12 +372,13 @@ class Session:
             if token in self._model.eos_ids:
                 reason = "eos"
                 break
-            if text := pieces.add(token):
-                yield Text(text, 1)
             if self._decoder.graphs.prepares and self._store.mode is not prepared:
                 prepared = self._store.mode
                 yield Preparing(prepared.name)
+            # On a GPU the step only begins here, and runs while the text is decoded and shown.
             logits = self.step(token)
+            if text := pieces.add(token):
+                yield Text(text, 1)
         if text := pieces.finish():
             yield Text(text, 0)
         self._stored.agree(self._encoder.answered(prompt, pieces.decoded))

@@ -40,8 +40,7 @@ class Digests:
     def reserve(self, tokens: int) -> None:
         """Make room for the pages of ``tokens``; new ones are empty."""
         if self.geometry.pages(tokens) > self.pages:
-            pages = self.geometry.pages(self.geometry.grown(tokens))
-            shape = (*self.data.shape[:2], pages - self.pages, self.data.shape[3])
+            shape = (*self.data.shape[:2], self.geometry.pages(tokens) - self.pages, self.data.shape[3])
             more = torch.full(shape, self._lowest, dtype=self.data.dtype, device=self.data.device)
             self.data = torch.cat((self.data, more), 2)
 
@@ -53,7 +52,7 @@ class Digests:
         """Count exactly what the host pool holds; what was counted and is still stored is not read again."""
         g = self.geometry
         begin, end = min(self.tokens, host.total) // g.page, g.pages(host.total)
-        self.reserve(host.total)
+        self.reserve(g.grown(host.total))
         self.data[:, :, begin:] = self._lowest
         self.tokens = host.total
         if begin == end:
@@ -72,7 +71,7 @@ class Digests:
         if start > self.tokens:
             return
         begin, end = start // g.page, g.pages(keys.shape[1])
-        self.reserve(keys.shape[1])
+        self.reserve(g.grown(keys.shape[1]))
         self.of(layer)[:, begin:end] = _digest(keys[:, begin * g.page :], end - begin, g.page)
         if layer == g.layers - 1:
             self.tokens = keys.shape[1]

@@ -33,7 +33,8 @@ class Store:
 
     ``total`` tokens are stored; ``position`` (0-d int64, on the device) is the position of the token being decoded,
     equal to ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries; ``pinned [reserved]``
-    (bool) marks tokens that no mode should leave out if it has the choice: the chat's control tokens.
+    (bool) marks tokens that no mode should leave out if it has the choice: the chat's control tokens. What
+    grows with the conversation has room for ``capacity`` tokens.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
@@ -285,8 +286,8 @@ class Store:
         self.slots.clear()
         self.mode = mode
         self.recall.step_seconds.clear()
-        self._capacity = self.geometry.grown(self.total)
-        self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(self._capacity)]
+        self.capacity = self.geometry.grown(self.total)
+        self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(self.capacity)]
         self._place()
         # Of layers whose heads lie in several slots: where each head's output is among theirs, which growing leaves.
         self._joins = {
@@ -300,7 +301,7 @@ class Store:
     def _make_room(self, tokens: int) -> None:
         """Grow the host pool, and slots that hold everything or no longer suit the mode; between steps only."""
         self._reserve(tokens)
-        if tokens > self._capacity:
+        if tokens > self.capacity:
             self.refit(self.geometry.grown(tokens))
         elif self.mode.outgrown():
             self.refit()
@@ -310,11 +311,11 @@ class Store:
 
         ``capacity`` is the number of tokens to make room for; as before, where not given.
         """
-        capacity = capacity or self._capacity
+        capacity = capacity or self.capacity
         pairs = zip(self.slots, self.mode.layouts(capacity), strict=True)
         self.slots = [s if s.layout == layout else s.grown(layout) for s, layout in pairs]
         # Not before there is room: if memory ran out the next step tries again.
-        self._capacity = capacity
+        self.capacity = capacity
         self._place()
 
     def _reserve(self, tokens: int) -> None:

@@ -217,7 +217,7 @@ def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
     params = ROWS[mode][1]
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(100)
-    while run.store.total < run.store._capacity:
+    while run.store.total < run.store.capacity:
         run.step()
     with monkeypatch.context() as patch:
         patch.setattr(Slots, "grown", out_of_memory)
@@ -313,7 +313,7 @@ def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
     reported = store.device_bytes + store.host.nbytes
     small = store.query.nbytes + store.pinned.nbytes + 4096  # last queries, flags by position, counters
     assert reported <= allocated <= reported * 1.01 + small
-    assert abs(store.mode.nbytes(store._capacity) - store.device_bytes) <= 0.01 * store.device_bytes
+    assert abs(store.mode.nbytes(store.capacity) - store.device_bytes) <= 0.01 * store.device_bytes
 
 
 @pytest.mark.parametrize("row", CORE)

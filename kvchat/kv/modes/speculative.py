@@ -110,7 +110,8 @@ class Speculative(Mode):
         self._open(slice(None), position - self.window)
 
     def advance(self) -> None:
-        self.digests.reserve(self.store.total + 1)
+        # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
+        self.digests.reserve(self.store.capacity)
         self.digests.tokens = self.store.total + 1
 
     def begin_step(self, position: Tensor) -> None:
