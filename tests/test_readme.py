@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("table", [tables.decode, tables.passkey, tables.endurance])
+@pytest.mark.parametrize("table", [tables.decode, tables.passkey, tables.endurance, tables.perplexity])
 def test_numbers_are_the_kept_results(table):
     assert table() in README
 

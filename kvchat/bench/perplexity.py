@@ -28,7 +28,7 @@ BOOKS = Path(__file__).parent / "books"
 BREAK = "\n* * *\n"
 PROMPT = 16
 FULL = "full"
-STANDARD = ("freeze", "streaming:budget=320", "speculative:budget=320", "sync")
+STANDARD = ("freeze", "streaming:budget=288")
 RESAMPLES = 2000
 
 

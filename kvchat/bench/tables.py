@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,35 @@ def endurance() -> str:
     return _table(["stored tokens", "step", "K/V on the device", "K/V on the host"], rows)
 
 
+def perplexity() -> str:
+    """Perplexity, active tokens and time against full's, a row per contender."""
+    result = _read("perplexity")
+    rows = [
+        [
+            ", ".join(re.split("[:,]", row["mode"])),
+            f"{row['perplexity']:.2f}",
+            f"{100 * (row['ratio'] - 1):+.1f} %",
+            f"{100 * row['ratio_standard_error']:.1f} %",
+            f"{row['active_mean']:,.0f}",
+            f"{100 * (1 - row['active_share']):.0f} %",
+            f"{row['active_end']:,.0f}",
+            f"{row['wall_ratio']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    heads = [
+        "mode",
+        "perplexity",
+        "over full",
+        "std. error",
+        "mean active",
+        "fewer",
+        "active at the end",
+        "times full's time",
+    ]
+    return _table(heads, rows) + "\n\n" + _environment(result)
+
+
 def _read(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
@@ -77,4 +107,4 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((decode(), passkey(), endurance())))
+    print("\n\n".join((decode(), passkey(), endurance(), perplexity())))

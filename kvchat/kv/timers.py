@@ -33,7 +33,7 @@ class Timers:
 
     ``detections`` begins at minus the token's offset, which staggers the first freezes; ``timer`` is the number of
     steps to stay away, 0 or less where the token waits for room to return; ``since`` the position at which it left;
-    ``score`` its last one. ``hold`` (0-d) is the number of steps for which nothing may be frozen.
+    ``score`` its smoothed one. ``hold`` (0-d) is the number of steps for which nothing may be frozen.
     """
 
     detections: Tensor
@@ -73,6 +73,7 @@ class Timers:
         """
         rule, held = self.rule, table != EMPTY
         index = torch.where(held, table, self.capacity).long()
+        score = self._smoothed(self.score[index], score)
         may = held & (table <= position - rule.window) & ~self._protected(index, pinned)
         low = may & (score < rule.tau)
         c = self._counted(self.detections[index], low, score)
@@ -109,6 +110,10 @@ class Timers:
     def wake(self, tokens: Tensor) -> None:
         """The tokens of a mask ``[total]`` are active again."""
         self.frozen[: len(tokens)] &= ~tokens
+
+    def _smoothed(self, before: Tensor, score: Tensor) -> Tensor:
+        """A share of the score before counts; none was 0, as a token never scored has it."""
+        return torch.where(before > 0, score.lerp(before, self.rule.smooth), score) if self.rule.smooth else score
 
     def _counted(self, c: Tensor, low: Tensor, score: Tensor) -> Tensor:
         """Detections after this step: one more where low, half where relevant, at most the history window."""

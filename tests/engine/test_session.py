@@ -12,6 +12,7 @@ from kvchat.engine.filler import sentences
 from kvchat.engine.session import Session, load
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import plan
+from kvchat.parameters import PARAMETERS
 from kvchat.protocol import Finished, Prefilled, Sampling, Started, Text, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
@@ -280,7 +281,7 @@ def test_a_closed_session_keeps_no_memory_whatever_the_collector_does():
 
 def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
     session = Session(model, "speculative", {"budget": 128, "tau": -2.0})
-    assert session.switch("freeze").params["tau"] == 0.5
+    assert session.switch("freeze").params["tau"] == PARAMETERS["freeze"]().tau
     assert session.switch("streaming").params["budget"] == 128
     assert session.switch(budget=96).params["budget"] == 96
     back = session.switch("speculative").params

@@ -492,7 +492,7 @@ class FreezeReference(FullReference):
             room = self.run.store.slots[i].n - CHECK
             if self.p["max_active"]:
                 room = min(room, self.p["max_active"] - 1)
-            simulation.step(self._scores(i, simulation.active()), room, self._theirs(i))
+            simulation.step(self._scores(i, simulation.active(), simulation.score), room, self._theirs(i))
 
     def _theirs(self, i: int) -> set[int]:
         return set(self.run.store.mode.timers[i].frozen[: len(self.run.ids)].nonzero().flatten().tolist())
@@ -502,11 +502,20 @@ class FreezeReference(FullReference):
         mask[:, sorted(tokens)] = True
         return mask
 
-    def _scores(self, i: int, tokens: set[int]) -> dict[int, float]:
-        """The store's scores of ``tokens``, held against float64: mean over the layers that can see the token."""
+    def _scores(self, i: int, tokens: set[int], before: dict[int, float] | None = None) -> dict[int, float]:
+        """The store's scores of ``tokens``, held against float64: over the layers that can see the token.
+
+        ``before`` are earlier scores, a share of which counts.
+        """
         mask = self._mask(tokens)
         found = [self._relevance(layer, mask) for layer in self.groups[i]]
-        scores = sum(score for score, _ in found) / sum(seen for _, seen in found).clamp(min=1)
+        if self.p["score"] == "prob_max":
+            scores = torch.stack([score for score, _ in found]).amax(0)
+        else:
+            scores = sum(score for score, _ in found) / sum(seen for _, seen in found).clamp(min=1)
+        for j in tokens:
+            if (earlier := (before or {}).get(j, 0.0)) > 0:
+                scores[j] += self.p["smooth"] * (earlier - scores[j])
         theirs = self.run.store.mode.timers[i].score[: len(self.run.ids)].double()
         if self.run.exact:
             torch.testing.assert_close(theirs[mask[0]], scores[mask[0]], atol=1e-5, rtol=1e-4)
@@ -518,9 +527,11 @@ class FreezeReference(FullReference):
         seen = torch.arange(total) >= total - (facts.window or total)
         if kind == "always":
             return torch.zeros(total, dtype=torch.float64), seen.double()
-        if kind == "prob_rel":
+        if kind in ("prob_max", "prob_rel"):
             weights = softmax(query, self.run.keys[layer], mask & seen, facts)
             counted = mask[0] & seen & (torch.arange(total) >= self.p["sink"])
+            if kind == "prob_max":
+                return weights.amax(0) * counted.sum(), seen.double()
             shares = weights * counted.sum() / weights[:, counted].sum(1, keepdim=True).clamp(min=1e-300)
             return shares.mean(0), seen.double()
         keys = self.run.keys[layer].double().repeat_interleave(self.run.toy.geometry.group, 0)

@@ -59,7 +59,7 @@ def freezing(draw):
     """Parameters of a freeze mode that freezes soon."""
     numbers = {
         "tau": st.floats(0.3, 2),
-        "k": st.sampled_from([0.5, 1.0, 2.0]),
+        "k": st.sampled_from([0.25, 0.5, 1.0, 2.0]),
         "window": st.integers(1, 40),
         "sink": st.integers(0, 6),
         "history": st.integers(0, 20),
@@ -67,7 +67,8 @@ def freezing(draw):
         "moves": st.integers(1, 30),
         "min_active": st.integers(0, 60),
         "max_active": st.one_of(st.none(), st.integers(64, 110)),
-        "score": st.sampled_from(["prob_rel", "raw", "scaled", "always"]),
+        "smooth": st.sampled_from([0.0, 0.5]),
+        "score": st.sampled_from(["prob_max", "prob_rel", "raw", "scaled", "always"]),
     }
     flags = {key: st.booleans() for key in ("same_step", "wake", "per_layer")}
     return {key: draw(values) for key, values in {**numbers, **flags}.items()}

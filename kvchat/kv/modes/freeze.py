@@ -6,12 +6,16 @@ window of the K most recent is scored. One that scores below tau is flagged for 
 return in a step come with one copy a layer. ``kvchat.kv.timers`` keeps the counts, ``kvchat.kv.recovery`` watches.
 
 Departures and decisions:
-    * Score ``prob_rel``: the softmax probability, renormalised without the sinks, times the number of active tokens but
-      sinks, mean over heads and over the layers that can see the token; 1 is an equal share. Eq. 2's raw |q.k| is of
-      order 10 to 100, so that tau = 0.5 would flag nothing; it is there as ``raw``, and with scaling as ``scaled``.
+    * Score ``prob_max``: the softmax probability times the number of active tokens but sinks (1 is an equal share), the
+      highest of any head in any layer: a token that one head needs stays, where the mean of Eq. 2 would outvote that
+      head. Of what the token scored before, ``smooth`` counts too, so that one step's whim freezes nothing. With such a
+      score timers can be long (k = 0.125, not 2); the floor ``min_active``, at which the least relevant leave first,
+      decides how much is saved. ``prob_rel`` is the mean over heads and layers, renormalised without the sinks.
+      Eq. 2's raw |q.k| is of order 10 to 100, so that tau = 0.5 would flag nothing; it is there as ``raw``, and with
+      scaling as ``scaled``.
     * One choice for all layers and heads, or one per layer (``per_layer``).
     * A timer does not fall in the step it is set in; c halves when a token scores above tau; c counts at most
-      ``history`` flags, so a token stays away 8 steps at most; sinks and control tokens stay; first freezes are
+      ``history`` flags, so a token stays away 128 steps at most; sinks and control tokens stay; first freezes are
       staggered by position; a floor and a ceiling on active tokens; at most ``moves`` return in a step, most relevant
       and longest waiting first. ``profile="paper"`` undoes all of these.
     * A new turn is a new topic: it is read exactly, then all tokens are active and counts begin anew (``wake``). With
@@ -53,6 +57,8 @@ SHRINK = 0.8  # slots are given back when so small a share of them would do
 
 PAPER: dict[str, Any] = {
     "score": "always",
+    "smooth": 0.0,
+    "k": 2.0,
     "sink": 0,
     "protect": False,
     "history": 0,
@@ -159,7 +165,7 @@ class Freeze(Mode):
                 sinks = None if facts.sinks is None else facts.sinks.view(len(keys), -1)
                 weights = attend(query, keys, values, bias.view(1, 1, -1), facts, sinks)[1]
                 scores.add(Weights(weights), query, keys, facts, store.position - 1)
-        timers.score[:total] = scores.mean()
+        timers.score[:total] = scores.result()
         timers.wake(timers.score[:total] >= self.rule.tau)
 
     def _bring(self) -> None:
@@ -208,7 +214,7 @@ class Freeze(Mode):
         self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.store.slots]
 
     def weighs(self, layer: int) -> bool:
-        return self.rule.score == "prob_rel"
+        return self.rule.score in ("prob_max", "prob_rel")
 
     def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
         index = layer if self.rule.per_layer else 0
@@ -218,7 +224,7 @@ class Freeze(Mode):
 
     def end_step(self, position: Tensor) -> None:
         for slots, timers, scores in zip(self.store.slots, self.timers, self._scores, strict=True):
-            leaves = timers.observe(position, slots.table[0, 0], scores.mean(), self.store.pinned)
+            leaves = timers.observe(position, slots.table[0, 0], scores.result(), self.store.pinned)
             slots.table.masked_fill_(leaves, EMPTY)
             self._thaw(slots, timers)
 
@@ -285,19 +291,20 @@ class Freeze(Mode):
 
 
 class Scores:
-    """Relevance of the tokens in ``table [n]`` (-1 empty) to one token, summed up layer by layer."""
+    """Relevance of the tokens in ``table [n]`` (-1 empty) to one token, gathered layer by layer."""
 
     def __init__(self, rule: FreezeParameters, table: Tensor) -> None:
         self.kind = rule.score
         self.table = table
         self.sum = torch.zeros(len(table), device=table.device)
+        self.highest = torch.zeros_like(self.sum)
         self.layers = 0
         self.windowed: Tensor | int = 0
         self._counted = (table >= rule.sink).float()
         self._number = self._counted.sum()
 
     def add(self, weights: Weights | None, query: Tensor, keys: Tensor, facts: LayerFacts, position: Tensor) -> None:
-        """One layer's weights, which ``prob_rel`` needs, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``."""
+        """One layer's weights, where the score is made of them, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``."""
         if self.kind == "always":
             return
         seen = None if facts.window is None else (self.table > position - facts.window).float()
@@ -307,13 +314,18 @@ class Scores:
             self.windowed = self.windowed + seen
         if weights is not None:
             number = self._number if seen is None else (self._counted * seen).sum()
-            weights.add_shares(self.sum, self._counted, number)
+            if self.kind == "prob_max":
+                self.highest = torch.maximum(self.highest, weights.best().amax(0) * number)
+            else:
+                weights.add_shares(self.sum, self._counted, number)
         else:
             scale = facts.scaling if self.kind == "scaled" else 1.0
             products = torch.bmm(query, keys.transpose(1, 2)).float().abs().mean((0, 1)) * scale
             self.sum += products if seen is None else products * seen
 
-    def mean(self) -> Tensor:
-        """``[n]``; 0 for a token that no layer can see."""
+    def result(self) -> Tensor:
+        """``[n]``, the highest or the mean over the layers; 0 for a token that no layer can see."""
+        if self.kind == "prob_max":
+            return self.highest
         layers = self.layers + self.windowed
         return self.sum / (layers.clamp(min=1) if isinstance(layers, Tensor) else max(1, layers))

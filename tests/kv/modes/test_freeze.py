@@ -21,7 +21,8 @@ from kvchat.kv.store import Store
 from kvchat.parameters import parse
 
 LAYERS, HEADS, GROUP, D = 2, 2, 2, 8
-EVERYTHING = {"min_active": 0, "stagger": 1, "tau": 1e9}
+MEAN = {"score": "prob_rel", "smooth": 0.0, "k": 2.0}  # the paper's timers, and the mean over the heads
+EVERYTHING = {"min_active": 0, "stagger": 1, "tau": 1e9, **MEAN}
 
 
 def facts(layer: int, windowed: bool) -> LayerFacts:
@@ -136,16 +137,16 @@ def test_the_papers_curve_at_a_thousand_steps():
 
 PAPER = {
     "tau": 0.5, "k": 2.0, "window": 32, "sink": 0, "protect": False, "history": 0, "stagger": 1,
-    "same_step": True, "min_active": 0,
+    "same_step": True, "min_active": 0, "smooth": 0.0,
 }  # fmt: skip
 
 
-# ---- the default rule
+# ---- the rule
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_the_default_rule_is_the_simulations(windowed):
-    params = {"min_active": 40, "window": 10, "tau": 0.8, "history": 20, "stagger": 8}
+def test_the_rule_is_the_simulations(windowed):
+    params = {"min_active": 40, "window": 10, "tau": 0.8, "history": 20, "stagger": 8, **MEAN}
     run = Run(strength=0.8, windowed=windowed, **params)
     simulation = Simulation({**parse("freeze", params).model_dump()}, pinned={50, 60})
     run.prefill(120, (50, 60))
@@ -173,6 +174,30 @@ def test_products_can_be_the_score(score):
     assert run.active() == {j for j in range(61) if scores[j] >= 1.0 or j > 60 - 32}
 
 
+def test_the_keenest_head_of_any_layer_is_the_score_and_earlier_ones_count():
+    """Two steps by hand: one that a single head wants stays, and what it scored before counts by ``smooth``."""
+    run = Run(strength=2.0, min_active=0, stagger=1, tau=6.0, k=1.0, smooth=0.25, score="prob_max")
+    run.prefill(80)
+    before: dict[int, float] = {}
+    for _ in range(6):
+        read = run.active() | {run.store.total}
+        run.step()
+        best = dict.fromkeys(read, 0.0)
+        for layer in range(LAYERS):
+            seen = sorted(read)
+            logits = run.query[layer].double() @ run.keys[layer][:, seen].double().transpose(1, 2)
+            highest = logits.softmax(-1).amax((0, 1)) * sum(j >= 4 for j in seen)
+            best = {j: max(best[j], float(highest[i])) for i, j in enumerate(seen)}
+        expected = {j: 0.75 * s + 0.25 * before[j] if j in before else s for j, s in best.items()}
+        scores = run.store.mode.timers[0].score
+        assert torch.allclose(scores[sorted(read)].double(), torch.tensor([expected[j] for j in sorted(read)]).double())
+        before |= {j: float(scores[j]) for j in read}
+        kept = {j for j in read if expected[j] >= 6.0}
+        assert kept <= run.active()
+    assert len(run.active()) < run.store.total
+    run.check()
+
+
 def test_first_freezes_are_spread_over_time():
     left = []
     for stagger in (1, 8):
@@ -197,7 +222,7 @@ def test_at_most_so_many_return_in_a_step():
 
 
 def test_layers_may_freeze_tokens_of_their_own():
-    run = Run(strength=1.0, per_layer=True, min_active=0, stagger=1, tau=1.0)
+    run = Run(strength=1.0, per_layer=True, min_active=0, stagger=1, tau=1.0, **MEAN)
     run.prefill(150)
     run.step(30)
     run.check()
@@ -209,7 +234,7 @@ def test_layers_may_freeze_tokens_of_their_own():
 
 
 def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
-    run = Run(**EVERYTHING, score="always")
+    run = Run(**{**EVERYTHING, "score": "always"})
     run.prefill(600)
     whole = run.store.device_bytes
     run.step(150)
@@ -246,7 +271,7 @@ def test_the_ceiling_holds_at_every_step():
 
 
 def test_growth_never_fails_a_step_when_everything_returns():
-    run = Run(**EVERYTHING, score="always")
+    run = Run(**{**EVERYTHING, "score": "always"})
     run.prefill(500)
     run.step(200)
     run.relax("FR")
@@ -297,7 +322,7 @@ def test_a_new_turn_wakes_all_tokens():
 
 
 def test_a_new_turn_may_wake_only_what_it_finds_relevant():
-    run = Run(strength=2.0, min_active=0, stagger=1, tau=0.5, wake=False)
+    run = Run(strength=2.0, min_active=0, stagger=1, tau=0.5, wake=False, **MEAN)
     run.prefill(200)
     run.step(40)
     frozen = set(range(240)) - run.active()
@@ -338,7 +363,7 @@ def test_an_aborted_step_changes_nothing():
 
 @pytest.mark.parametrize("length", [100, 180])
 def test_covers_is_never_wrongly_true(length):
-    run = Run(strength=0.5, min_active=60, stagger=4)
+    run = Run(strength=0.5, min_active=60, stagger=4, tau=0.5, **MEAN)
     run.prefill(length)
     reduced = covered = 0
     for _ in range(80):
