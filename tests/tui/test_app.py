@@ -481,7 +481,7 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
             params=PARAMETERS["freeze"]().model_dump(),
             reduced_tokens=120,
             corrections=0,
-            extras={"frozen now": 557, "mean timer": 1.4, "thaws a step": 12.5},
+            extras={"frozen now": 557, "mean timer": 1.4, "thaws a step": 12.5, "recovery": "calm"},
         )
         column.show(snapshot)
         assert dict(own.rows) == {"frozen now": "557", "mean timer": "1.4", "thaws a step": "12.5"}

@@ -22,6 +22,7 @@ from kvchat.tui.widgets.timeline import Timeline
 
 Rows = list[tuple[str, str]]
 MAX_EVENTS = 200
+CALM = "calm"
 WIDTH = 32  # of a line in the column, beside a scrollbar
 
 
@@ -32,14 +33,15 @@ def mode_rows(snapshot: Snapshot) -> Rows:
 
 
 def packed(rows: Rows) -> Rows:
-    """Neighbours on one line, as many as fit with their labels before their values."""
+    """Each on the first line that has room for it, labels before values."""
     lines: Rows = []
-    for row in rows:
-        joined = (f"{lines[-1][0]} · {row[0]}", f"{lines[-1][1]} · {row[1]}") if lines else row
-        if lines and len(joined[0]) + 1 + len(joined[1]) <= WIDTH:
-            lines[-1] = joined
+    for label, value in rows:
+        joined = [(f"{labels} · {label}", f"{values} · {value}") for labels, values in lines]
+        fits = (i for i, (labels, values) in enumerate(joined) if len(labels) + 1 + len(values) <= WIDTH)
+        if (line := next(fits, None)) is None:
+            lines.append((label, value))
         else:
-            lines.append(row)
+            lines[line] = joined[line]
     return lines
 
 
@@ -185,7 +187,8 @@ class KvColumn(VerticalScroll, can_focus=False):
         mode.border_title, mode.rows = f" {s.mode} ", mode_rows(s)
         self.query_one(Badges).badges = s.badges
         self.query_one("#context-rows", Rowed).rows = context_rows(s)
-        self.query_one("#own-rows", Rowed).rows = extra_rows(s.extras)
+        # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
+        self.query_one("#own-rows", Rowed).rows = [row for row in extra_rows(s.extras) if row != ("recovery", CALM)]
         self.query_one("#recall-rows", Rowed).rows = recall_rows(s)
         self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
         if s.total:
