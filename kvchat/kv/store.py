@@ -53,6 +53,8 @@ class Store:
         self._active_before = 0
         self._prefill: Prefill | None = None
         self._decoded_last = False
+        # A step or a filling was cut short: tables may name tokens whose K/V never came.
+        self._torn = False
         self.mode = mode
         self._enter(mode)
 
@@ -85,18 +87,21 @@ class Store:
     @contextmanager
     def step(self, pinned: bool = False) -> Iterator[None]:
         """A step of one token runs inside, in the mode at hand (``layers`` or its graph); then the token is stored."""
+        if self._torn:
+            self.settle()
         self._make_room(self.total + 1)
-        self.pinned.index_fill_(0, self.position.view(1), pinned)
-        self.mode.advance()
+        self._torn = True
         try:
+            self.pinned.index_fill_(0, self.position.view(1), pinned)
+            self.mode.advance()
             yield
+            self.recall.end_step()
         except BaseException:
-            # The new token has taken a slot already: who was there comes back from the host pool.
             self.recall.aside.join()
             self.truncate(self.total, self.mode.cached())
             raise
-        self.recall.end_step()
         self.host.total += 1
+        self._torn = False
         self.steps += 1
         self._decoded_last = True
 
@@ -117,13 +122,19 @@ class Store:
     def settle(self, cached: int | None = None) -> None:
         """After a prefill (or an aborted step): the mode fills its slots for the next token.
 
-        ``cached`` tokens could be read before, with those just prefilled; all, where not given.
+        ``cached`` tokens could be read before, with those just prefilled; all, where not given. After a step that was
+        cut short everything in the slots comes anew from the host pool.
         """
+        if self._torn:
+            for slots in self.slots:
+                slots.truncate(0)
+        self._torn = True
         self.position.fill_(self.total)
         self._make_room(self.total + 1)
         self.mode.fill(self.total if cached is None else cached)
         for slots in self.slots:
             slots.read.copy_(slots.table)
+        self._torn = False
 
     def switch(self, mode: Mode) -> int:
         """Enter ``mode``; returns the bytes moved to the device. What is stored stays as it is, byte for byte.

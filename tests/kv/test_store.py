@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kv.test_modes import CORE, MIXED, ROWS
 from kvchat.errors import DoesNotFitError
 from kvchat.kv import memory, plan
 from kvchat.kv.pool import Slots
+from kvchat.kv.recall import Recall
 from kvchat.kv.store import Store
 from kvchat.kv.verbs import Verbs
 from kvchat.parameters import available_modes
@@ -199,6 +201,65 @@ def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
         run.reference.enter(140)
     run.step(20)
     run.check()
+
+
+def step_alone(run: Run) -> None:
+    """A step without the reference, which knows nothing of what an aborted one left in scores and queries."""
+    with run.store.step(), run.store.layers():
+        for i in range(2):
+            run.store.attention(i, *run.toy.qkv(i, [900], run.store.total), run.toy.facts[i])
+
+
+CHANGES = [(Verbs, "move_shared"), (Verbs, "move_pages"), (Verbs, "move_tokens"), (Recall, "end_step")]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("where", CHANGES, ids=lambda where: where[1])
+@pytest.mark.parametrize("row", CORE)
+def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, where, early, monkeypatch):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(120)
+    run.step(20)
+    owner, name = where
+    genuine = getattr(owner, name)
+
+    def cut(*args):
+        if not early:
+            genuine(*args)
+        raise KeyboardInterrupt
+
+    for _ in range(10):
+        before = stored(run.store)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(owner, name, cut)
+            step_alone(run)
+        assert int(run.store.position) == run.store.total
+        run.store.check_integrity()
+        for now, then in zip(stored(run.store), before, strict=True):
+            assert torch.equal(now[:, :, : then.shape[2]], then)
+        step_alone(run)
+        run.store.check_integrity()
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, monkeypatch):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(120)
+    run.step(20)
+    before = [(slots.table >= 0).sum() for slots in run.store.slots]
+    with monkeypatch.context() as patch:
+        patch.setattr(Verbs, "move_picked", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            fail_in_step(run)
+    with run.store.step():
+        held = [(slots.table >= 0).sum() for slots in run.store.slots]
+        with run.store.layers():
+            for i in range(2):
+                run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.facts[i])
+    run.store.check_integrity()
+    assert all(now >= 0.8 * then for now, then in zip(held, before, strict=True))
 
 
 def test_a_prefill_that_fails_stores_nothing():
