@@ -25,7 +25,10 @@ ROWS = {
         "freeze",
         {**SMALL, "per_layer": True, "moves": 3, "same_step": True, "score": "scaled", "tau": 1.2, "k": 0.7},
     ),
-    "freeze-ceiling": ("freeze", {**SMALL, "max_active": 70, "wake": False, "tau": 1.5, "k": 0.7}),
+    "freeze-ceiling": (
+        "freeze",
+        {**SMALL, "max_active": 70, "wake": False, "tau": 0.5, "k": 0.7, "score": "prob_rel", "smooth": 0.0},
+    ),
     "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
     "sync-two": ("sync", {"budget": 70, "window": 9, "m": 4, "rho": 0.3, "clusters": 2, "staggered": True}),
     "sync-resident": ("sync", {"budget": 80, "window": 16, "m": 5, "offload": False}),
