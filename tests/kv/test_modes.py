@@ -151,3 +151,14 @@ def test_large_sinks_and_windows_outgrow_the_first_capacity():
     streaming.prefill(5)
     streaming.step(450)
     streaming.check()
+
+
+@pytest.mark.parametrize("score", ["raw", "scaled", "prob_rel", "prob_max"])
+def test_a_ceiling_looks_again_at_what_a_prompt_brought_by_the_score_it_was_given(score):
+    params = {"score": score, "tau": 1.0, "k": 0.25, "window": 4, "sink": 0, "min_active": 0, "max_active": 64}
+    run = Run(toy(("plain", "plain"), kv_heads=2, page=8), "freeze", **params, wake=False)
+    run.prefill(64)
+    run.step(5)
+    run.prefill(30)
+    run.step(5)
+    run.check()

@@ -55,6 +55,8 @@ MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if tha
 ROOM_SHARE = 4  # of the geometry's spare, where that is more: on a GPU other slots are another graph, about 0.2 s
 SHRINK = 0.8  # slots are given back when so small a share of them would do
 
+WEIGHED = ("prob_max", "prob_rel")  # the scores that are made of attention's weights
+
 PAPER: dict[str, Any] = {
     "score": "always",
     "smooth": 0.0,
@@ -214,7 +216,7 @@ class Freeze(Mode):
         self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.store.slots]
 
     def weighs(self, layer: int) -> bool:
-        return self.rule.score in ("prob_max", "prob_rel")
+        return self.rule.score in WEIGHED
 
     def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
         index = layer if self.rule.per_layer else 0
@@ -312,7 +314,7 @@ class Scores:
             self.layers += 1
         else:
             self.windowed = self.windowed + seen
-        if weights is not None:
+        if weights is not None and self.kind in WEIGHED:
             number = self._number if seen is None else (self._counted * seen).sum()
             if self.kind == "prob_max":
                 self.highest = torch.maximum(self.highest, weights.best().amax(0) * number)
