@@ -41,13 +41,14 @@ def mode_of(model: LoadedModel, row: str, instead: dict | None = None) -> Mode:
     return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))
 
 
-def pair(model: LoadedModel, row: str) -> tuple[Decoder, Decoder, TapeRecorder]:
-    """The same twice: by graph and eagerly."""
+def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[Decoder, Decoder, TapeRecorder]:
+    """The same twice, by graph and eagerly, after a prompt."""
     recorder = TapeRecorder(lambda: one.store.buffers())
     one, other = Decoder(model, mode_of(model, row), recorder), Decoder(model, mode_of(model, row))
     for each in (one, other):
         # What moves is not picked out, as on a GPU.
         each.store.verbs.compact = False
+        prefilled(each, prompt)
     return one, other, recorder
 
 
@@ -66,9 +67,7 @@ def same_steps(one: Decoder, other: Decoder, ids: list[int]) -> None:
 @pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), ("gpt_oss", "speculative")])
 def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
     model, ids = loaded(name), token_ids(400)
-    one, other, recorder = pair(model, row)
-    for each in (one, other):
-        prefilled(each, ids[:100])
+    one, other, recorder = pair(model, row, ids[:100])
     same_steps(one, other, ids[100:150])
     played = recorder.played
     assert played > 30
@@ -84,9 +83,7 @@ def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
 
 
 def test_growing_makes_new_graphs():
-    one, other, recorder = pair(loaded("llama"), "full")
-    for each in (one, other):
-        prefilled(each, token_ids(20))
+    one, other, recorder = pair(loaded("llama"), "full", token_ids(20))
     same_steps(one, other, token_ids(300, seed=1))
     assert 2 <= recorder.recorded <= 4
     assert recorder.played >= 290
@@ -94,9 +91,7 @@ def test_growing_makes_new_graphs():
 
 def test_entering_a_mode_makes_new_graphs():
     model = loaded("llama")
-    one, other, recorder = pair(model, "full")
-    for each in (one, other):
-        prefilled(each, token_ids(120))
+    one, other, recorder = pair(model, "full", token_ids(120))
     for row in ("speculative", "freeze", "full", "streaming", "sync", "speculative"):
         recorded = recorder.recorded
         with torch.inference_mode():
@@ -109,17 +104,13 @@ def test_entering_a_mode_makes_new_graphs():
 
 
 def test_each_kind_of_a_modes_steps_has_its_graph():
-    one, other, recorder = pair(loaded("llama"), "sync-staggered")
-    for each in (one, other):
-        prefilled(each, token_ids(100))
+    one, other, recorder = pair(loaded("llama"), "sync-staggered", token_ids(100))
     same_steps(one, other, token_ids(16, seed=1))
     assert recorder.recorded == 4
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
-    one, other, recorder = pair(loaded("llama"), "full")
-    for each in (one, other):
-        prefilled(each, token_ids(50))
+    one, other, recorder = pair(loaded("llama"), "full", token_ids(50))
     # As a mixture of experts asks which of its experts have work.
     layer = one.model.model.model.layers[2]
     hook = layer.register_forward_hook(lambda *_: [torch.ones(3).nonzero(), None][1])
@@ -132,9 +123,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
 
 
 def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
-    one, other, recorder = pair(loaded("llama"), "speculative")
-    for each in (one, other):
-        prefilled(each, token_ids(150))
+    one, other, recorder = pair(loaded("llama"), "speculative", token_ids(150))
     same_steps(one, other, token_ids(8, seed=1))
     played = recorder.played
     assert played
@@ -145,9 +134,7 @@ def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
 
 
 def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
-    one, other, _ = pair(loaded("llama"), "streaming")
-    for each in (one, other):
-        prefilled(each, token_ids(150))
+    one, other, _ = pair(loaded("llama"), "streaming", token_ids(150))
     same_steps(one, other, token_ids(10, seed=1))
     replay = one.graphs._recorded
     kind, (play, result) = next(iter(replay.items()))
@@ -168,17 +155,14 @@ def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
 
 def test_the_number_of_graphs_is_bounded(monkeypatch):
     monkeypatch.setattr(graph, "MOST", 3)
-    one, other, recorder = pair(loaded("llama"), "sync-staggered")
-    for each in (one, other):
-        prefilled(each, token_ids(60))
+    one, other, recorder = pair(loaded("llama"), "sync-staggered", token_ids(60))
     same_steps(one, other, token_ids(20, seed=1))
     assert recorder.recorded > len(one.graphs._recorded)
     assert len(one.graphs._recorded) <= 3
 
 
 def test_a_result_is_the_callers():
-    one, _, _ = pair(loaded("llama"), "full")
-    prefilled(one, token_ids(30))
+    one, _, _ = pair(loaded("llama"), "full", token_ids(30))
     steps = [one.step(token) for token in token_ids(6, seed=1)]
     copies = [step.clone() for step in steps]
     one.step(3)
@@ -248,8 +232,7 @@ def test_graphs_that_live_together_share_memory_that_no_later_ones_use(monkeypat
 
 
 def test_a_capture_that_fails_leaves_no_stream_behind_and_names_the_cause(monkeypatch):
-    one, _, _ = pair(loaded("llama"), "full")
-    prefilled(one, token_ids(50))
+    one, _, _ = pair(loaded("llama"), "full", token_ids(50))
     streams = Streams(monkeypatch)
     one.graphs._recorder = CudaRecorder(torch.device("cuda"))
     step = one.step
