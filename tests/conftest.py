@@ -16,6 +16,17 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pretend-cuda", action="store_true", help="run tests marked cuda on a stand-in for a GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--pretend-cuda"):
+        import pretend
+
+        pretend.install()
+
+
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the settings, logs and history of the person who runs it."""
@@ -28,8 +39,17 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("terminal") and not shutil.which("tmux"):
         pytest.skip("no tmux")
+    if item.get_closest_marker("stand_in") and not item.config.getoption("--pretend-cuda"):
+        pytest.skip("not on a stand-in")
     if item.get_closest_marker("cuda") and not _has_cuda():
         pytest.skip("no CUDA GPU")
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.config.getoption("--pretend-cuda"):
+        from pretend.device import gpu
+
+        assert not gpu.hazards, gpu.hazards.pop()
 
 
 def _has_cuda() -> bool:
