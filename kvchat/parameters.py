@@ -96,7 +96,7 @@ class FreezeParameters(ModeParameters):
     """timers fall in the very step they are set in"""
     moves: int = Field(256, ge=1)
     """tokens that return in one step at most"""
-    min_active: int = Field(284, ge=0)
+    min_active: int = Field(400, ge=0)
     """freeze only while more tokens than this are active"""
     max_active: int | None = Field(None, ge=MIN_BUDGET)
     """freeze the least relevant while more tokens than this are active"""

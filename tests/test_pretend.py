@@ -27,7 +27,7 @@ PARTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_on_a_stand_in_for_a_gpu(part: str) -> None:
-    if Path("/dev/nvidiactl").exists():
+    if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: pytest -m cuda")
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--pretend-cuda", "-m", "cuda", *PARTS[part]]
