@@ -74,13 +74,13 @@ class FreezeParameters(ModeParameters):
     """watch the entropy of what is generated; restore tokens, at last withdraw some, when it goes wrong"""
     profile: Literal["default", "paper"] = "default"
     """paper: the published program; every token outside the window is flagged, nothing is protected or capped"""
-    score: Literal["prob_max", "prob_rel", "raw", "scaled", "always"] = "prob_max"
+    score: Literal["prob_max", "prob_rel", "raw", "scaled", "always"] = "prob_rel"
     """relevance: attention in shares of an equal one, of the keenest head or the mean; |q·k|, raw or scaled; or none"""
-    smooth: float = Field(0.8, ge=0, lt=1)
+    smooth: float = Field(0.0, ge=0, lt=1)
     """share of a token's earlier score in its score"""
-    tau: float = Field(3.0, allow_inf_nan=False)
+    tau: float = Field(0.5, allow_inf_nan=False)
     """a token that scores below tau is flagged as irrelevant; 0 flags none"""
-    k: float = Field(0.125, gt=0)
+    k: float = Field(2.0, gt=0)
     """softness: the c-th flag freezes a token for floor(sqrt(c) / k) steps"""
     window: int = Field(32, ge=1)
     """most recent tokens, never frozen"""
@@ -96,7 +96,7 @@ class FreezeParameters(ModeParameters):
     """timers fall in the very step they are set in"""
     moves: int = Field(256, ge=1)
     """tokens that return in one step at most"""
-    min_active: int = Field(400, ge=0)
+    min_active: int = Field(320, ge=0)
     """freeze only while more tokens than this are active"""
     max_active: int | None = Field(None, ge=MIN_BUDGET)
     """freeze the least relevant while more tokens than this are active"""
