@@ -8,6 +8,7 @@ from kv.reference import KINDS, REFERENCES, Run, toy
 
 from kvchat.parameters import available_modes
 
+KEENEST = {"score": "prob_max", "smooth": 0.8, "tau": 3.0, "k": 0.5}
 # Freeze's defaults are for long conversations: these let tokens go from the first steps on.
 SMALL = {"min_active": 0, "window": 12, "history": 30, "stagger": 2, "tau": 0.9}
 # One row a mode and setting; parameters are small enough that every set is reduced at the lengths below.
@@ -18,8 +19,8 @@ ROWS = {
     "streaming-slack": ("streaming", {"budget": 64, "sink": 7, "R": 4, "sigma": 30, "delta": 3}),
     "streaming-no-sink": ("streaming", {"budget": 64, "sink": 0}),
     "streaming-off": ("streaming", {"budget": 64, "sink": 4, "R": 0}),
-    "freeze": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, "tau": 3.0, "k": 0.5}),
-    "freeze-mean": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, "k": 1.0, "score": "prob_rel", "smooth": 0.0}),
+    "freeze": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, "k": 1.0}),
+    "freeze-keenest": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, **KEENEST}),
     "freeze-paper": ("freeze", {"profile": "paper", "window": 12}),
     "freeze-layers": (
         "freeze",

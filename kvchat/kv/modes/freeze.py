@@ -6,16 +6,15 @@ window of the K most recent is scored. One that scores below tau is flagged for 
 return in a step come with one copy a layer. ``kvchat.kv.timers`` keeps the counts, ``kvchat.kv.recovery`` watches.
 
 Departures and decisions:
-    * Score ``prob_max``: the softmax probability times the number of active tokens but sinks (1 is an equal share), the
-      highest of any head in any layer: a token that one head needs stays, where the mean of Eq. 2 would outvote that
-      head. Of what the token scored before, ``smooth`` counts too, so that one step's whim freezes nothing. With such a
-      score timers can be long (k = 0.125, not 2); the floor ``min_active``, at which the least relevant leave first,
-      decides how much is saved. ``prob_rel`` is the mean over heads and layers, renormalised without the sinks.
-      Eq. 2's raw |q.k| is of order 10 to 100, so that tau = 0.5 would flag nothing; it is there as ``raw``, and with
-      scaling as ``scaled``.
+    * Score ``prob_rel``: the softmax probability, renormalised without the sinks, times the number of active tokens but
+      sinks, mean over heads and over the layers that can see the token; 1 is an equal share. ``prob_max`` is that of
+      the keenest head of any layer: a token that one head needs stays, where the mean would outvote that head. Of what
+      the token scored before, ``smooth`` counts too. Eq. 2's raw |q.k| is of order 10 to 100, so that tau = 0.5 would
+      flag nothing; it is there as ``raw``, and with scaling as ``scaled``.
+    * The floor ``min_active``, at which the least relevant leave first, decides between what is saved and perplexity.
     * One choice for all layers and heads, or one per layer (``per_layer``).
     * A timer does not fall in the step it is set in; c halves when a token scores above tau; c counts at most
-      ``history`` flags, so a token stays away 128 steps at most; sinks and control tokens stay; first freezes are
+      ``history`` flags, so a token stays away 8 steps at most; sinks and control tokens stay; first freezes are
       staggered by position; a floor and a ceiling on active tokens; at most ``moves`` return in a step, most relevant
       and longest waiting first. ``profile="paper"`` undoes all of these.
     * A new turn is a new topic: it is read exactly, then all tokens are active and counts begin anew (``wake``). With
