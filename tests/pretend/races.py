@@ -138,6 +138,9 @@ class Order:
         """All that ``other`` saw, in one launch of ``who``: a graph is replayed."""
         accesses = []
         for address, shadow in other.shadows.items():
+            mine = self.shadows.get(address)
+            if mine is not None and mine.size != shadow.size:
+                continue  # the address is another allocation's by now
             for by, writes in ((shadow.read, False), (shadow.written, True)):
                 touched = [np.flatnonzero(numbers) for numbers in by.values()]
                 accesses += [Access(address, shadow.size, at, writes) for at in touched if len(at)]
