@@ -50,7 +50,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     if item.config.getoption("--pretend-cuda"):
         from pretend.device import gpu
 
-        assert not gpu.hazards, gpu.hazards.pop()
+        found, gpu.hazards = gpu.hazards, []
+        assert not found, found
 
 
 def _has_cuda() -> bool:

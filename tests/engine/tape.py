@@ -8,12 +8,16 @@ keeps state elsewhere comes out different. Reading back or sending is refused, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-REFUSED = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "lift_fresh")
+# What needs an answer from the device, or gives an answer whose shape does.
+WAITS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero", "bincount")
+REFUSED = (*WAITS, "lift_fresh")
 
 
 class Tape(TorchDispatchMode):
@@ -34,14 +38,16 @@ class Tape(TorchDispatchMode):
     def play(self) -> None:
         """Carry all of it out on the same memory."""
         for func, args, kwargs, result in self.operations:
-            inputs = {
-                t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-            }
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                # A view or an operation in place has changed what it had to.
-                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in inputs:
-                    old.copy_(new)
+            carry_out_again(partial(func, *args, **kwargs), result, (args, kwargs))
+
+
+def carry_out_again(run: Callable[[], Any], result: Any, operands: Any) -> None:
+    """Carry an operation out again, with its result where it was."""
+    inputs = {t.untyped_storage().data_ptr() for t in tree_leaves(operands) if isinstance(t, torch.Tensor)}
+    for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+        # A view or an operation in place has changed what it had to.
+        if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in inputs:
+            old.copy_(new)
 
 
 class TapeRecorder:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from engine.tape import WAITS, carry_out_again
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,10 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pretend import attention, races
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-MAIN = 0  # the stream that is current at first
 
-# What needs an answer from the GPU, or gives an answer whose shape does.
-WAITS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero", "bincount")
 COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
 # May take an index in host memory.
 INDEXES = ("index", "index_put_", "index_put", "_index_put_impl_")
@@ -159,11 +157,21 @@ class Gpu:
         self.hazards: list[str] = []
         self.allocated = self.peak = 0
         self.pinned: dict[int, int] = {}
-        self.graphs_captured = self.graphs_replayed = 0
-        self.order = races.Order()
-        self.stream: object = MAIN
+        # The last is current: a capture has an order of its own.
+        self.orders = [races.Order()]
+        self.streams: list[Any] = []
         self._holders: Counter[int] = Counter()
         self._aliases: set[int] = set()
+
+    @property
+    def order(self) -> races.Order:
+        """What is ordered so far, of the capture in progress where there is one."""
+        return self.orders[-1]
+
+    @property
+    def stream(self) -> object:
+        """The number of the current stream."""
+        return self.streams[-1].cuda_stream
 
     # ---- operations
 
@@ -189,7 +197,7 @@ class Gpu:
             self._keep(schema, inner_args, inner_kwargs)
         result = run()
         if self.tape is not None:
-            self.tape.add(functools.partial(_again, run, result, (inner_args, inner_kwargs)))
+            self.tape.add(functools.partial(carry_out_again, run, result, (inner_args, inner_kwargs)))
         outer = self._outer(schema, args, kwargs, result, here)
         self._note(name, schema, args, kwargs, outer, self.stream)
         return outer
@@ -313,11 +321,23 @@ class Gpu:
         if not self._holders[address]:
             self.allocated -= -(-size // 512) * 512
             self.hazards += filter(None, [order.freed(address)])
+            self._forget(address)  # what a capture made may have been used outside
+
+    def _forget(self, address: int) -> None:
+        """The address may become another allocation's."""
+        for order in self.orders:
+            order.shadows.pop(address, None)
 
     def pin(self, storage: torch.UntypedStorage) -> None:
         """``storage`` is in host memory, and the device may address it."""
         self.pinned[storage.data_ptr()] = storage.nbytes()
-        weakref.finalize(storage, self.pinned.pop, storage.data_ptr(), None)
+        weakref.finalize(storage, self.unpin, storage.data_ptr())
+
+    def unpin(self, address: int) -> bool:
+        """The device may no longer address what was pinned at ``address``; False if nothing was."""
+        self._aliases.discard(address)
+        self._forget(address)
+        return self.pinned.pop(address, None) is not None
 
     def addresses(self, tensor: torch.Tensor) -> bool:
         """May the device read ``tensor`` by its address?"""
@@ -337,15 +357,6 @@ def inner_of(leaf: Any) -> Any:
     if isinstance(leaf, OnGpu):
         return leaf.inner
     return CPU if isinstance(leaf, torch.device) else leaf
-
-
-def _again(run: Callable[[], Any], result: Any, operands: Any) -> None:
-    """Carry an operation out again, with its result where it was."""
-    old = {t.untyped_storage().data_ptr() for t in tree_leaves(operands) if isinstance(t, torch.Tensor)}
-    for kept, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
-        # A view, or an operation in place, has changed what it had to.
-        if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() not in old:
-            kept.copy_(new)
 
 
 gpu = Gpu()

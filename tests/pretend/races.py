@@ -94,27 +94,21 @@ class Order:
 
     # ---- what is ordered
 
-    def launch(self, who: object, name: str, accesses: Iterable[Access], made_on: object = None) -> None:
+    def launch(self, who: object, name: str, accesses: Iterable[Access]) -> None:
         """``who`` touches memory.
 
         Raises:
             Race: something touches it that does not come before.
         """
         self._number += 1
-        for other in (HOST,) if who != HOST else ():
-            self.reaches(who, self._clock(other))
+        self.reaches(who, self._clock(HOST))
         self._last[who] = self._number
-        clock = self._clock(who)
         for access in accesses:
-            shadow = self.shadows.setdefault(access.address, Shadow(access.size, who if made_on is None else made_on))
-            for by, verb in ((shadow.written, "wrote"), (shadow.read, "read")):
-                if verb == "read" and not access.writes:
-                    continue
-                for other, numbers in by.items():
-                    latest = int(numbers[access.bytes].max(initial=0)) if other != who else 0
-                    if latest > clock.get(other, 0):
-                        touches = "writes" if access.writes else "reads"
-                        raise Race(f"{name} on {who} {touches} what {other} {verb} in launch {latest}, unordered")
+            shadow = self.shadows.setdefault(access.address, Shadow(access.size, who))
+            touches = f"{name} on {who} {'writes' if access.writes else 'reads'}"
+            self._refuse_race(who, touches, access, shadow.written, "wrote")
+            if access.writes:
+                self._refuse_race(who, touches, access, shadow.read, "read")
             shadow.mark(who, access.writes, access.bytes, self._number)
 
     def made(self, address: int, size: int, who: object) -> None:
@@ -126,11 +120,10 @@ class Order:
         shadow = self.shadows.pop(address, None)
         if shadow is None:
             return ""
-        clock = self.now(shadow.made_on)
-        self_and_host = {**self._clock(HOST)}
+        clock, host = self._clock(shadow.made_on), self._clock(HOST)
         for who in {*shadow.written, *shadow.read} - {shadow.made_on, HOST}:
             latest = shadow.last(who)
-            if latest > max(clock.get(who, 0), self_and_host.get(who, 0)):
+            if latest > max(clock.get(who, 0), host.get(who, 0)):
                 return f"memory of {shadow.made_on} is given back while launch {latest} of {who} may use it"
         return ""
 
@@ -138,13 +131,17 @@ class Order:
         """All that ``other`` saw, in one launch of ``who``: a graph is replayed."""
         accesses = []
         for address, shadow in other.shadows.items():
-            mine = self.shadows.get(address)
-            if mine is not None and mine.size != shadow.size:
-                continue  # the address is another allocation's by now
             for by, writes in ((shadow.read, False), (shadow.written, True)):
                 touched = [np.flatnonzero(numbers) for numbers in by.values()]
                 accesses += [Access(address, shadow.size, at, writes) for at in touched if len(at)]
         self.launch(who, name, accesses)
+
+    def _refuse_race(self, who: object, touches: str, access: Access, by: dict[object, np.ndarray], verb: str) -> None:
+        clock = self._clock(who)
+        for other in by.keys() - {who}:
+            latest = int(by[other][access.bytes].max(initial=0))
+            if latest > clock.get(other, 0):
+                raise Race(f"{touches} what {other} {verb} in launch {latest}, unordered")
 
     def _clock(self, who: object) -> Clock:
         return self._clocks.setdefault(who, {})

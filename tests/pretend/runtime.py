@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pretend import races
-from pretend.device import GPU, MAIN, Refused, Tape, gpu
+from pretend.device import GPU, Refused, Tape, gpu
 
 NAME, TOTAL = "stand-in for a GPU", 8 * 2**30
 
@@ -19,12 +19,11 @@ NAME, TOTAL = "stand-in for a GPU", 8 * 2**30
 class Stream:
     """A stream; work is carried out when it is given, and races are told by what waits for what."""
 
-    numbers = itertools.count(1)
+    numbers = itertools.count()
 
-    def __init__(self, device: Any = None, priority: int = 0, number: int | None = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = GPU
-        self.cuda_stream = next(self.numbers) if number is None else number
-        self.stream_id = self.cuda_stream
+        self.cuda_stream = next(self.numbers)
 
     def wait_stream(self, other: Stream) -> None:
         gpu.order.waits(self.cuda_stream, other.cuda_stream)
@@ -32,22 +31,15 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         gpu.order.reaches(self.cuda_stream, event.clock)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         gpu.wait("synchronize", [self.cuda_stream])
 
     def __enter__(self) -> Stream:
-        streams.append(self)
-        gpu.stream = self.cuda_stream
+        gpu.streams.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        streams.pop()
-        gpu.stream = streams[-1].cuda_stream
+        gpu.streams.pop()
 
 
 class Event:
@@ -58,13 +50,10 @@ class Event:
         self.clock: races.Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = gpu.order.now((stream or streams[-1]).cuda_stream)
+        self.clock = gpu.order.now((stream or gpu.streams[-1]).cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or streams[-1]).wait_event(self)
-
-    def query(self) -> bool:
-        return True
+        (stream or gpu.streams[-1]).wait_event(self)
 
     def synchronize(self) -> None:
         gpu.wait("synchronize", [])
@@ -74,7 +63,7 @@ class Event:
         return 1.0
 
 
-streams: list[Stream] = [Stream(number=MAIN)]
+gpu.streams.append(Stream())  # the one that is current at first
 
 
 class Graph:
@@ -86,12 +75,8 @@ class Graph:
     def replay(self) -> None:
         if self.tape is None:
             raise Refused("Called CUDAGraph::replay without a preceding successful capture.")
-        gpu.graphs_replayed += 1
         gpu.order.as_one(self.tape.order, gpu.stream, "a graph")
         self.tape.replay()
-
-    def reset(self) -> None:
-        self.tape = None
 
 
 @contextmanager
@@ -99,17 +84,17 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
     """``torch.cuda.graph``"""
     gpu.wait("capture begin")  # torch waits for all that was launched
     gpu.tape = tape = Tape()
-    outside, gpu.order = gpu.order, tape.order
+    gpu.orders.append(tape.order)
     try:
         with stream or Stream() as origin:
             yield
             if left := gpu.order.unjoined(origin.cuda_stream):
                 raise Refused(f"capturing stream has unjoined work: {left}")
     finally:
-        gpu.tape, gpu.order = None, outside
+        gpu.tape = None
+        gpu.orders.pop()
         tape.undo()
     graph.tape = tape
-    gpu.graphs_captured += 1
 
 
 class On:
@@ -135,7 +120,7 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        return 0 if gpu.pinned.pop(address, None) else 713
+        return 0 if gpu.unpin(address) else 713
 
     def cudaGetErrorString(self, code: int) -> str:
         return {712: "part or all of the requested memory range is already mapped"}.get(int(code), "unknown error")
@@ -168,7 +153,7 @@ def replaced() -> dict[str, Any]:
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: gpu.wait("synchronize"),
         "set_sync_debug_mode": lambda mode: setattr(gpu, "impatient", mode == "error"),
-        "current_stream": lambda device=None: streams[-1],
+        "current_stream": lambda device=None: gpu.streams[-1],
         "set_stream": lambda stream: None,
         "stream": lambda stream: stream,
         "device": On,
