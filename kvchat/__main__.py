@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.cli import main
+from kvchat.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -57,7 +57,7 @@ def user_profiles_dir() -> Path:
 
 def bundled_profiles_dir() -> Path:
     """The shipped GPU profiles."""
-    return PACKAGE / "profiles"
+    return PACKAGE / "config" / "gpu_profiles"
 
 
 def bundled_themes_dir() -> Path:
@@ -68,7 +68,7 @@ def bundled_themes_dir() -> Path:
 
 def bundled_model_dir() -> Path:
     """The model that comes with kvchat."""
-    return PACKAGE / "models" / "pocket"
+    return PACKAGE / "models" / "bundled"
 
 
 def calibration_dir() -> Path:

@@ -23,9 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--pretend-cuda"):
-        import pretend
+        from support import fake_cuda
 
-        pretend.install()
+        fake_cuda.install()
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     if item.config.getoption("--pretend-cuda"):
-        from pretend.device import gpu
+        from support.fake_cuda.device import gpu
 
         found, gpu.hazards = gpu.hazards, []
         assert not found, found

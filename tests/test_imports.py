@@ -13,20 +13,22 @@ import pytest
 import kvchat
 
 PACKAGE = Path(kvchat.__file__).parent
-LEAVES = {"errors", "paths", "protocol", "parameters", "settings"}
+LEAVES = {"errors", "paths", "protocol", "units"}
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"}
 
 # room -> what it may import: other rooms of kvchat, and libraries that others may not.
 MAY = {
     "leaves": {"leaves"},
-    "profiles": {"leaves", "profiles", "pynvml"},
-    "kv": {"leaves", "kv", "torch", "numpy", "triton"},
-    "engine": {"leaves", "profiles", "kv", "engine", *HEAVY, "pynvml"},
-    "tui": {"leaves", "tui", "textual", "rich"},
-    "cli": {"leaves", "profiles", "engine", "tui", "bench", "cli"},
-    "bench": {"leaves", "profiles", "kv", "engine", "cli", "bench", *HEAVY, "pynvml"},
+    "nvml": {"leaves", "torch", "pynvml"},
+    "config": {"leaves", "config", "pynvml"},
+    "kv": {"leaves", "config", "kv", "torch", "numpy", "triton"},
+    "engine": {"leaves", "nvml", "config", "kv", "engine", *HEAVY},
+    "tui": {"leaves", "config", "tui", "textual", "rich"},
+    "doctor": {"leaves", "config", "kv", "doctor"},
+    "bench": {"leaves", "nvml", "config", "kv", "engine", "bench", *HEAVY, "pynvml"},
+    "cli": {"leaves", "config", "engine", "doctor", "tui", "bench", "cli"},
 }
-ROOMS = {"profiles": "profiles", "kv": "kv", "engine": "engine", "tui": "tui", "bench": "bench"}
+ROOMS = {name: name for name in ("nvml", "config", "kv", "engine", "tui", "doctor", "bench")}
 RESTRICTED = HEAVY | {"textual", "rich", "pynvml"} | set(MAY)
 
 
@@ -97,9 +99,9 @@ def loaded_by(statement: str) -> set[str]:
     ("module", "never"),
     [
         ("kvchat", HEAVY | {"textual", "pydantic"}),
-        ("kvchat.cli", HEAVY | {"textual", "tomlkit"}),
+        ("kvchat.cli.main", HEAVY | {"textual", "tomlkit"}),
         ("kvchat.tui.app", HEAVY),
-        ("kvchat.engine.serve", HEAVY | {"textual"}),
+        ("kvchat.engine.worker", HEAVY | {"textual"}),
     ],
 )
 def test_starting_loads_nothing_heavy(module: str, never: set[str]) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvchat.bench import tables
-from kvchat.cli import app
-from kvchat.parameters import PARAMETERS
+from kvchat.cli.main import app
+from kvchat.config.modes import PARAMETERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -46,7 +46,11 @@ def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
     assert names == {p.relative_to(ROOT).as_posix() for p in kept} | themes
     assert {Path(name).suffix for name in names} <= SUFFIXES
     assert len(themes) >= 2
-    assert {"kvchat/models/pocket/model.safetensors", "kvchat/py.typed", "kvchat/profiles/8gb.toml"} <= names
+    assert {
+        "kvchat/models/bundled/model.safetensors",
+        "kvchat/py.typed",
+        "kvchat/config/gpu_profiles/8gb.toml",
+    } <= names
 
 
 def test_licence_and_entry_point_are_in_the_wheel(wheel: Path) -> None:
@@ -68,8 +72,8 @@ def test_the_installed_package_works_elsewhere(installed: Path, tmp_path: Path) 
         cwd=tmp_path,
         env=env,
     ).splitlines()
-    assert found[:2] == [str(installed / "kvchat/models/pocket"), str(installed / "kvchat/themes")]
-    assert (installed / "kvchat/models/pocket/model.safetensors").samefile(Path(found[0]) / "model.safetensors")
+    assert found[:2] == [str(installed / "kvchat/models/bundled"), str(installed / "kvchat/themes")]
+    assert (installed / "kvchat/models/bundled/model.safetensors").samefile(Path(found[0]) / "model.safetensors")
     assert len(json.loads(found[2].replace("'", '"'))) == len(list(paths.bundled_themes_dir().glob("*.toml")))
 
 

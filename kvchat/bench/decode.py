@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 
-from kvchat.bench import ceilings, geometries, peers
-from kvchat.bench.contender import parsed
+from kvchat.bench import baselines, model_shapes, roofline
+from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
-from kvchat.bench.own import Own
-from kvchat.bench.text import prose
+from kvchat.bench.mode_run import Own
 from kvchat.bench.timing import Contender, Timing, current, warm_up
-from kvchat.engine import calibrate
-from kvchat.engine.decode import Decoder, geometry_of, traits_of
-from kvchat.engine.load import LoadedModel, load_model
+from kvchat.bench.variant import parsed
+from kvchat.config.modes import ModeParameters
+from kvchat.config.profiles import Measured
+from kvchat.engine import calibration
+from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.kv.heads import Calibration
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
-from kvchat.parameters import ModeParameters
-from kvchat.profiles import Measured
+from kvchat.kv.modes.sync_heads import Calibration
 
 NATURAL = "natural"
 Report = Callable[[str], None]
@@ -69,7 +69,7 @@ def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any
         KvchatError: the model, a mode, a rate or a peer is refused. What fails while it runs is a row that says so.
     """
     wanted = [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
-    peers.check(settings.peers or ())
+    baselines.check(settings.peers or ())
     model = _model(settings, report)
     with current(model.device):
         return _measured(settings, wanted, model, report)
@@ -77,7 +77,7 @@ def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any
 
 def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, report: Report) -> dict[str, Any]:
     chosen = _default_peers(settings, model) if settings.peers is None else settings.peers
-    measured = ceilings.measure(model.device, model.dtype)
+    measured = roofline.measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
     decoder = Decoder(model, _smallest(settings, model, 0))
@@ -87,7 +87,7 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
         heads = _calibration(settings, model, ids)
         own: list[Contender] = [Own(decoder, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
-        others = [peers.peer(who, model, decoder.store, ids, spare) for who in chosen]
+        others = [baselines.peer(who, model, decoder.store, ids, spare) for who in chosen]
         rows += _Run(settings, context, [*others, *own], floor, measured, model).rows(report)
     used = {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "peers": chosen}
     return {
@@ -251,7 +251,7 @@ def _rate(text: str) -> float | None:
 
 
 def _default_peers(settings: Settings, model: LoadedModel) -> tuple[str, ...]:
-    return peers.default_peers(model.device, random_weights=bool(settings.geometry))
+    return baselines.default_peers(model.device, random_weights=bool(settings.geometry))
 
 
 def _smallest(settings: Settings, model: LoadedModel, context: int) -> Mode:
@@ -278,7 +278,7 @@ def _model(settings: Settings, report: Report) -> LoadedModel:
     if settings.geometry and settings.model != Settings.model:
         raise UsageError("Either a model or a geometry is measured, not both.")
     if settings.geometry:
-        return geometries.build(settings.geometry, settings.device, settings.dtype)
+        return model_shapes.build(settings.geometry, settings.device, settings.dtype)
     model = load_model(settings.model, settings.device, settings.dtype, report)
     needed = max(settings.contexts) + settings.steps + warm_up(model.device)
     if needed > model.context:
@@ -295,7 +295,7 @@ def _store(decoder: Decoder, context: int, settings: Settings) -> list[int]:
         decoder.store.truncate(0)
         decoder.store.switch(_smallest(settings, decoder.model, context))
     if settings.geometry and not settings.prefill:
-        geometries.fill(decoder.store, context)
+        model_shapes.fill(decoder.store, context)
     else:
         for _ in decoder.prefill(ids):
             pass
@@ -316,5 +316,5 @@ def _calibration(settings: Settings, model: LoadedModel, ids: Sequence[int]) -> 
     if not any(text.partition(":")[0] == "sync" for text in settings.modes):
         return None
     if settings.geometry:
-        return geometries.calibration(model)
-    return calibrate.find(model.revision) or calibrate.on_prompt(model, list(ids))
+        return model_shapes.calibration(model)
+    return calibration.find(model.revision) or calibration.on_prompt(model, list(ids))

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import kvchat
-from kvchat.bench.contender import enter
 from kvchat.bench.environment import fingerprint
-from kvchat.engine.filler import sentences
+from kvchat.bench.variant import enter
 from kvchat.engine.session import Session
-from kvchat.protocol import Finished, Sampling, Turn
+from kvchat.engine.synthetic_text import sentences
+from kvchat.protocol.messages import Finished, Sampling, Turn
 
 PASSAGES = 8
 ANSWER_TOKENS = 24

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import kvchat
-from kvchat.bench.contender import enter
 from kvchat.bench.environment import fingerprint
+from kvchat.bench.variant import enter
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from kvchat.bench import geometries
+from kvchat.bench import model_shapes
+from kvchat.bench.baselines import as_written
 from kvchat.bench.environment import fingerprint
-from kvchat.bench.peers import as_written
-from kvchat.engine.decode import Decoder, geometry_of, traits_of
-from kvchat.engine.load import LoadedModel, load_model
-from kvchat.engine.workspace import bytes_per_token
+from kvchat.config.modes import parse
+from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import UsageError
-from kvchat.kv import plan
+from kvchat.kv.memory import budget
 from kvchat.kv.modes import build
-from kvchat.parameters import parse
 
 Report = Callable[[str], None]
 
@@ -58,7 +58,7 @@ def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any
         KvchatError: the model or mode is refused, or a prompt does not fit.
     """
     s = settings
-    model = geometries.build(s.geometry, s.device, s.dtype) if s.geometry else _load(s, report)
+    model = model_shapes.build(s.geometry, s.device, s.dtype) if s.geometry else _load(s, report)
     _check_lengths(s, model)
     decoder = Decoder(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
     token_bytes = bytes_per_token(model) if model.device.type == "cuda" else None
@@ -125,7 +125,7 @@ def _prepared(decoder: Decoder, prompt: list[int], token_bytes: int | None) -> t
     if token_bytes is None:
         return chunk, None
     held = torch.cuda.memory_allocated(decoder.model.device)
-    taken = plan.prefill_bytes(decoder.store.geometry, len(prompt) - chunk, chunk, token_bytes)
+    taken = budget.prefill_bytes(decoder.store.geometry, len(prompt) - chunk, chunk, token_bytes)
     return chunk, held + taken
 
 

@@ -14,20 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat import parameters
-from kvchat.engine import calibrate
-from kvchat.engine.control import ModeControl
-from kvchat.engine.decode import Decoder
-from kvchat.engine.detokenise import Pieces
-from kvchat.engine.load import LoadedModel, load_model
-from kvchat.engine.meter import Answer, Meter
-from kvchat.engine.prompt import Prompt, PromptEncoder, Stored
-from kvchat.engine.recover import Guard
-from kvchat.engine.sample import Sampler
-from kvchat.engine.settled import settled
+from kvchat.config import modes
+from kvchat.engine import calibration
+from kvchat.engine.generate.detokenizer import Pieces
+from kvchat.engine.generate.hold_back import settled
+from kvchat.engine.generate.prompt import Prompt, PromptEncoder, Stored
+from kvchat.engine.generate.recovery import Guard
+from kvchat.engine.generate.recovery_signals import REWALK, Trigger
+from kvchat.engine.generate.runner import Decoder
+from kvchat.engine.generate.sampler import Sampler
+from kvchat.engine.metrics import Answer, Meter
+from kvchat.engine.mode_switcher import ModeControl
+from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import UsageError
-from kvchat.kv.recovery import REWALK, Level, Trigger
-from kvchat.protocol import (
+from kvchat.kv.modes.recovery_levels import Level
+from kvchat.protocol.messages import (
     Event,
     Finished,
     Loaded,
@@ -80,7 +81,7 @@ def load(
         DoesNotFitError: there is not enough memory.
     """
     settings = mode_params or {}
-    parameters.merge(settings.get(mode, {}), mode, params)
+    modes.merge(settings.get(mode, {}), mode, params)
     loaded = load_model(model, device, dtype, progress, quantize=quantize, accelerate=fast)
     return Session(loaded, mode, params, settings, system)
 
@@ -315,7 +316,7 @@ class Session:
             kv_bytes_per_token=store.geometry.token_bytes,
             mode=store.mode.name,
             params=store.mode.resolved(),
-            notes=(*m.notes, *calibrate.notes(m, self._control.calibration)),
+            notes=(*m.notes, *calibration.notes(m, self._control.calibration)),
             weights=m.weights,
             fast=m.fast,
         )

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kvchat import protocol
 from kvchat.errors import EngineError, UsageError
+from kvchat.protocol import messages
 
-ENGINE = (sys.executable, "-m", "kvchat.engine.serve")
+ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
 GRACE_S = 3.0
 TAIL_LINES = 6
 
@@ -33,7 +33,7 @@ class Crashed:
     log: tuple[str, ...]
 
 
-Report = protocol.Event | Crashed
+Report = messages.Event | Crashed
 
 
 class EngineClient:
@@ -81,17 +81,17 @@ class EngineClient:
                 log.close()
         self._reader = asyncio.create_task(self._read(self._process))
 
-    def send(self, command: protocol.Command) -> None:
+    def send(self, command: messages.Command) -> None:
         """Hand a command to the child; dropped where none runs, whose ``Crashed`` says so.
 
         Raises:
             UsageError: the command is longer than the protocol carries.
         """
-        message = protocol.encode(command)
-        if len(message) > protocol.MAX_MESSAGE_BYTES:
+        message = messages.encode(command)
+        if len(message) > messages.MAX_MESSAGE_BYTES:
             raise UsageError(
                 "The conversation is too long to send.",
-                f"It has {len(message):,} bytes; at most {protocol.MAX_MESSAGE_BYTES:,} can be handed to the engine.",
+                f"It has {len(message):,} bytes; at most {messages.MAX_MESSAGE_BYTES:,} can be handed to the engine.",
             )
         if self._process and self._process.stdin and self.alive:
             self._process.stdin.write(message)
@@ -140,8 +140,8 @@ class EngineClient:
         try:
             while True:
                 header = await process.stdout.readexactly(4)
-                body = await process.stdout.readexactly(protocol.parse_length(header))
-                self._put(protocol.decode(body))  # type: ignore[arg-type]
+                body = await process.stdout.readexactly(messages.parse_length(header))
+                self._put(messages.decode(body))  # type: ignore[arg-type]
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except ValueError as error:
@@ -187,10 +187,10 @@ def coalesce(reports: Iterable[Report]) -> list[Report]:
     latest: dict[type, int] = {}
     for report in reports:
         last = kept[-1] if kept else None
-        if isinstance(report, protocol.Text) and isinstance(last, protocol.Text):
-            kept[-1] = protocol.Text(last.text + report.text, last.tokens + report.tokens)
+        if isinstance(report, messages.Text) and isinstance(last, messages.Text):
+            kept[-1] = messages.Text(last.text + report.text, last.tokens + report.tokens)
             continue
-        if isinstance(report, protocol.Snapshot | protocol.Prefilled):
+        if isinstance(report, messages.Snapshot | messages.Prefilled):
             if (index := latest.get(type(report))) is not None:
                 del kept[index]
                 latest = {cls: place - (place > index) for cls, place in latest.items()}

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvchat import parameters
+from kvchat.config import modes
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol import Params
+from kvchat.protocol.messages import Params
 from kvchat.tui import sampling
 from kvchat.tui.state import summary
 
@@ -125,7 +125,7 @@ def _parameter(name: str) -> Handler:
         if name in screen.mode_parameters():
             screen.switch("", params)
             return
-        parameters.parse("speculative", params)
+        modes.parse("speculative", params)
         screen.state.later |= params
         screen.say(f"The {screen.state.mode} mode has no {name}; {argument} counts from the next mode on that has one.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvchat.protocol import Load, Sampling
+from kvchat.protocol.messages import Load, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.protocol import Chat, Sampling, Turn
+from kvchat.protocol.messages import Chat, Sampling, Turn
 
 
 class Conversation:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from kvchat.parameters import PARAMETERS, available_modes
+from kvchat.config.modes import PARAMETERS, available_modes
 from kvchat.tui.commands import TABLE
 
 if TYPE_CHECKING:

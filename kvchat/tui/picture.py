@@ -13,7 +13,7 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from kvchat.protocol import Load, Sampling
+from kvchat.protocol.messages import Load, Sampling
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.config import AppConfig
 from kvchat.tui.state import Phase

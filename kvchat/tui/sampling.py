@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol import Sampling
+from kvchat.protocol.messages import Sampling
 
 NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 Check = Callable[[Any], bool]

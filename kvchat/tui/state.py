@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvchat.parameters import PARAMETERS
-from kvchat.protocol import Finished, Loaded, Params, Sampling, Snapshot, Stats
+from kvchat.config.modes import PARAMETERS
+from kvchat.protocol.messages import Finished, Loaded, Params, Sampling, Snapshot, Stats
 from kvchat.tui.conversation import Conversation
-from kvchat.tui.format import count, figure, percent, size
+from kvchat.units import count, figure, percent, size
 
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 

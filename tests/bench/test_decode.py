@@ -10,17 +10,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvchat import paths, profiles
-from kvchat.bench import ceilings, decode, geometries, peers, plot
-from kvchat.bench.contender import parsed
-from kvchat.bench.own import Own
-from kvchat.bench.prescribed import Prescribed
+from kvchat import paths
+from kvchat.bench import baselines, decode, model_shapes, plot, roofline
+from kvchat.bench.fixed_change_rate import Prescribed
+from kvchat.bench.mode_run import Own
 from kvchat.bench.timing import warm_up
-from kvchat.cli import app
-from kvchat.engine.decode import Decoder, geometry_of, traits_of
+from kvchat.bench.variant import parsed
+from kvchat.cli.main import app
+from kvchat.config import profiles
+from kvchat.config.profiles import Measured
+from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
-from kvchat.profiles import Measured
 
 CPU = torch.device("cpu")
 SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages
@@ -29,14 +30,14 @@ MODES = ("full", "streaming", "speculative", "freeze", "sync")
 
 @pytest.fixture(scope="module")
 def model():
-    return geometries.build("tiny", "cpu")
+    return model_shapes.build("tiny", "cpu")
 
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch):
     """Rates are tested by themselves; elsewhere their time is better spent."""
     found = Measured(read=10.0, gather=2.0, kvchat="x", torch="y")
-    monkeypatch.setattr(ceilings, "measure", lambda device, dtype: found)
+    monkeypatch.setattr(roofline, "measure", lambda device, dtype: found)
 
 
 def settings(**changes):
@@ -47,7 +48,7 @@ def settings(**changes):
 def filled(model, mode, tokens):
     """A decoder with random K/V, in ``mode``."""
     decoder = Decoder(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
-    geometries.fill(decoder.store, tokens)
+    model_shapes.fill(decoder.store, tokens)
     with torch.inference_mode():
         decoder.store.switch(mode)
     return decoder
@@ -59,7 +60,7 @@ def filled(model, mode, tokens):
 @pytest.fixture(scope="module")
 def result():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ceilings, "measure", lambda device, dtype: Measured(read=10.0, gather=2.0))
+        patched.setattr(roofline, "measure", lambda device, dtype: Measured(read=10.0, gather=2.0))
         return decode.run(settings(modes=MODES, contexts=(400, 700), change_rates=("natural", "0.5")))
 
 
@@ -196,7 +197,7 @@ def test_too_few_pages_are_refused_and_the_old_mode_goes_on(model):
 
 
 def test_filling_leaves_no_slot_empty_and_no_layer_alike(model, monkeypatch):
-    monkeypatch.setattr(geometries, "FILL_TOKENS", 128)
+    monkeypatch.setattr(model_shapes, "FILL_TOKENS", 128)
     decoder = filled(model, build(SPECULATIVE, geometry_of(model), traits_of(model)), 900)
     store = decoder.store
     assert store.total == 900
@@ -222,7 +223,7 @@ def test_filling_leaves_no_slot_empty_and_no_layer_alike(model, monkeypatch):
 def test_geometries_have_the_published_sizes(name, billions, token_bytes):
     import transformers
 
-    class_name, arguments = geometries.GEOMETRIES[name]
+    class_name, arguments = model_shapes.GEOMETRIES[name]
     config = getattr(transformers, class_name)(**arguments)
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
@@ -236,7 +237,7 @@ def test_peers_continue_from_the_stored_context(model, who):
     """Their logits after the same tokens are full mode's."""
     decoder = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 130)
     ids = [0] * 130
-    peer = peers.peer(who, model, decoder.store, ids, spare=8)
+    peer = baselines.peer(who, model, decoder.store, ids, spare=8)
     seen = []
     forward = peer._forward
     peer._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
@@ -253,7 +254,7 @@ def test_peers_run_the_model_as_transformers_wrote_it(model):
     swapped = lambda *args, **kwargs: None  # noqa: E731
     layer.forward = swapped
     try:
-        with peers.as_written(model.model):
+        with baselines.as_written(model.model):
             assert "forward" not in layer.__dict__
             assert model.model.config._attn_implementation == "sdpa"
         assert layer.forward is swapped
@@ -325,25 +326,25 @@ def test_the_longest_bar_and_the_floor_stay_inside_the_picture(result):
 
 
 def test_rates_are_bytes_over_the_best_time(monkeypatch):
-    monkeypatch.setattr(ceilings, "READ_BYTES", {"cpu": 2**22})
-    monkeypatch.setattr(ceilings, "GATHER_TOKENS", {"cpu": 2**12})
-    monkeypatch.setattr(ceilings, "_timed", lambda run, device: 1e-3)
+    monkeypatch.setattr(roofline, "READ_BYTES", {"cpu": 2**22})
+    monkeypatch.setattr(roofline, "GATHER_TOKENS", {"cpu": 2**12})
+    monkeypatch.setattr(roofline, "_timed", lambda run, device: 1e-3)
     # A copy reads and writes, so it counts twice and is the better of the two here.
-    assert ceilings.read(CPU, torch.float32) == pytest.approx(2 * 2**22 / 1e-3 / 1e9)
-    assert ceilings.gather(CPU, torch.float32) == pytest.approx(2**12 * 2 * 512 / 4 / 1e-3 / 1e9, rel=0.1)
+    assert roofline.read(CPU, torch.float32) == pytest.approx(2 * 2**22 / 1e-3 / 1e9)
+    assert roofline.gather(CPU, torch.float32) == pytest.approx(2**12 * 2 * 512 / 4 / 1e-3 / 1e9, rel=0.1)
 
 
 def test_every_timed_run_but_the_first_counts():
     runs = []
-    assert ceilings.seconds(lambda: runs.append(1), CPU) > 0
-    assert len(runs) == 1 + ceilings.RUNS
+    assert roofline.seconds(lambda: runs.append(1), CPU) > 0
+    assert len(runs) == 1 + roofline.RUNS
 
 
 @pytest.mark.cuda
 def test_ceilings_of_a_gpu(monkeypatch):
     monkeypatch.undo()
-    assert ceilings.kernel_gather(torch.device("cuda"), torch.float32) == {}
-    found = ceilings.measure(torch.device("cuda"), torch.bfloat16)
+    assert roofline.kernel_gather(torch.device("cuda"), torch.float32) == {}
+    found = roofline.measure(torch.device("cuda"), torch.bfloat16)
     assert found.read > found.to_device > 0
     assert found.gather > 0.5 * found.to_device
     assert found.gather_ctas >= 1

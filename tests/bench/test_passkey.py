@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import passkey
-from kvchat.cli import app
-from kvchat.engine.load import load_model
+from kvchat.cli.main import app
+from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
 
 

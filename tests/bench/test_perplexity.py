@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from kvchat.bench import perplexity
-from kvchat.bench.peers import as_written
-from kvchat.cli import app
-from kvchat.engine.load import load_model
+from kvchat.bench.baselines import as_written
+from kvchat.cli.main import app
+from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
 
 

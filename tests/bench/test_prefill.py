@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvchat.bench import prefill
-from kvchat.bench.cli import app
+from kvchat.cli.bench import app
 from kvchat.errors import UsageError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.engine.load import LoadedModel, load_model
+from kvchat.engine.model.load import LoadedModel, load_model
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from kv.test_host import Pins
+from kv.memory.test_host_pool import Pins
 
 from kvchat.engine.session import Session
-from kvchat.kv import store as store_module
-from kvchat.kv.host import HostPool
+from kvchat.kv import manager as store_module
+from kvchat.kv.memory.host_pool import HostPool
 
 
 def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monkeypatch):

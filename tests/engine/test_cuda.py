@@ -1,6 +1,6 @@
 """On a GPU: graphs and the stream beside the model change no bit, in any mode, whatever is late.
 
-They also run on a stand-in (tests/pretend), where kernels are interpreted, in fewer steps. The same comparisons run on
+They also run on a fake GPU (tests/support/fake_cuda) in fewer steps. The same comparisons run on
 the CPU in test_graph.py, on tapes and without streams.
 """
 
@@ -11,12 +11,12 @@ import random
 
 import pytest
 import torch
-from engine.test_decode import loaded, prefilled, token_ids
-from engine.test_graph import PARAMS, mode_of, same_steps
+from engine.generate.test_graphs import PARAMS, mode_of, same_steps
+from engine.generate.test_runner import loaded, prefilled, token_ids
 
-from kvchat.engine.decode import Decoder
-from kvchat.engine.graph import StepGraphs
-from kvchat.kv.recall import Aside
+from kvchat.engine.generate.graphs import StepGraphs
+from kvchat.engine.generate.runner import Decoder
+from kvchat.kv.transfer import Aside
 
 pytestmark = pytest.mark.cuda
 

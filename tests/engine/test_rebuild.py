@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvchat.config.modes import available_modes
 from kvchat.engine.session import Session
-from kvchat.parameters import available_modes
-from kvchat.protocol import Prefilled, Rebuilt, Sampling, Turn
+from kvchat.protocol.messages import Prefilled, Rebuilt, Sampling, Turn
 
 STORY = (Turn("user", "The sea was calm and the whale went on. " * 30 + "Tell me a short story."),)
 LONG = Sampling(temperature=0, max_new_tokens=160)

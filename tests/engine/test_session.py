@@ -8,12 +8,12 @@ from weakref import ref
 import pytest
 import torch
 
-from kvchat.engine.filler import sentences
+from kvchat.config.modes import PARAMETERS
 from kvchat.engine.session import Session, load
+from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv import plan
-from kvchat.parameters import PARAMETERS
-from kvchat.protocol import Finished, Prefilled, Sampling, Started, Text, Turn
+from kvchat.kv.memory import budget
+from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Text, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
@@ -159,7 +159,7 @@ def test_a_refused_switch_keeps_the_mode_and_the_answer(session, monkeypatch):
                 session.switch(mode, **params)
             refusals.append(str(refused.value))
         with monkeypatch.context() as patch:
-            patch.setattr(plan, "free_bytes", lambda device: -(2**40))
+            patch.setattr(budget, "free_bytes", lambda device: -(2**40))
             with pytest.raises(DoesNotFitError, match="GiB"):
                 session.switch("streaming", budget=64)
 

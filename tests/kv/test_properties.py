@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv.reference import KINDS, Run, toy
+from support.reference import KINDS, Run, toy
 
-from kvchat.parameters import available_modes
+from kvchat.config.modes import available_modes
 
 DEEP = settings(derandomize=True, deadline=None, max_examples=25, database=None)
 

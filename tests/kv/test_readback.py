@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from kv.reference import Run, toy
-from kv.test_modes import MIXED, ROWS
+from kv.modes.test_every_mode import MIXED, ROWS
+from support.reference import Run, toy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kvchat.kv import host, verbs
-from kvchat.kv.store import Store
+from kvchat.kv.manager import Store
+from kvchat.kv.memory import host_pool
+from kvchat.kv.ops import torch_ops
 
 READS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero")
 UPLOADS = ("lift_fresh",)  # torch.tensor(...) and indexing by a list: copied to the device at every step
@@ -105,9 +106,9 @@ def test_a_step_reads_no_host_memory_beyond_what_is_stored(row, monkeypatch):
     def within(view, index):
         stored = g.pages(run.store.total + 1) * g.kv_heads * 2 * g.page * g.d // view.shape[1]
         gathered.append(int(index.max()) < stored)
-        return host.gather(view, index)
+        return host_pool.gather(view, index)
 
-    monkeypatch.setattr(verbs, "gather", within)
+    monkeypatch.setattr(torch_ops, "gather", within)
     run.step(20)
     assert all(gathered)
     assert gathered or mode != "freeze"

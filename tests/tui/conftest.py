@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from kvchat.parameters import PARAMETERS
+from kvchat.config.modes import PARAMETERS
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.config import AppConfig
 from kvchat.tui.state import Phase
 
-FAKE_ENGINE = (sys.executable, str(Path(__file__).parent / "fake_engine.py"))
+FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_engine.py"))
 PATIENCE_S = 60.0  # for machines that run much else; a condition that comes is not waited for
 
 Condition = Callable[[], object]

@@ -10,8 +10,8 @@ import pytest
 from textual import events
 from textual.widgets import Markdown, Static
 
-from kvchat.parameters import PARAMETERS
-from kvchat.protocol import Turn
+from kvchat.config.modes import PARAMETERS
+from kvchat.protocol.messages import Turn
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.state import Phase

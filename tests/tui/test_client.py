@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol import Chat, Load, Loaded, Prefilled, Sampling, Snapshot, Stop, Text, Turn
+from kvchat.protocol.messages import Chat, Load, Loaded, Prefilled, Sampling, Snapshot, Stop, Text, Turn
 from kvchat.tui import client as client_module
 from kvchat.tui.client import Crashed, EngineClient, Report, coalesce
 
-FAKE_ENGINE = (sys.executable, str(Path(__file__).parent / "fake_engine.py"))
+FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_engine.py"))
 
 
 def snapshot(total: int) -> Snapshot:

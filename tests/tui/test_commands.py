@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvchat.config.modes import mode_infos
 from kvchat.errors import UsageError
-from kvchat.parameters import mode_infos
 from kvchat.tui.commands import TABLE, assignments, find, is_command, literal
 from kvchat.tui.screens.help import mode_lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.protocol import Sampling, Turn
+from kvchat.protocol.messages import Sampling, Turn
 from kvchat.tui.conversation import Conversation
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.protocol import Switched
+from kvchat.protocol.messages import Switched
 from kvchat.tui.widgets.messages import SETTLED_TOKENS, SwitchNote
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvchat.parameters import PARAMETERS
-from kvchat.protocol import Gpu, Snapshot
+from kvchat.config.modes import PARAMETERS
+from kvchat.protocol.messages import Gpu, Snapshot
 from kvchat.tui.widgets.panels import (
     WIDTH,
     Rows,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvchat.protocol import RIBBON
+from kvchat.protocol.messages import RIBBON
 from kvchat.tui.widgets.panels import legend
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, TICK, columns_of, squeeze, tokens_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.protocol import Sampling
+from kvchat.protocol.messages import Sampling
 from kvchat.tui.sampling import NAMES, NUMBERS, change, describe
 
 

@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = [pytest.mark.terminal, pytest.mark.skipif(not shutil.which("ps"), reason="no ps")]
 
-FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+FAKE_ENGINE = Path(__file__).parents[1] / "support" / "fake_engine.py"
 START = """
 import sys
 from pathlib import Path

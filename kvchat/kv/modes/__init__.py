@@ -1,9 +1,10 @@
-"""The modes by name. A new one is a file here, a class in ``kvchat.parameters`` and a row in the tests' tables."""
+"""The modes by name. A new one is a file here, a class in ``kvchat.config.modes`` and a row in the tests' tables."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvchat.config.modes import ModeParameters
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.freeze import Freeze
@@ -11,7 +12,6 @@ from kvchat.kv.modes.full import Full
 from kvchat.kv.modes.speculative import Speculative
 from kvchat.kv.modes.streaming import Streaming
 from kvchat.kv.modes.sync import Sync
-from kvchat.parameters import ModeParameters
 
 MODES: dict[str, Any] = {mode.name: mode for mode in (Full, Freeze, Streaming, Sync, Speculative)}
 

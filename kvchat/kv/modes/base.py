@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvchat.config.modes import BudgetParameters, ModeParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attend import Weights
-from kvchat.kv.facts import LayerFacts
+from kvchat.kv.attention import Weights
+from kvchat.kv.attention_spec import LayerFacts
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.heads import Calibration
-from kvchat.kv.pool import EMPTY, Layout, Slots
-from kvchat.kv.recovery import Level
+from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
+from kvchat.kv.modes.recovery_levels import Level
+from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.rope import Rotation
-from kvchat.parameters import BudgetParameters, ModeParameters
 
 if TYPE_CHECKING:
-    from kvchat.kv.store import Store
+    from kvchat.kv.manager import Store
 
 
 @dataclass(frozen=True)

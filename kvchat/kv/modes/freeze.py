@@ -3,7 +3,7 @@
 Paper: ASR-KF-EGR (soft freeze, sublinear timers; Algorithm 1, Eqs. 2-3). After each step every active token outside the
 window of the K most recent is scored. One that scores below tau is flagged for the c-th time and frozen for
 ``floor(sqrt(c) / k)`` steps: it gives up its slot, which the next token or the next returning one takes. All that
-return in a step come with one copy a layer. ``kvchat.kv.timers`` keeps the counts, ``kvchat.kv.recovery`` watches.
+return in a step come with one copy a layer. ``freeze_timers`` keeps the counts.
 
 Departures and decisions:
     * Score ``prob_rel``: the softmax probability, renormalised without the sinks, times the number of active tokens but
@@ -36,18 +36,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attend import Weights, attend
-from kvchat.kv.facts import LayerFacts
+from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention_spec import LayerFacts
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
 from kvchat.kv.modes.base import Mode, ModelTraits
-from kvchat.kv.pool import EMPTY, Layout, Slots
-from kvchat.kv.recovery import LEVELS, RECENT, Level
-from kvchat.kv.timers import Timers, state_bytes
-from kvchat.parameters import FreezeParameters
+from kvchat.kv.modes.freeze_timers import Timers, state_bytes
+from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 
 if TYPE_CHECKING:
-    from kvchat.kv.store import Store
+    from kvchat.kv.manager import Store
 
 CHECK = 16  # steps between two looks at the number of active tokens
 MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if that is more; where half are left, anew

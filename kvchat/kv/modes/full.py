@@ -6,8 +6,8 @@ token; nothing moves after the mode was entered.
 
 from __future__ import annotations
 
+from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import Mode
-from kvchat.kv.pool import Layout
 
 
 class Full(Mode):

@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.attend import Weights
-from kvchat.kv.digest import Digests
-from kvchat.kv.facts import LayerFacts
+from kvchat.kv.attention import Weights
+from kvchat.kv.attention_spec import LayerFacts
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import Layout, Slots
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
-from kvchat.kv.pool import Layout, Slots
-from kvchat.kv.select import Candidates
-from kvchat.parameters import SpeculativeParameters
+from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.ops.selection import Candidates
 
 if TYPE_CHECKING:
-    from kvchat.kv.store import Store
+    from kvchat.kv.manager import Store
 
 
 class Speculative(Mode):

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvchat.config.modes import StreamingParameters
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
-from kvchat.kv.pool import EMPTY, Layout, Slots
 from kvchat.kv.rope import Rotation, cos_sin, rotate
-from kvchat.parameters import StreamingParameters
 
 if TYPE_CHECKING:
-    from kvchat.kv.store import Store
+    from kvchat.kv.manager import Store
 
 MIN_SINK = 4
 

@@ -1,6 +1,6 @@
 """sync: a few representative heads keep and read everything, and choose tokens for the heads that resemble them.
 
-Paper: SyncKV (sections 4.1-4.4, algorithm 1). In each layer the KV heads are clustered (``kvchat.kv.heads``). The
+Paper: SyncKV (sections 4.1-4.4, algorithm 1). In each layer the KV heads are clustered (``sync_heads``). The
 representative of a cluster keeps all K/V on the device; its followers keep k tokens: static ones (the best rho * k of
 the representative's attention at the last prompt position, for the whole turn) and dynamic ones. At every m-th step
 the representative's attention at that step names the dynamic tokens of the steps after it (anticipation); at all other
@@ -31,18 +31,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvchat.config.modes import MIN_BUDGET, SyncParameters
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.attend import Weights, attend
-from kvchat.kv.facts import LayerFacts
+from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention_spec import LayerFacts
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.heads import default_clusters, roles
+from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
 from kvchat.kv.modes.base import Mode, ModelTraits, refuse_small_budget
-from kvchat.kv.pool import EMPTY, Layout, Slots
-from kvchat.kv.select import place_tokens
-from kvchat.parameters import MIN_BUDGET, SyncParameters
+from kvchat.kv.modes.sync_heads import default_clusters, roles
+from kvchat.kv.ops.selection import place_tokens
 
 if TYPE_CHECKING:
-    from kvchat.kv.store import Store
+    from kvchat.kv.manager import Store
 
 SINK = 4
 

@@ -16,9 +16,9 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat import parameters
+from kvchat.config import modes
 from kvchat.errors import EngineError, KvchatError, UsageError
-from kvchat.protocol import Command, Params, Peek, Rebuild, Stop, Switch
+from kvchat.protocol.messages import Command, Params, Peek, Rebuild, Stop, Switch
 from kvchat.tui import commands
 from kvchat.tui.conversation import Conversation
 from kvchat.tui.history import PromptHistory
@@ -157,7 +157,7 @@ class ChatScreen(Screen[None]):
             UsageError: an unknown or unavailable mode, an unknown parameter or a value out of range.
         """
         target = mode or self.state.mode
-        parameters.parse(target, params or {})
+        modes.parse(target, params or {})
         if self.state.info is None:
             raise UsageError("The model is not loaded yet.", "Modes can be changed as soon as it is.")
         if self.state.phase is Phase.DOWN:
@@ -223,11 +223,11 @@ class ChatScreen(Screen[None]):
 
     def action_mode(self, step: int) -> None:
         """The next or previous available mode, counted from the one last asked for."""
-        modes = parameters.available_modes()
+        names = modes.available_modes()
         here = self.state.wanted or self.state.mode
-        index = modes.index(here) + step if here in modes else 0
+        index = names.index(here) + step if here in names else 0
         try:
-            self.switch(modes[index % len(modes)])
+            self.switch(names[index % len(names)])
         except UsageError as error:
             self.toast(str(error), severity="warning")
 
@@ -246,7 +246,7 @@ class ChatScreen(Screen[None]):
 
     def action_help(self) -> None:
         """Keys, commands and modes."""
-        self.app.push_screen(HelpScreen(parameters.mode_infos()))
+        self.app.push_screen(HelpScreen(modes.mode_infos()))
 
     def action_newest(self) -> None:
         """Follow the newest line again."""
@@ -303,13 +303,13 @@ class ChatScreen(Screen[None]):
 
     def mode_parameters(self) -> tuple[str, ...]:
         """Names of the parameters of the mode at hand."""
-        return tuple(parameters.PARAMETERS[self.state.mode].model_fields)
+        return tuple(modes.PARAMETERS[self.state.mode].model_fields)
 
     def modes_text(self) -> str:
         """All modes, a line each, with what entering them would move."""
         prices = {price.mode: price_text(price) for price in self.state.snapshot.prices} if self.state.snapshot else {}
         lines = []
-        for mode in parameters.mode_infos():
+        for mode in modes.mode_infos():
             here = "●" if mode.name == self.state.mode else " "
             note = "" if mode.available else " — not available yet"
             price = f"   ({prices[mode.name]})" if mode.name in prices else ""
@@ -352,7 +352,7 @@ class ChatScreen(Screen[None]):
 
     def _params_to_load(self) -> Params:
         """What was chosen for the mode at hand: at the start, and since then."""
-        known = parameters.PARAMETERS[self.state.mode].model_fields
+        known = modes.PARAMETERS[self.state.mode].model_fields
         chosen = {**self.kvchat.config.load.params, **self.state.said}
         return {name: value for name, value in chosen.items() if name in known}
 

@@ -13,7 +13,7 @@ from textual.css.query import NoMatches
 from textual.widget import MountError
 
 from kvchat.errors import EngineError, KvchatError, UsageError
-from kvchat.protocol import (
+from kvchat.protocol.messages import (
     Failed,
     Finished,
     Loaded,
@@ -31,7 +31,6 @@ from kvchat.protocol import (
     Withdrawn,
 )
 from kvchat.tui.client import Crashed, Report
-from kvchat.tui.format import count, figure
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Answer, Question, SwitchNote
@@ -39,6 +38,7 @@ from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
+from kvchat.units import count, figure
 
 if TYPE_CHECKING:
     from kvchat.tui.app import KvchatApp

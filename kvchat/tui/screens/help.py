@@ -13,7 +13,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from kvchat.protocol import ModeInfo
+from kvchat.protocol.messages import ModeInfo
 from kvchat.tui.commands import TABLE
 
 KEYS = (

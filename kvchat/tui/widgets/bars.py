@@ -8,10 +8,10 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from kvchat.protocol import Loaded, Params, Snapshot
-from kvchat.tui.format import bars, figure, percent, size
+from kvchat.protocol.messages import Loaded, Params, Snapshot
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets import badges
+from kvchat.units import bars, figure, percent, size
 
 SPARK_POINTS = 8
 

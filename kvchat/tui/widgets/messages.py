@@ -13,9 +13,9 @@ from textual.timer import Timer
 from textual.widgets import Static
 
 from kvchat.errors import KvchatError
-from kvchat.protocol import Switched
+from kvchat.protocol.messages import Switched
 from kvchat.tui import flush
-from kvchat.tui.format import count, figure, size
+from kvchat.units import count, figure, size
 
 if TYPE_CHECKING:
     from textual.widgets import Markdown

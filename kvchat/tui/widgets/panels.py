@@ -13,12 +13,12 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.parameters import available_modes
-from kvchat.protocol import RIBBON, Gpu, Params, Price, Snapshot
-from kvchat.tui.format import MISSING, count, figure, percent, size
+from kvchat.config.modes import available_modes
+from kvchat.protocol.messages import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
+from kvchat.units import MISSING, count, figure, percent, size
 
 Rows = list[tuple[str, str]]
 MAX_EVENTS = 200

@@ -10,8 +10,8 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
-from kvchat.tui.format import size
 from kvchat.tui.history import PromptHistory
+from kvchat.units import size
 
 NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
 FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would block for many seconds

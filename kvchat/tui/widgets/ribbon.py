@@ -18,8 +18,8 @@ from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
-from kvchat.protocol import RIBBON, Snapshot
-from kvchat.tui.format import count, short
+from kvchat.protocol.messages import RIBBON, Snapshot
+from kvchat.units import count, short
 
 GLYPHS = {"S": "▓", "W": "▒", "D": "█", "R": "▲", "H": "░", "F": "·", "X": "╌"}
 CLASSES = {"S": "sink", "W": "window", "D": "device", "R": "recalled", "H": "host", "F": "host", "X": "lost"}

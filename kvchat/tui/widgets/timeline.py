@@ -11,7 +11,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
-from kvchat.tui.format import BARS
+from kvchat.units import BARS
 
 STORED, MARK = "░", "▾"
 MAX_POINTS = 2048

@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv.reference import Simulation
+from support.reference import Simulation
 
+from kvchat.config.modes import parse
 from kvchat.errors import UsageError
-from kvchat.kv.facts import LayerFacts
+from kvchat.kv.attention_spec import LayerFacts
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.manager import Store
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.kv.recovery import LEVELS
-from kvchat.kv.store import Store
-from kvchat.parameters import parse
+from kvchat.kv.modes.recovery_levels import LEVELS
 
 LAYERS, HEADS, GROUP, D = 2, 2, 2, 8
 MEAN = {"score": "prob_rel", "smooth": 0.0, "k": 2.0}  # the paper's timers, and the mean over the heads

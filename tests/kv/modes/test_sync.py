@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv.reference import CPU, Run, calibration, toy
+from support.reference import CPU, Run, calibration, toy
 
+from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.manager import Store
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync import paper_k
-from kvchat.kv.store import Store
-from kvchat.parameters import parse
 
 SMALL = {"budget": 80, "window": 16, "m": 5}
 FOUR = {"kv_heads": 4, "group": 2, "page": 8}

@@ -1,0 +1,267 @@
+"""transformers' own caches, decoding the same tokens after the same K/V as kvchat's modes.
+
+Their K/V is copied from the store's host pool, so that no peer has to read the prompt. The model runs as transformers
+wrote it: sdpa attention, and none of kvchat's swapped forwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat.bench.timing import Contender, Timing, time_steps, warm_up
+from kvchat.engine.model import attention_hook
+from kvchat.engine.model.load import LoadedModel
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.kv.manager import Store
+
+DEFAULTS = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse names of peers that there are not.
+
+    Raises:
+        UsageError: naming the nearest.
+    """
+    for who in names:
+        if who not in PEERS:
+            raise UsageError(f'There is no peer "{who}".', did_you_mean(who, PEERS))
+
+
+def peer(who: str, model: LoadedModel, store: Store, ids: Sequence[int], spare: int) -> Contender:
+    """A peer after ``ids``, which are stored, with room for ``spare`` tokens more; not yet prepared."""
+    return PEERS[who](model, store, ids, spare)
+
+
+def default_peers(device: torch.device, random_weights: bool) -> tuple[str, ...]:
+    """What makes sense on the device; ``generate`` would read a prompt of random tokens at every round."""
+    return ("dynamic",) if device.type == "cpu" and random_weights else DEFAULTS[device.type]
+
+
+@contextmanager
+def as_written(model: Any) -> Iterator[None]:
+    """Inside, ``model`` runs as transformers wrote it, with sdpa attention."""
+    swapped = {module: module.__dict__.pop("forward") for module in model.modules() if "forward" in module.__dict__}
+    model.set_attn_implementation("sdpa")
+    try:
+        # Not inference_mode: what is compiled or captured writes to tensors made outside it.
+        with torch.no_grad():
+            yield
+    finally:
+        model.set_attn_implementation(attention_hook.NAME)
+        for module, forward in swapped.items():
+            module.forward = forward
+
+
+class _Peer:
+    """Base: measures step by step with a cache of its own. ``prepare_s`` is what getting ready took."""
+
+    who = ""
+
+    def __init__(self, model: LoadedModel, store: Store, ids: Sequence[int], spare: int) -> None:
+        self.model = model
+        self.store = store
+        self.context = len(ids)
+        self.prompt = ids
+        self.spare = spare
+        self.prepare_s = 0.0
+        device = model.device
+        self.ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        self.position = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        self.cache: Any = None
+
+    def measure(self, tokens: Sequence[int]) -> Timing:
+        with as_written(self.model.model):
+            began = time.perf_counter()
+            self._reset()
+            self.prepare_s = self.prepare_s or time.perf_counter() - began
+            return time_steps(self._step, tokens, self.model.device)
+
+    def close(self) -> None:
+        self.cache = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"kv_device_bytes": self.kv_device_bytes, "prepare_s": self.prepare_s}
+
+    @property
+    def kv_device_bytes(self) -> int | None:
+        """Bytes of the cache on the device; None where it is not there."""
+        if self.cache is None:
+            return None
+        tensors: list[Tensor] = [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
+        return sum(t.nbytes for t in tensors if t.device.type == self.model.device.type)
+
+    def _reset(self) -> None:
+        """Hold the context's K/V and nothing else."""
+        raise NotImplementedError
+
+    def _step(self, token: int) -> None:
+        self.ids.fill_(token)
+        self._forward()
+        self.position.add_(1)
+
+    def _forward(self) -> Tensor:
+        output = self.model.model(
+            self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def _fill(self) -> None:
+        for layer in range(self.model.layers):
+            keys, values = self.store.host.dense(layer, self.context)
+            self.cache.update(keys[None].clone(), values[None].clone(), layer)
+        self.position.fill_(self.context)
+
+
+class Dynamic(_Peer):
+    """What ``generate`` uses by default: K/V is copied into larger tensors at every token."""
+
+    who = "dynamic"
+    offloading = False
+
+    def _reset(self) -> None:
+        from transformers import DynamicCache
+
+        self.cache = None
+        self.cache = DynamicCache(config=self.model.model.config, offloading=self.offloading)
+        self._fill()
+
+
+class Offloaded(Dynamic):
+    """A layer at a time on the device, the next one fetched meanwhile."""
+
+    who = "offloaded"
+    offloading = True
+
+    def _reset(self) -> None:
+        if self.model.device.type != "cuda":
+            raise UsageError("The offloaded cache needs a GPU.")
+        super()._reset()
+
+
+class Static(_Peer):
+    """A cache of fixed size; on a GPU the step is one CUDA graph."""
+
+    who = "static"
+
+    def __init__(self, model: LoadedModel, store: Store, ids: Sequence[int], spare: int) -> None:
+        super().__init__(model, store, ids, spare)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def close(self) -> None:
+        super().close()
+        self._graph = None
+
+    def _reset(self) -> None:
+        if self.cache is None:
+            self._make()
+            if self.model.device.type == "cuda":
+                self._capture()
+        self._rewind()
+
+    def _make(self) -> None:
+        from transformers import StaticCache
+
+        self.cache = StaticCache(config=self.model.model.config, max_cache_len=self.context + self.spare)
+        if any(layer.is_sliding for layer in self.cache.layers):
+            raise UsageError("The static cache of a model with sliding layers cannot be rewound.")
+        self._fill()
+
+    def _rewind(self) -> None:
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.context)
+        self.position.fill_(self.context)
+
+    def _capture(self) -> None:
+        side = torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._forward()
+        torch.cuda.current_stream(self.model.device).wait_stream(side)
+        self._rewind()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._logits = self._forward()
+            self.position.add_(1)
+        self._graph = graph
+
+    def _step(self, token: int) -> None:
+        if self._graph is None:
+            super()._step(token)
+            return
+        self.ids.fill_(token)
+        self._graph.replay()
+
+
+class Compiled(Static):
+    """The static cache under ``torch.compile``; with CUDA graphs on a GPU."""
+
+    who = "compile"
+
+    def close(self) -> None:
+        super().close()
+        torch.compiler.reset()
+
+    def _reset(self) -> None:
+        if self.cache is None:
+            self._make()
+            mode = "reduce-overhead" if self.model.device.type == "cuda" else "default"
+            self._compiled = torch.compile(self._forward, mode=mode, dynamic=False)
+            for _ in range(2):  # the second run records the graphs
+                self._rewind()
+                self._step(0)
+        self._rewind()
+
+    def _step(self, token: int) -> None:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        self.ids.fill_(token)
+        self._compiled()
+        self.position.add_(1)
+
+
+class _Clock:
+    """A transformers streamer that notes when each token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _ids: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class Generate(_Peer):
+    """transformers' ``generate``: the median interval between its tokens, which are its own. Reads the prompt."""
+
+    who = "generate"
+
+    def measure(self, tokens: Sequence[int]) -> Timing:
+        clock = _Clock()
+        prompt = torch.tensor([list(self.prompt)], device=self.model.device)
+        arguments: dict[str, Any] = {
+            "do_sample": False,
+            "max_new_tokens": len(tokens),
+            "min_new_tokens": len(tokens),
+            "pad_token_id": 0,
+        }
+        with as_written(self.model.model):
+            self.model.model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **arguments)
+        stamps = clock.times[1 + warm_up(self.model.device) :]  # the first is the prompt's echo
+        intervals = [1000 * (b - a) for a, b in itertools.pairwise(stamps)]
+        return Timing(statistics.median(intervals), statistics.fmean(intervals))
+
+
+PEERS: dict[str, type[_Peer]] = {cls.who: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate)}

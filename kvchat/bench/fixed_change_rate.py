@@ -1,0 +1,76 @@
+"""Speculative mode that is told which pages to choose, so that a known share of them changes at every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import SpeculativeParameters
+from kvchat.errors import UsageError
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.speculative import Speculative
+from kvchat.kv.ops.selection import Candidates
+
+if TYPE_CHECKING:
+    from kvchat.kv.manager import Store
+
+
+class Prescribed(Speculative):
+    """Of the k pages of every layer and KV head, ``round(rate * k)`` are others at each step.
+
+    Pages are scored and chosen as ever, at the same cost, and the choice is thrown away. What is chosen instead is a
+    window of k pages that slides over all candidates in random order, each KV head from a place of its own. It follows
+    from the position by arithmetic on the device, so a CUDA graph can hold it.
+    """
+
+    def __init__(self, rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits) -> None:
+        super().__init__(parameters, geometry, traits)
+        self.rate = rate
+
+    def attach(self, store: Store) -> None:
+        """As every mode.
+
+        Raises:
+            UsageError: fewer pages are stored than the rate needs.
+        """
+        super().attach(store)
+        p, k = self.geometry.page, self.slots.layout.pages
+        first, end = -(-self.sink // p), (store.total - self.window) // p
+        changed = round(self.rate * k)
+        if end - first < k + changed:
+            raise UsageError(
+                f"A change rate of {self.rate:g} needs a longer context or a smaller budget.",
+                f"{k} pages are retrieved per head, {changed} of them anew, and there are {max(0, end - first)}.",
+            )
+        draw = torch.Generator().manual_seed(0)
+        self._order = (torch.randperm(end - first, generator=draw) + first).to(store.device)
+        self._changed = torch.tensor(changed, device=store.device)
+        self._slot = torch.arange(k, device=store.device)
+        heads = torch.arange(self.geometry.kv_heads, device=store.device)
+        self._begins = (heads * (len(self._order) // self.geometry.kv_heads))[:, None]
+
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers(), self._order, self._changed, self._slot, self._begins]
+
+    def fill(self, cached: int) -> None:
+        self._pages_next = self._pages_at(self.store.position)
+        super().fill(cached)
+
+    def begin_step(self, position: Tensor) -> None:
+        super().begin_step(position)
+        self._pages_now, self._pages_next = self._pages_at(position), self._pages_at(position + 1)
+
+    def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
+        chosen = super().choose(layer, scores, candidates, flagged)
+        if flagged is None:
+            return self._pages_next.to(chosen.dtype)
+        return torch.where(flagged[:, None], self._pages_now, self.slots.pages_of(layer)).to(chosen.dtype)
+
+    def _pages_at(self, position: Tensor) -> Tensor:
+        """The page of each slot at the step at ``position``, ``[H, k]``: those that stay keep their slot."""
+        begin = position * self._changed
+        place = begin + (self._slot - begin) % max(1, len(self._slot))
+        return self._order[(self._begins + place) % len(self._order)]

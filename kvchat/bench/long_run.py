@@ -1,0 +1,47 @@
+"""A long generation in one mode: is memory flat, are steps flat?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kvchat
+from kvchat.bench.corpus import prose
+from kvchat.bench.environment import fingerprint
+from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.protocol.messages import Sampling
+
+ROWS = 10
+
+
+def run(
+    tokens: int = 20_000, mode: str = "streaming", budget: int = 512, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Generate ``tokens`` tokens after a short prompt, sampled with a seed; a row for each tenth of them."""
+    session = kvchat.load(mode=mode, budget=budget)
+    sampler = Sampler(Sampling(temperature=0.8, seed=0), session.model.vocab, session.model.device)
+    logits = session.prefill(prose(session.model.tokenizer, 64))
+    rows = []
+    for _ in range(ROWS):
+        times = []
+        for _ in range(tokens // ROWS):
+            began = time.perf_counter()
+            logits = session.step(read(sampler(logits)))
+            times.append(time.perf_counter() - began)
+        snapshot = session.snapshot()
+        row = {
+            "stored": session.total,
+            "ms": 1000 * statistics.median(times),
+            "kv_device_bytes": snapshot.kv_device_bytes,
+            "kv_host_bytes": snapshot.kv_host_bytes,
+            "active": snapshot.active,
+            "finite": bool(logits.isfinite().all()),
+        }
+        report(f"{row['stored']:>7,} tok  {row['ms']:6.2f} ms  device {row['kv_device_bytes'] / 2**20:6.2f} MiB")
+        rows.append(row)
+    environment = fingerprint(torch.device(session.info.device))
+    return {"what": f"{mode}, budget {budget}, {tokens} tokens", "environment": environment, "rows": rows}

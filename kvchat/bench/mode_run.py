@@ -1,0 +1,79 @@
+"""kvchat's modes as contenders, and what they held and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvchat.bench.fixed_change_rate import Prescribed
+from kvchat.bench.timing import Timing, time_steps
+from kvchat.config.modes import ModeParameters, SpeculativeParameters
+from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.errors import UsageError
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.sync_heads import Calibration
+
+
+class Own:
+    """A mode of kvchat. ``change_rate`` is None where it chooses by itself."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        who: str,
+        chosen: ModeParameters,
+        change_rate: float | None,
+        calibration: Calibration | None,
+    ) -> None:
+        self.who = who
+        self.change_rate = change_rate
+        self._facts: dict[str, Any] = {}
+        self._decoder = decoder
+        self._chosen = chosen
+        self._context = decoder.store.total
+        self._traits = traits_of(decoder.model, calibration)
+
+    def measure(self, tokens: Sequence[int]) -> Timing:
+        """``Contender.measure``; also notes what is held and moved.
+
+        Raises:
+            KvchatError: the mode cannot be entered.
+        """
+        store = self._decoder.store
+        with torch.inference_mode():
+            store.truncate(self._context)
+            store.switch(self._mode())
+        if store.mode.uncalibrated:
+            raise UsageError("The model's heads are not measured, and the context is too short to measure them on.")
+        held, predicted = store.device_bytes, store.mode.nbytes(store.geometry.grown(store.total))
+        before = store.recall.counters.tolist()
+        timing = time_steps(self._decoder.step, tokens, store.device)
+        moved, wanted, corrected = (b - a for a, b in zip(before, store.recall.counters.tolist(), strict=True))
+        self._facts = {
+            "kv_device_bytes": held,
+            "kv_predicted_bytes": predicted,
+            "kv_host_bytes": store.host.nbytes,
+            "moved_bytes": moved * store.recall.pair_bytes / len(tokens),
+            "changed": moved / wanted if wanted else None,
+            "corrections": corrected / len(tokens),
+            "not_captured": self._decoder.graphs.refusal,
+        }
+        return timing
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Bytes held and moved a token, the share of retrieved K/V that was new, corrected heads a token."""
+        return self._facts
+
+    def close(self) -> None:
+        """Nothing is held but the store."""
+
+    def _mode(self) -> Mode:
+        geometry = geometry_of(self._decoder.model)
+        if self.change_rate is None:
+            return build(self._chosen, geometry, self._traits)
+        assert isinstance(self._chosen, SpeculativeParameters)
+        return Prescribed(self.change_rate, self._chosen, geometry, self._traits)

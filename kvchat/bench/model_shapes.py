@@ -1,0 +1,161 @@
+"""Models of real shapes with random weights: speed and memory depend on shapes, not on what the weights say.
+
+The shapes are those published with the models; nothing is downloaded, and weights are drawn on the device itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvchat.engine.model import attention_hook
+from kvchat.engine.model.load import DTYPES, LoadedModel, resolve_device, wrap
+from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
+from kvchat.kv.manager import Store
+from kvchat.kv.modes.sync_heads import Calibration, default_clusters
+
+FILL_TOKENS = 4096  # K/V drawn at once
+
+
+def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return _shape(vocab=128_256, context=131_072, rope=rope, eps=1e-5, **shape)
+
+
+def _shape(
+    vocab: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int],
+    context: int,
+    rope: dict[str, Any] | float = 10_000.0,
+    eps: float = 1e-6,
+    **more: Any,
+) -> dict[str, Any]:
+    """``heads`` are query heads and KV heads; ``rope`` is theta where it is a number."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": context,
+        "rope_parameters": rope if isinstance(rope, dict) else {"rope_type": "default", "rope_theta": rope},
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+# name: transformers' configuration class and its arguments
+GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": ("LlamaConfig", _llama3(8.0, hidden=4096, inner=14_336, layers=32, heads=(32, 8))),
+    "llama-3.2-3b": (
+        "LlamaConfig",
+        _llama3(32.0, hidden=3072, inner=8192, layers=28, heads=(24, 8), head_dim=128, tie_word_embeddings=True),
+    ),
+    "llama-3.2-1b": (
+        "LlamaConfig",
+        _llama3(32.0, hidden=2048, inner=8192, layers=16, heads=(32, 8), head_dim=64, tie_word_embeddings=True),
+    ),
+    "qwen2.5-7b": ("Qwen2Config", _shape(152_064, 3584, 18_944, 28, (28, 4), 131_072, 1_000_000.0)),
+    "qwen3-4b": (
+        "Qwen3Config",
+        _shape(151_936, 2560, 9728, 36, (32, 8), 40_960, 1_000_000.0, head_dim=128, tie_word_embeddings=True),
+    ),
+    "qwen3-8b": ("Qwen3Config", _shape(151_936, 4096, 12_288, 36, (32, 8), 40_960, 1_000_000.0, head_dim=128)),
+    "mistral-7b": (
+        "MistralConfig",
+        _shape(32_768, 4096, 14_336, 32, (32, 8), 32_768, 1_000_000.0, 1e-5, head_dim=128, sliding_window=None),
+    ),
+    "tiny": ("LlamaConfig", _shape(256, 64, 96, 4, (4, 2), 4096)),
+}
+
+
+@dataclass(frozen=True)
+class NoTokenizer:
+    """Stands in where no text is read or written: no token is special."""
+
+    chat_template: str = "none"
+    eos_token_id: int | None = None
+    all_special_ids: tuple[int, ...] = ()
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """No token was added."""
+        return {}
+
+
+def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """A model of the geometry ``name`` with random weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        UsageError: no such geometry, device or dtype.
+        DoesNotFitError: the weights do not fit the device.
+    """
+    import transformers
+
+    if name not in GEOMETRIES:
+        raise UsageError(f'There is no geometry "{name}".', did_you_mean(name, GEOMETRIES))
+    on = resolve_device(device)
+    precision = _dtype(dtype, on)
+    class_name, arguments = GEOMETRIES[name]
+    config = getattr(transformers, class_name)(**arguments)
+    attention_hook.register()
+    try:
+        with torch.device(on):
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=precision, attn_implementation=attention_hook.NAME
+            ).eval()
+        return wrap(model, NoTokenizer(), f"{name} (random weights)")
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(f"{name} does not fit {on}.", str(error).splitlines()[0]) from error
+
+
+def fill(store: Store, tokens: int) -> None:
+    """Store ``tokens`` tokens of random K/V after what is stored, and random queries, without reading a prompt.
+
+    Every slot then holds data: empty ones are masked away and would make steps look faster than they are.
+    """
+    g = store.geometry
+    start = store.total
+    with torch.inference_mode():
+        with store.prefill(tokens):
+            for layer in range(g.layers):
+                for first in range(start, start + tokens, FILL_TOKENS):
+                    n = min(FILL_TOKENS, start + tokens - first)
+                    keys = torch.randn((g.kv_heads, n, g.d_k), dtype=g.dtype, device=store.device)
+                    values = torch.randn((g.kv_heads, n, g.d_v), dtype=g.dtype, device=store.device)
+                    store.host.append(layer, first, keys, values)
+            store.query.normal_()
+        store.settle()
+
+
+def calibration(model: LoadedModel) -> Calibration:
+    """Made-up likeness of heads, for sync mode: its cost does not depend on who represents whom."""
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.rand((model.layers, model.kv_heads, model.kv_heads), generator=draw, dtype=torch.float64)
+    alike = (scores + scores.transpose(1, 2)) / 2
+    similarity = tuple(tuple(tuple(row) for row in layer) for layer in alike.tolist())
+    retrieval = tuple(tuple(layer) for layer in scores[:, 0].tolist())
+    return Calibration("", "nothing: random weights", default_clusters(model.kv_heads), similarity, retrieval)
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
+    return DTYPES[dtype]

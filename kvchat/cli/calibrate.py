@@ -1,0 +1,45 @@
+"""``kvchat calibrate``: measure a model's KV heads for sync mode, with progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvchat import paths
+
+
+def calibrate(
+    model: str, texts: Sequence[Path], clusters: int | None, rule: str, device: str, out: Path | None
+) -> None:
+    """Measure, save, draw, and print the representatives and where the files lie.
+
+    Raises:
+        KvchatError: the model, a text or an option is refused.
+    """
+    from kvchat.engine import calibration as engine
+    from kvchat.engine.model.load import load_model
+
+    loaded = load_model(model, device, "auto", _progress)
+    samples = engine.file_samples(loaded, texts) if texts else engine.default_samples(loaded)
+    read = f"{len(samples)} parts of {', '.join(t.name for t in texts)}" if texts else f"{len(samples)} generated texts"
+    measured = engine.calibrate(
+        loaded, samples, read, clusters, lambda done, total: _progress(f"Reading text {done} of {total}")
+    )
+    _progress("")
+    chosen = engine.representatives(measured, rule)
+    file = engine.save(measured, out)
+    drawn = file.with_suffix(".svg")
+    drawn.write_text(engine.picture(measured, chosen), "utf-8")
+    for layer, (heads, scores) in enumerate(zip(chosen, measured.retrieval, strict=True)):
+        listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)
+        sys.stdout.write(f"layer {layer:>3}: representative KV heads {listed}\n")
+    sys.stdout.write(f"calibration {file}\npicture     {drawn}\n")
+    if out and file != paths.calibration_dir() / f"{measured.revision}.json":
+        sys.stderr.write(f"kvchat: sync mode reads calibrations in {paths.calibration_dir()}, named by revision.\n")
+
+
+def _progress(stage: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{stage}")
+        sys.stderr.flush()

@@ -1,0 +1,275 @@
+"""GPU profiles: settings and measured ceilings for a kind of GPU, one TOML file each.
+
+A file has a table ``[match]``, settings as in config.toml, and ``[measured]`` where ``--save-profile`` of
+``kvchat bench decode`` wrote it. Every key of ``[match]`` must hold. Of the bundled files the one with most keys that
+match is in force, and over it, so chosen, one of the user's own. NVML tells what GPU there is, so that nothing heavy is
+imported; where there is none, or torch will not use it, the profile of the CPU matches.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+
+from kvchat import paths
+from kvchat.config import schema
+from kvchat.config.schema import Layer, Section
+from kvchat.errors import UsageError
+
+T = TypeVar("T")
+HEAD = ("match", "measured")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What NVML tells of a GPU; None is a reading that is not to be had. ``memory`` in GiB.
+
+    ``pcie`` are the highest generation and width: an idle GPU runs its link slower.
+    """
+
+    name: str | None = None
+    memory: float | None = None
+    compute_capability: str | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+
+
+class Match(Section):
+    """Which devices a profile is for."""
+
+    device: Literal["gpu", "cpu"] = "gpu"
+    """gpu, or cpu for machines without one"""
+    name: str | None = None
+    """name of the GPU, without NVIDIA and GeForce; * and ? stand for anything"""
+    memory: tuple[float, float] | None = None
+    """GiB of memory: at least the first, less than the second"""
+    compute_capability: str | None = None
+    """such as "8.9" """
+    pcie_generation: int | None = None
+    """highest PCIe generation of GPU and slot"""
+    pcie_width: int | None = None
+    """most PCIe lanes of GPU and slot"""
+    os: Literal["linux", "windows", "darwin"] | None = None
+    """operating system"""
+
+
+class Measured(Section):
+    """Ceilings of a device, in GB/s unless said otherwise; unset is not measured."""
+
+    read: float | None = Field(None, gt=0)
+    """its memory read by kernels"""
+    to_device: float | None = Field(None, gt=0)
+    """copied from pinned host memory"""
+    to_host: float | None = Field(None, gt=0)
+    """copied to pinned host memory"""
+    gather: float | None = Field(None, gt=0)
+    """scattered pages of pinned host memory read by kernels, as recall does"""
+    gather_ctas: int | None = Field(None, ge=1)
+    """thread blocks that gather needs for 95 % of its best"""
+    register_s_per_gib: float | None = Field(None, gt=0)
+    """seconds to register a GiB of host memory"""
+    kvchat: str = ""
+    """version that measured"""
+    torch: str = ""
+    """torch that measured"""
+
+
+class Profile(schema.Settings):
+    """A profile file."""
+
+    match: Match = Match()
+    """which devices it is for"""
+    measured: Measured = Measured()
+    """what was measured there"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The profiles in force, weakest first, what was measured, and the user's files that cannot be used."""
+
+    layers: tuple[Layer, ...] = ()
+    measured: Measured = field(default_factory=Measured)
+    problems: tuple[UsageError, ...] = ()
+
+
+def layers(device: str) -> tuple[Layer, ...]:
+    """The settings of the profiles in force for ``device`` (as in the settings), weakest first.
+
+    Raises:
+        UsageError: one of the user's files is wrong, whether it matches or not.
+    """
+    found = find(device)
+    if found.problems:
+        raise found.problems[0]
+    return found.layers
+
+
+def find(device: str) -> Found:
+    """What is in force for ``device``; one of the user's files that is wrong is left out and named."""
+    gpu = read_gpu(device)
+    problems: list[UsageError] = []
+    bundled = _best(_read(paths.bundled_profiles_dir(), _raise), gpu)
+    own = _best(_read(paths.user_profiles_dir(), problems.append), gpu)
+    chosen = [*bundled, *own]
+    measured = [profile.measured for _, profile in chosen if profile.measured != Measured()]
+    return Found(tuple(layer for layer, _ in chosen), measured[-1] if measured else Measured(), tuple(problems))
+
+
+def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
+    """The GPU that torch would use for ``device``, None for a CPU.
+
+    Of several GPUs it is the one NVML numbers so, which may be another than CUDA's.
+    """
+    if device == "cpu" or _torch_without_cuda():
+        return None
+    number = int(device.partition(":")[2] or 0)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number)] if visible is None else [name.strip() for name in visible.split(",")][number : number + 1]
+    handle = _or_none(lambda: _handle(names[0]))
+    return None if handle is None else _describe(handle)
+
+
+def save(measured: Measured, device: str = "auto") -> Path:
+    """Write what was measured to a profile of the user's for this very device; settings already in it stay.
+
+    Raises:
+        UsageError: it cannot be written, or what is there is not TOML.
+    """
+    import tomlkit
+    from tomlkit.exceptions import ParseError
+
+    gpu = read_gpu(device)
+    file = paths.user_profiles_dir() / f"{_slug(gpu)}.toml"
+    try:
+        document = tomlkit.parse(file.read_text("utf-8")) if file.exists() else tomlkit.document()
+        document["match"] = {key: value for key, value in _match_of(gpu).items() if value is not None}
+        document["measured"] = {key: value for key, value in measured.model_dump().items() if value not in (None, "")}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(tomlkit.dumps(document), "utf-8")
+    except (OSError, ParseError) as error:
+        raise UsageError(f"The profile {file} cannot be written.", f"{error}.") from None
+    return file
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+def _read(folder: Path, problem: Callable[[UsageError], None]) -> Iterator[tuple[Layer, Profile]]:
+    """Every profile of a folder, whole; ``problem`` is told of those that are wrong."""
+    for file in sorted(folder.glob("*.toml")):
+        try:
+            layer = schema.file_layer(file, f"profiles/{file.name}")
+            yield layer, schema.check(layer, Profile)
+        except UsageError as error:
+            problem(error)
+
+
+def _best(profiles: Iterator[tuple[Layer, Profile]], gpu: Device | None) -> list[tuple[Layer, Profile]]:
+    """The profile with most keys that match, its layer reduced to settings; none where none matches."""
+    matching = [
+        (matched, layer, profile)
+        for layer, profile in profiles
+        if (matched := _matched(profile.match, gpu)) is not None
+    ]
+    if not matching:
+        return []
+    matched, layer, profile = max(matching, key=lambda found: len(found[0]))
+    return [(_settings_of(layer, f"matched: {', '.join(matched) or 'any GPU'}"), profile)]
+
+
+def _settings_of(layer: Layer, why: str) -> Layer:
+    kept = {key: value for key, value in layer.values.items() if key[0] not in HEAD}
+    return replace(layer, values=kept, origins={key: f"{layer.origins[key]} ({why})" for key in kept})
+
+
+def _matched(match: Match, gpu: Device | None) -> list[str] | None:
+    """The keys of ``match`` that hold for the device, None if one does not."""
+    if (gpu is None) != (match.device == "cpu"):
+        return None
+    given = match.model_dump(exclude_unset=True, exclude_none=True)
+    here = {"os": platform.system().lower(), "device": match.device, **(vars(gpu) if gpu else {})}
+    holds = {key: _holds(key, wanted, here.get(key)) for key, wanted in given.items()}
+    return list(holds) if all(holds.values()) else None
+
+
+def _holds(key: str, wanted: Any, found: Any) -> bool:
+    if found is None:
+        return False
+    if key == "name":
+        return fnmatch.fnmatchcase(_short(found), _short(wanted))
+    if key == "memory":
+        low, high = wanted
+        return bool(low <= found < high)
+    return bool(wanted == found)
+
+
+def _short(name: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"\b(nvidia|geforce)\b", "", name.lower())).strip()
+
+
+def _match_of(gpu: Device | None) -> dict[str, Any]:
+    if gpu is None:
+        return {"device": "cpu", "os": platform.system().lower()}
+    memory = None if gpu.memory is None else [round(gpu.memory - 0.5, 1), round(gpu.memory + 0.5, 1)]
+    return {**vars(gpu), "name": gpu.name and _short(gpu.name), "memory": memory, "os": platform.system().lower()}
+
+
+def _slug(gpu: Device | None) -> str:
+    if gpu is None:
+        return "cpu"
+    size = "" if gpu.memory is None else f"-{gpu.memory:.0f}gb"
+    return re.sub(r"[^a-z0-9]+", "-", _short(gpu.name or "gpu")).strip("-") + size
+
+
+def _raise(error: UsageError) -> None:
+    raise error
+
+
+# ---- NVML ------------------------------------------------------------------------------------------
+
+
+def _handle(name: str) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _describe(handle: Any) -> Device:
+    import pynvml as nvml
+
+    name = _or_none(lambda: nvml.nvmlDeviceGetName(handle))
+    memory = _or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    capability = _or_none(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    return Device(
+        name=name.decode() if isinstance(name, bytes) else name,
+        memory=None if memory is None else memory / 2**30,
+        compute_capability=None if capability is None else ".".join(map(str, capability)),
+        pcie_generation=_or_none(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))),
+        pcie_width=_or_none(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))),
+    )
+
+
+def _torch_without_cuda() -> bool:
+    """Known by its version, because importing torch takes seconds."""
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True
+
+
+def _or_none(reading: Callable[[], T]) -> T | None:
+    """A reading, or None where the driver or the library does not give it."""
+    try:
+        return reading()
+    except Exception:  # noqa: BLE001  # NVML raises a class per error code; all mean: not to be had
+        return None

@@ -1,0 +1,314 @@
+"""Which KV heads of a model attend alike, and which of them retrieve: what sync mode has to know of a model.
+
+A text is read once with attention that looks at its own weights (SyncKV, section 4.1 and appendix B.1): the weights of
+a KV head are the maxima over its query heads; S is the mean overlap coefficient of the heads' k most attended tokens.
+The paper samples 50 articles; what is read here also hides a run of tokens in each text and repeats it at the end, so
+that a head's retrieval score is known without labels: its attention mass on the run while that is being repeated.
+
+Decision: steps with fewer than 2k tokens before them are left out of S, because any two heads overlap there.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat import paths
+from kvchat.engine.model import attention_hook
+from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.synthetic_text import sentences
+from kvchat.errors import UsageError
+from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.modes.sync_heads import RULES, Calibration, default_clusters, roles
+
+TOP = 64
+TEXT_TOKENS = 512
+TEXTS = 24
+RUN_TOKENS = 24
+MIN_TOKENS = 4 * TOP
+PROMPT_PARTS = 4
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids with a run at ``source`` (inclusive, exclusive) that is repeated at the end."""
+
+    ids: list[int]
+    source: tuple[int, int]
+
+    @property
+    def run(self) -> int:
+        """Tokens of the run."""
+        return self.source[1] - self.source[0]
+
+
+def calibrate(
+    model: LoadedModel,
+    samples: Sequence[Sample],
+    measured_on: str,
+    clusters: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Calibration:
+    """Read the samples and measure; ``progress`` is told how many are read.
+
+    Raises:
+        UsageError: there is nothing to read, or more clusters than heads are wanted.
+    """
+    if not samples:
+        raise UsageError("There is too little text to calibrate on.", f"At least {MIN_TOKENS} tokens are needed.")
+    if clusters is not None and not 1 <= clusters <= model.kv_heads:
+        raise UsageError(f"{clusters} clusters are refused.", f"The model has {model.kv_heads} KV heads a layer.")
+    recorder = Recorder(model)
+    for done, sample in enumerate(samples, 1):
+        recorder.read(sample)
+        progress(done, len(samples))
+    similarity, retrieval = recorder.means()
+    return Calibration(
+        model.revision,
+        measured_on,
+        clusters or default_clusters(model.kv_heads),
+        tuple(tuple(tuple(round(x, 4) for x in row) for row in layer) for layer in similarity.tolist()),
+        tuple(tuple(round(x, 4) for x in layer) for layer in retrieval.tolist()),
+    )
+
+
+class Recorder:
+    """A KV manager that sums up, per layer, overlaps ``[H, H]`` and attention mass on the source ``[H]``."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        shape = (model.layers, model.kv_heads, model.kv_heads)
+        self._overlap = torch.zeros(shape, dtype=torch.float64, device=model.device)
+        self._mass = torch.zeros(shape[:2], dtype=torch.float64, device=model.device)
+        self._read = 0
+
+    def read(self, sample: Sample) -> None:
+        """One forward over a sample."""
+        self._sample = sample
+        ids = torch.tensor(sample.ids, device=self._model.device)
+        positions = torch.arange(len(ids), device=ids.device)
+        attention_hook.forward(self._model.model, ids, positions, self, logits=False)
+        self._read += 1
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Similarity ``[layers, H, H]`` and retrieval ``[layers, H]`` over what was read."""
+        return self._overlap.cpu() / self._read, self._mass.cpu() / self._read
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+        """Dense causal attention in float32, one KV head at a time: ``[H_q, n, d]``."""
+        heads, group = key.shape[0], query.shape[0] // key.shape[0]
+        parts, pooled = [], []
+        for head in range(heads):
+            rows = slice(head * group, (head + 1) * group)
+            weights = _weights(query[rows], key[head], facts, rows)
+            parts.append((weights @ value[head].float()).to(query.dtype))
+            pooled.append(weights.amax(0))
+        self._note(layer, pooled)
+        return torch.cat(parts)
+
+    def _note(self, layer: int, pooled: list[Tensor]) -> None:
+        """``pooled`` are the KV heads' weights ``[n, n]``."""
+        first, last = self._sample.source
+        # A token of the repetition is predicted by the one before it.
+        repeating = slice(-self._sample.run - 1, -1)
+        self._mass[layer] += torch.stack([w[repeating, first:last].sum(1).mean() for w in pooled])
+        sets = torch.stack([_top_sets(w[2 * TOP :]) for w in pooled]).flatten(1)
+        self._overlap[layer] += sets @ sets.T / (TOP * (len(pooled[0]) - 2 * TOP))
+
+
+def _top_sets(weights: Tensor) -> Tensor:
+    """The ``TOP`` most attended tokens of each step as 0 and 1, ``[steps, n]``."""
+    return torch.zeros_like(weights).scatter_(1, weights.topk(TOP, 1).indices, 1.0)
+
+
+def _weights(query: Tensor, key: Tensor, facts: LayerFacts, rows: slice) -> Tensor:
+    """Attention of ``query [G, n, d_k]`` over ``key [n, d_k]`` of one KV head: ``[G, n, n]``, float32."""
+    scores = query.float() @ key.float().T * facts.scaling
+    if facts.softcap is not None:
+        scores = torch.tanh(scores / facts.softcap) * facts.softcap
+    distance = torch.arange(len(key), device=key.device)[:, None] - torch.arange(len(key), device=key.device)
+    hidden = distance < 0
+    if facts.window is not None:
+        hidden |= distance >= facts.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if facts.sinks is None:
+        return scores.softmax(-1)
+    extra = facts.sinks[rows].float()[:, None, None].expand(-1, len(key), 1)
+    return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
+
+
+# ---- what is read ----------------------------------------------------------------------------------
+
+
+def default_samples(model: LoadedModel) -> list[Sample]:
+    """Seeded sentences of no meaning that hide, in turns, a fact and a run of random tokens."""
+    samples = []
+    for seed in range(TEXTS):
+        ids = _filler_ids(model, seed)
+        random_ = random.Random(seed)
+        run = _fact(model, random_) if seed % 2 else random_.choices(ids, k=RUN_TOKENS)
+        samples.append(_hidden(ids, run, random_))
+    return samples
+
+
+def samples_of(ids: Sequence[int], limit: int = TEXTS) -> list[Sample]:
+    """Samples of a text's own tokens: each part hides a run of random ones among them."""
+    parts = [list(ids[i : i + TEXT_TOKENS]) for i in range(0, len(ids), TEXT_TOKENS)][:limit]
+    random_ = random.Random(0)
+    return [_hidden(part, random_.choices(part, k=RUN_TOKENS), random_) for part in parts if len(part) >= MIN_TOKENS]
+
+
+def on_prompt(model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
+    """A calibration from a prompt's own tokens, for models that have none; None if it is too short."""
+    samples = samples_of(ids, PROMPT_PARTS)
+    return calibrate(model, samples, f"this prompt, {len(samples)} parts of it") if samples else None
+
+
+def file_samples(model: LoadedModel, files: Iterable[Path]) -> list[Sample]:
+    """Samples of UTF-8 text files.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    samples = []
+    for file in files:
+        try:
+            text = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{file} cannot be read.", str(error)) from error
+        samples += samples_of(model.tokenizer.encode(text, add_special_tokens=False))
+    return samples
+
+
+def _filler_ids(model: LoadedModel, seed: int) -> list[int]:
+    ids: list[int] = []
+    for sentence in sentences(seed):
+        ids += model.tokenizer.encode(f" {sentence}", add_special_tokens=False)
+        if len(ids) >= TEXT_TOKENS:
+            break
+    return ids[:TEXT_TOKENS]
+
+
+def _fact(model: LoadedModel, random_: random.Random) -> list[int]:
+    number = random_.randrange(10**6, 10**7)
+    ids: list[int] = model.tokenizer.encode(f" The secret number is {number}.", add_special_tokens=False)
+    return ids
+
+
+def _hidden(ids: list[int], run: list[int], random_: random.Random) -> Sample:
+    """``run`` inside ``ids``, and again at the end."""
+    at = random_.randrange(len(ids) // 8, len(ids) // 2)
+    return Sample([*ids[:at], *run, *ids[at:], *run], (at, at + len(run)))
+
+
+def representatives(calibration: Calibration, rule: str) -> list[tuple[int, ...]]:
+    """Each layer's representatives by "retrieval" or "centroid".
+
+    Raises:
+        UsageError: there is no such rule.
+    """
+    if rule not in RULES:
+        raise UsageError(f'There is no rule "{rule}".', f"Known: {', '.join(RULES)}.")
+    return [layer.representatives for layer in roles(calibration, calibration.clusters, rule)]
+
+
+# ---- where it is kept ------------------------------------------------------------------------------
+
+
+def find(revision: str) -> Calibration | None:
+    """The calibration of a model's revision: the person's own, else the one shipped, else None.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    for folder in (paths.calibration_dir(), paths.bundled_calibration_dir()):
+        file = folder / f"{revision}.json"
+        if file.is_file():
+            return load(file)
+    return None
+
+
+def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...]:
+    """What a person should know: that sync mode will measure the heads itself, where nobody did."""
+    if calibration is not None or model.kv_heads == 1:
+        return ()
+    return (f"Mode sync measures this model's heads on its first long prompt; better: kvchat calibrate {model.name}",)
+
+
+def save(calibration: Calibration, file: Path | None = None) -> Path:
+    """Write it where ``find`` looks for it, or to ``file``; returns the file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    file = file or paths.calibration_dir() / f"{calibration.revision}.json"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(calibration), indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written.", str(error)) from error
+    return file
+
+
+def load(file: Path) -> Calibration:
+    """Read a saved calibration.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        similarity = tuple(tuple(tuple(map(float, row)) for row in layer) for layer in fields.pop("similarity"))
+        retrieval = tuple(tuple(map(float, layer)) for layer in fields.pop("retrieval"))
+        return Calibration(**fields, similarity=similarity, retrieval=retrieval)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{file} is no calibration.", str(error), "Delete it, or run kvchat calibrate again."
+        ) from error
+
+
+# ---- a picture -------------------------------------------------------------------------------------
+
+CELL = 22
+
+
+def picture(calibration: Calibration, representatives: Sequence[Sequence[int]]) -> str:
+    """The similarity matrices of all layers as SVG: darker is more alike, representatives are marked."""
+    heads = len(calibration.retrieval[0])
+    side = heads * CELL
+    columns = min(4, len(calibration.similarity))
+    rows = -(-len(calibration.similarity) // columns)
+    width, height = columns * (side + 40) + 20, rows * (side + 50) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<text x="20" y="20" font-size="12">Overlap of the KV heads\' most attended tokens; ▸ represents</text>',
+    ]
+    for layer, matrix in enumerate(calibration.similarity):
+        x, y = 30 + layer % columns * (side + 40), 50 + layer // columns * (side + 50)
+        parts.append(f'<text x="{x}" y="{y - 6}" font-size="11">layer {layer}</text>')
+        parts += _cells(matrix, x, y)
+        parts += [f'<text x="{x - 12}" y="{y + h * CELL + 15}" font-size="11">▸</text>' for h in representatives[layer]]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _cells(matrix: Sequence[Sequence[float]], x: int, y: int) -> Iterator[str]:
+    for i, row in enumerate(matrix):
+        for j, value in enumerate(row):
+            shade = round(255 * (1 - value))
+            left, top = x + j * CELL, y + i * CELL
+            ink = "white" if shade < 128 else "black"
+            yield (
+                f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" fill="rgb({shade},{shade},255)"/>'
+                f'<text x="{left + CELL / 2}" y="{top + 14}" font-size="8" text-anchor="middle" fill="{ink}">'
+                f"{value:.2f}</text>"
+            )

@@ -1,0 +1,38 @@
+"""Text that stays: for readers that cannot take back what they have shown (a pipe, ``Session.chat``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from kvchat.protocol.messages import Event, Finished, Text, Withdrawn
+
+
+def settled(events: Iterable[Event], withdrawable: Callable[[], int]) -> Iterator[Event]:
+    """The events of an answer without ``Withdrawn``: text is held back as long as recovery may still withdraw it.
+
+    ``withdrawable`` tells how many of the last tokens may yet be withdrawn; a token has one ``Text`` at most. With 0
+    nothing is held back. Other events are not, so they may come before text that is older.
+    """
+    held: deque[Text] = deque()
+    for event in events:
+        if isinstance(event, Text):
+            held.append(event)
+            while len(held) > withdrawable():
+                yield held.popleft()
+        elif isinstance(event, Withdrawn):
+            _cut(held, event.chars)
+        else:
+            if isinstance(event, Finished):
+                yield from held
+            yield event
+
+
+def _cut(held: deque[Text], chars: int) -> None:
+    """Take ``chars`` characters off the end."""
+    while chars and held:
+        last = held.pop()
+        kept = max(len(last.text) - chars, 0)
+        chars -= len(last.text) - kept
+        if kept:
+            held.append(Text(last.text[:kept], last.tokens))

@@ -1,0 +1,263 @@
+"""Conversation -> token ids, and how many of them are stored already.
+
+Knows the tokenizer and its chat template, nothing of the model or of K/V. Reuse goes by text first: templates
+tokenise again what the model generated, and other tokens may come out for the same text. So ``Stored`` remembers at
+some places the exact text that the ids before it stand for; where that text is a prefix of the newly rendered one its
+ids are kept and only the rest is tokenised. Past the last such place the longest common prefix of ids decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.protocol.messages import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = ("system", "user", "assistant")
+
+# Unicode noncharacters: they never occur in real text and are taken out of what is given.
+ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenising
+GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
+_NONCHARACTERS = {ord(ESCAPE): None, ord(GUARD): None}
+
+
+class Prompt(NamedTuple):
+    """All ids of a conversation; the first ``reused`` of them are stored and at least one is not.
+
+    ``text`` is what the ids stand for, to be given to ``Stored.agree`` once they are stored.
+    """
+
+    ids: list[int]
+    reused: int
+    text: str
+
+
+@dataclass
+class Stored:
+    """The ids whose K/V are stored, and the text that they stand for.
+
+    ``marks`` are pairs (number of ids, number of characters), ascending: that many ids stand for exactly that much of
+    ``text``. Ids after the last mark have no known text.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add ids without a text."""
+        self.ids.extend(ids)
+
+    def agree(self, text: str) -> None:
+        """Say that all ids so far stand for ``text``; older marks that contradict it are dropped."""
+        agreed, _ = self.agreed(text)
+        kept = [mark for mark in self.marks if mark[0] <= agreed and mark[0] < len(self.ids)]
+        self.marks = [*kept, (len(self.ids), len(text))]
+        self.text = text
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` ids."""
+        del self.ids[length:]
+        self.marks = [mark for mark in self.marks if mark[0] <= length]
+        self.text = self.text[: self.marks[-1][1]] if self.marks else ""
+
+    def agreed(self, text: str) -> tuple[int, int]:
+        """The last mark whose text is a prefix of ``text``, (0, 0) where there is none."""
+        found = (mark for mark in reversed(self.marks) if text.startswith(self.text[: mark[1]]))
+        return next(found, (0, 0))
+
+
+class PromptEncoder:
+    """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
+
+    Message contents never become control tokens: what is spelled like one is tokenised as ordinary text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._control = _control_pattern(tokenizer)
+        self._anchor = _find_anchor(tokenizer)
+        self._folds_system = not self._renders_system()
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Stop strings that the form of the prompt needs: none with a template, whose answers end with a token."""
+        return () if self._tokenizer.chat_template else ("\nUser:",)
+
+    def encode(self, turns: Sequence[Turn], stored: Stored) -> Prompt:
+        """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
+
+        Raises:
+            UsageError: an unknown role, nothing to answer, or the template refuses the conversation.
+        """
+        text = self.render(turns)
+        kept, chars = stored.agreed(text)
+        rest = self._tokenise(text[chars:], anchored=chars > 0)
+        ids = stored.ids[:kept] + rest
+        reused = kept + common_prefix(stored.ids[kept:], rest)
+        return Prompt(ids, min(reused, len(ids) - 1), text)
+
+    def render(self, turns: Sequence[Turn]) -> str:
+        """The text of a conversation up to where the model goes on, with ``ESCAPE`` in would-be control tokens.
+
+        An assistant turn at the end is continued: it follows the generation prompt as it is, just as it was generated.
+        (``continue_final_message`` of transformers trims it, and templates drop its thinking.)
+
+        Raises:
+            UsageError: as ``encode``.
+        """
+        _check(turns)
+        if turns[-1].role == "assistant":
+            return self._render_history(turns[:-1]) + self._escape(turns[-1].content)
+        return self._render_history(turns)
+
+    def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
+        """The text of ``prompt`` and the answer to it, for ``Stored.agree``.
+
+        ``answer`` is the decoded text of all generated ids that are stored; ``end`` is the end token if that is stored
+        too, which it need not be: the next prompt brings it.
+        """
+        closing = self._tokenizer.convert_ids_to_tokens(end) if end is not None else ""
+        return f"{prompt.text}{self._escape(answer)}{closing}"
+
+    # ---- text -----------------------------------------------------------------------------------
+
+    def _render_history(self, turns: Sequence[Turn]) -> str:
+        if not self._tokenizer.chat_template:
+            return self._plain(turns)
+        if self._folds_system:
+            turns = _fold_system(turns)
+        return self._apply_template(turns).replace(GUARD, "")
+
+    def _apply_template(self, turns: Sequence[Turn]) -> str:
+        messages = [{"role": turn.role, "content": self._content(turn)} for turn in turns]
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs from elsewhere and raise whatever they like
+            raise UsageError(
+                "The model's chat template refuses this conversation.",
+                f"Its message: {error}.",
+                "Turns that alternate between user and assistant, starting with user, suit every template.",
+            ) from error
+        return text
+
+    def _content(self, turn: Turn) -> str:
+        text = self._escape(turn.content)
+        if turn.role != "assistant":
+            return text
+        before = GUARD if text[:1].isspace() else ""
+        after = GUARD if text[-1:].isspace() else ""
+        return f"{before}{text}{after}"
+
+    def _escape(self, text: str) -> str:
+        text = text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode()
+        return self._control.sub(lambda found: f"{found[0][0]}{ESCAPE}{found[0][1:]}", text)
+
+    def _plain(self, turns: Sequence[Turn]) -> str:
+        """The form for a model without a template; the space before an answer is the model's own."""
+        lines = [self._leading_bos()]
+        for turn in turns:
+            text = self._escape(turn.content)
+            if turn.role == "system":
+                lines.append(f"{text.strip()}\n\n")
+            elif turn.role == "user":
+                lines.append(f"User: {text.strip()}\n")
+            else:
+                lines.append(f"Assistant:{text if text[:1].isspace() else ' ' + text}\n")
+        return "".join(lines) + "Assistant:"
+
+    def _leading_bos(self) -> str:
+        """The beginning-of-text token where the tokenizer itself would put one; templates write their own."""
+        bos = self._tokenizer.bos_token_id
+        return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
+
+    def _renders_system(self) -> bool:
+        """Whether the template has a system role: some raise without one, some drop the text."""
+        if not self._tokenizer.chat_template:
+            return True
+        try:
+            return "kvchat-probe" in self._apply_template([Turn("system", "kvchat-probe"), Turn("user", "Hello")])
+        except UsageError:
+            return False
+
+    # ---- ids ------------------------------------------------------------------------------------
+
+    def _tokenise(self, text: str, anchored: bool) -> list[int]:
+        ids: list[int] = []
+        for part in text.split(ESCAPE):
+            ids += self._tokenise_part(part, anchored)
+            anchored = True
+        return ids
+
+    def _tokenise_part(self, text: str, anchored: bool) -> list[int]:
+        """Ids of a text; ``anchored`` is text that goes on from earlier text.
+
+        Tokenizers with word-start marks (SentencePiece) put one at the very beginning; behind a control token they
+        do not, so anchored text is tokenised behind one.
+        """
+        if not text:
+            return []
+        anchor = self._anchor if anchored else ""
+        ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False, verbose=False)
+        return ids[1:] if anchor else ids
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading elements are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of the control tokens, which structure a conversation."""
+    control = {i for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
+    return frozenset(control | set(tokenizer.all_special_ids))
+
+
+def _is_control(token: Any) -> bool:
+    return bool(token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content))
+
+
+def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches control tokens: those marked special, and ``<|...|>`` that finetunes forget to mark.
+
+    Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
+    """
+    tokens = tokenizer.added_tokens_decoder.values()
+    control = {token.content for token in tokens if _is_control(token)}
+    longest_first = sorted(control | set(tokenizer.all_special_tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A control token that leaves the text after it alone, "" where there is none."""
+    candidates = ((i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    for token_id, token in candidates:
+        ids = tokenizer.encode(f"{token.content} a", add_special_tokens=False)
+        if ids[:1] == [token_id] and not token.rstrip:
+            return str(token.content)
+    return ""
+
+
+def _check(turns: Sequence[Turn]) -> None:
+    for turn in turns:
+        if turn.role not in ROLES:
+            raise UsageError(f'There is no role "{turn.role}" in a conversation.', hint=did_you_mean(turn.role, ROLES))
+    user = [turn for turn in turns if turn.role == "user"]
+    if not user or not user[-1].content.strip():
+        raise UsageError("The prompt is empty.", "The last user turn has no text to answer.", "Write a message.")
+
+
+def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
+    """The system text at the head of the first user turn, for templates without a system role."""
+    system = "\n\n".join(turn.content.strip() for turn in turns if turn.role == "system")
+    rest = [turn for turn in turns if turn.role != "system"]
+    first = next(i for i, turn in enumerate(rest) if turn.role == "user")
+    if system:
+        rest[first] = Turn("user", f"{system}\n\n{rest[first].content}")
+    return rest

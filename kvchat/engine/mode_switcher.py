@@ -1,0 +1,164 @@
+"""The mode at hand: its parameters, entering another, what that would cost, and reading more for a while."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+
+from kvchat.config import modes
+from kvchat.config.modes import BudgetParameters, ModeParameters
+from kvchat.engine import calibration
+from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.engine.model.load import LoadedModel
+from kvchat.errors import DoesNotFitError, KvchatError
+from kvchat.kv.manager import Store
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
+from kvchat.protocol.messages import Params, Price
+
+# These mean the same in every mode; tau or k in one mode says nothing about those of another.
+SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.model_fields)
+
+
+class ModeControl:
+    """Builds modes from parameters and has a store enter them.
+
+    What was said of ``SHARED`` parameters holds for every mode, of others for the mode it was said of; both over
+    ``mode_params``, the settings of each mode. ``ids`` gives the stored tokens, for a mode that has to measure the
+    model on them first.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        mode: str,
+        said: Params,
+        mode_params: Mapping[str, Params],
+        ids: Callable[[], Sequence[int]],
+    ) -> None:
+        self._model = model
+        self._shared: Params = {}
+        self._own: dict[str, Params] = {}
+        self._mode_params = mode_params
+        self._remember(mode, said)
+        self._ids = ids
+        self._preamble = 0
+        self._widened: tuple[Mode, ModeParameters, int] | None = None
+        self.calibration = calibration.find(model.revision)
+        self.parameters = self.merged(mode, {})
+
+    def attach(self, store: Store) -> None:
+        """Control this store, which is in the mode of ``parameters``."""
+        self._store = store
+
+    def merged(self, mode: str, changes: Params) -> ModeParameters:
+        """The parameters of ``mode``: its settings, what was said so far, and ``changes``.
+
+        Raises:
+            UsageError: an unknown mode or parameter, or a value out of range.
+        """
+        kept = {**self._mode_params.get(mode, {}), **self._shared, **self._own.get(mode, {})}
+        return modes.merge(kept, mode, changes)
+
+    def build(self, chosen: ModeParameters) -> Mode:
+        """A mode, not yet entered.
+
+        Raises:
+            UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
+        """
+        traits = traits_of(self._model, self.calibration)
+        return build(chosen, geometry_of(self._model), traits, self._preamble)
+
+    def switch(self, mode: str, changes: Params) -> int:
+        """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
+
+        Raises:
+            UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
+        """
+        moved = self.enter(self.merged(mode, changes))
+        self._remember(mode, changes)
+        return moved
+
+    def enter(self, chosen: ModeParameters) -> int:
+        """Enter the mode of these parameters; the bytes moved to the device."""
+        mode = self.build(chosen)
+        if mode.bounded:
+            self.check_context(self._store.total)
+        with torch.inference_mode():
+            moved = self._store.switch(mode)
+        self.parameters = chosen
+        return moved + self.calibrate()
+
+    def calibrate(self) -> int:
+        """A mode that waits for the model's heads to be measured has it done on what is stored, if that is enough.
+
+        Returns the bytes moved to the device.
+        """
+        if not self._store.mode.uncalibrated:
+            return 0
+        self.calibration = calibration.on_prompt(self._model, list(self._ids()))
+        return self.enter(self.parameters) if self.calibration else 0
+
+    def note_preamble(self, tokens: int) -> None:
+        """Modes may keep the system prompt as sinks: enter the mode anew when its length changed."""
+        if tokens != self._preamble:
+            self._preamble = tokens
+            self.enter(self.parameters)
+
+    def prices(self) -> tuple[Price, ...]:
+        """What entering each of the other modes would cost now."""
+        return tuple(self._price(mode) for mode in modes.available_modes() if mode != self._store.mode.name)
+
+    def check_context(self, tokens: int) -> None:
+        """Refuse a conversation longer than the model was made for.
+
+        Raises:
+            DoesNotFitError: with the numbers.
+        """
+        if tokens > self._model.context:
+            raise DoesNotFitError(
+                "The conversation does not fit the model's context.",
+                f"It takes {tokens:,} tokens, {self._model.name} was made for {self._model.context:,}.",
+                "Shorten it or begin a new one; what is stored is kept.",
+            )
+
+    # ---- recovery
+
+    def relax(self, level: Level) -> None:
+        """Let the mode read more for a while."""
+        self.narrow()
+        mode = self._store.mode
+        if not mode.widens:
+            with torch.inference_mode():
+                mode.relax(level)
+        elif level in WIDER:
+            narrow = self.parameters
+            budget = mode.resolved()["budget"] * WIDER[level]
+            with suppress(DoesNotFitError):
+                self.enter(narrow.model_copy(update={"budget": budget}))
+                self._widened = (self._store.mode, narrow, self._store.total + RECENT)
+
+    def narrow(self, total: int = sys.maxsize) -> None:
+        """Back to the budget asked for, when ``total`` tokens are stored; a mode entered since then stays."""
+        if self._widened and total >= self._widened[2]:
+            mode, narrow, _ = self._widened
+            self._widened = None
+            if self._store.mode is mode:
+                self.enter(narrow)
+
+    def _remember(self, mode: str, said: Params) -> None:
+        for name, value in said.items():
+            (self._shared if name in SHARED else self._own.setdefault(mode, {}))[name] = value
+
+    def _price(self, mode: str) -> Price:
+        try:
+            built = self.build(self.merged(mode, {}))
+            if built.bounded:
+                self.check_context(self._store.total)
+        except KvchatError as error:
+            return Price(mode, refusal=str(error))
+        return self._store.price(built)

@@ -1,0 +1,127 @@
+"""The one seam to transformers: a registered attention function that hands K/V to a KV manager.
+
+A model loaded with ``attn_implementation="kvchat"`` projects and rotates as always and then calls ``attention`` here,
+which asks the manager bound to the running forward. The manager comes by a context variable and not as a keyword
+argument of the model, because stablelm and nemotron drop the keyword arguments they do not know. No mask function is
+registered, so no mask is built: the manager knows which token may see which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from kvchat.errors import EngineError, ModelError
+from kvchat.kv.attention_spec import LayerFacts
+
+NAME = "kvchat"
+
+# Keyword arguments that arrive and change nothing about attention: positions are in the rotated keys already, the
+# others steer what happens outside attention. Everything else is refused, never swallowed.
+HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits"})
+KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
+
+
+class KeyValueManager(Protocol):
+    """Keeps the K/V of one conversation and attends to it."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+        """Take the new tokens' ``key`` [H, n, d_k] and ``value`` [H, n, d_v], already rotated, and attend.
+
+        ``query`` is [H_q, n, d_k]; the result is [H_q, n, d_v] in the query's dtype. ``facts`` is the same object at
+        every call for a layer.
+        """
+        ...
+
+
+_manager: ContextVar[KeyValueManager] = ContextVar("kvchat_manager")
+_facts: WeakKeyDictionary[nn.Module, LayerFacts] = WeakKeyDictionary()
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvchat"`` known to transformers; may be called again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+
+
+@contextmanager
+def bound(manager: KeyValueManager) -> Iterator[None]:
+    """Forwards inside this block store to and attend by ``manager``; nests, and each thread has its own."""
+    token = _manager.set(manager)
+    try:
+        yield
+    finally:
+        _manager.reset(token)
+
+
+def forward(model: Any, ids: Tensor, positions: Tensor, manager: KeyValueManager, *, logits: bool) -> Tensor | None:
+    """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``manager``.
+
+    Returns the last token's logits [vocab] in float32; None without ``logits``, when the head is not run either.
+    Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
+    """
+    with torch.inference_mode(), bound(manager):
+        if not logits:
+            model.base_model(ids[None], position_ids=positions[None], use_cache=False)
+            return None
+        output = model(ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=1)
+        last: Tensor = output.logits[0, -1]
+        return last.float()
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention function: ``query`` [1, H_q, n, d_k], ``key`` [1, H, n, d_k], ``value`` [1, H, n, d_v].
+
+    Returns [1, n, H_q, d_v], contiguous, and no weights.
+
+    Raises:
+        ModelError: the layer asks for something kvchat's attention does not do.
+        EngineError: no manager is bound.
+    """
+    if attention_mask is not None or not kwargs.keys() <= KNOWN:
+        _refuse_unknown(module, attention_mask, kwargs)
+    facts = _facts.get(module)
+    if facts is None:
+        facts = _facts[module] = _layer_facts(module, query.shape[-1], kwargs)
+    manager = _manager.get(None)
+    if manager is None:
+        raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    attended = manager.attention(layer, query[0], key[0], value[0], facts)
+    return attended.transpose(0, 1)[None].contiguous(), None
+
+
+def _layer_facts(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> LayerFacts:
+    """What a layer's first call says about it; it says the same at every later one."""
+    if kwargs.get("dropout"):
+        raise _refusal(module, "drops attention weights at random: the model is in training mode")
+    if getattr(module, "is_causal", True) is False:
+        raise _refusal(module, "attends to later tokens")
+    scaling = kwargs.get("scaling")
+    return LayerFacts(
+        scaling=d_k**-0.5 if scaling is None else scaling,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+
+
+def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        raise _refusal(module, "passes a mask of its own")
+    unknown = sorted(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
+    if unknown:
+        raise _refusal(module, f"passes {', '.join(unknown)}, which kvchat does not know")
+
+
+def _refusal(module: nn.Module, reason: str) -> ModelError:
+    return ModelError("kvchat cannot run this model's attention.", f"{type(module).__name__} {reason}.")

@@ -1,0 +1,42 @@
+"""What a prefill forward takes of a GPU's memory beside weights and K/V: measured on the model itself, once.
+
+It depends on the widths of the layers, on how the model's code keeps intermediate results, on experts and quantised
+weights; a forward of a few hundred tokens tells all of it, because everything a layer computes grows with the tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.engine.model import attention_hook
+from kvchat.engine.model.load import LoadedModel
+from kvchat.kv.attention_spec import LayerFacts
+
+TOKENS = 1024
+
+
+class WithoutAttention:
+    """A KV manager that keeps nothing and attends to nothing: its share is foretold by ``kv.plan``."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+        """``seam.KeyValueManager.attention``: zeros."""
+        return query.new_zeros((*query.shape[:2], value.shape[-1]))
+
+
+def bytes_per_token(model: LoadedModel) -> int:
+    """Device bytes that a forward takes for each of its tokens. Two short forwards on a GPU tell."""
+    high = min(TOKENS, model.context)
+    low = high // 4
+    low_bytes, high_bytes = _peak(model, low), _peak(model, high)
+    return max(0, -(-(high_bytes - low_bytes) // (high - low)))
+
+
+def _peak(model: LoadedModel, tokens: int) -> int:
+    """Bytes at the peak of a forward of ``tokens`` tokens, above what was allocated before."""
+    ids = torch.arange(tokens, device=model.device) % model.vocab
+    positions = torch.arange(tokens, device=model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    attention_hook.forward(model.model, ids, positions, WithoutAttention(), logits=False)
+    return torch.cuda.max_memory_allocated(model.device) - before

@@ -1,0 +1,190 @@
+"""What a few one-token forwards show of a model's attention: its shapes, its facts, how its keys turn with position.
+
+With one key the softmax is 1 and attention returns that key's value, whatever the position. So in a model whose
+positions are rotary, one token's hidden states are the same at every position, and one forward at position p yields
+every layer's key of the same token at p. Comparing a few positions with the rotations that the model's ``inv_freq``
+buffers allow identifies each layer's; no model name and no configuration field is asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat.engine.model import attention_hook
+from kvchat.errors import ModelError
+from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.rope import Rotation, cos_sin, rotate
+
+BASE = 11
+NEAR = (3, 34)
+
+# Relative to the largest element. Right candidates measure below 1e-5 in float32 and 0.02 in bfloat16, wrong ones
+# above 0.3; far from the start the model's own float32 angles add their rounding, FAR_TOLERANCE radians a position.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
+FAR_TOLERANCE = 2e-7
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A model's attention as observed. ``d_k`` and ``d_v`` are the sizes of one head's key and value.
+
+    ``facts`` has one entry per layer. ``rotations`` too, None for a layer without positions and the same object for
+    layers that turn alike; it is empty where keys cannot be moved to other positions, and ``refusal`` says why.
+    """
+
+    q_heads: int
+    kv_heads: int
+    d_k: int
+    d_v: int
+    facts: tuple[LayerFacts, ...]
+    rotations: tuple[Rotation | None, ...]
+    refusal: str | None
+
+
+def probe(model: Any) -> Probe:
+    """Observe ``model`` (loaded with the seam's attention) in at most five one-token forwards.
+
+    Raises:
+        ModelError: the layers are not alike, or not every layer attends.
+    """
+    base = _observe(model, BASE)
+    layers = _check_alike(model, base)
+    q_heads, kv_heads, d_k, d_v = base.shapes[0]
+    rotations, refusal = _rotations(model, base)
+    facts = tuple(base.facts[layer] for layer in range(layers))
+    return Probe(q_heads, kv_heads, d_k, d_v, facts, rotations if refusal is None else (), refusal)
+
+
+def pin_frequencies(model: Any) -> bool:
+    """Hold rotary frequencies that follow the text's length at those of the whole context; False if none do.
+
+    longrope picks one of two sets by the positions of each forward, so the chunks of one long prompt would be rotated
+    by both.
+    """
+    rotary = [module for module in model.modules() if _follows_length(module)]
+    if rotary:
+        _observe(model, _context(model) - 1)
+    for module in rotary:
+        kinds = module.rope_type
+        module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+    return bool(rotary)
+
+
+class _Observer:
+    """A KV manager for one token: notes what arrives and attends to the token itself."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.facts: dict[int, LayerFacts] = {}
+        self.shapes: dict[int, tuple[int, int, int, int]] = {}
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+        self.keys[layer], self.values[layer], self.facts[layer] = key[:, 0].float(), value[:, 0].float(), facts
+        self.shapes[layer] = query.shape[0], key.shape[0], key.shape[2], value.shape[2]
+        return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
+
+
+def _context(model: Any) -> int:
+    return int(model.config.get_text_config(decoder=True).max_position_embeddings)
+
+
+def _follows_length(module: Any) -> bool:
+    kinds = getattr(module, "rope_type", None) or ()
+    listed = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in kind or kind == "longrope" for kind in listed)
+
+
+def _observe(model: Any, position: int) -> _Observer:
+    observer = _Observer()
+    token = torch.tensor([model.get_input_embeddings().num_embeddings // 2], device=model.device)
+    attention_hook.forward(model, token, torch.tensor([position], device=model.device), observer, logits=False)
+    return observer
+
+
+def _check_alike(model: Any, seen: _Observer) -> int:
+    layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+    if sorted(seen.shapes) != list(range(layers)):
+        raise ModelError(
+            f"kvchat cannot run {type(model).__name__}.",
+            f"{len(seen.shapes)} of its {layers} layers attend; kvchat keeps the K/V of models where all do.",
+        )
+    shapes = set(seen.shapes.values())
+    if len(shapes) > 1:
+        listed = ", ".join(str(shape) for shape in sorted(shapes))
+        raise ModelError(
+            f"kvchat cannot run {type(model).__name__}.",
+            f"Its layers differ in (query heads, KV heads, key size, value size): {listed}.",
+        )
+    return layers
+
+
+# ---- rotation --------------------------------------------------------------------------------------
+
+
+def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...], str | None]:
+    near = {position: _observe(model, position) for position in NEAR}
+    if any(_moved(base.values, seen.values) for seen in near.values()):
+        return (), "the model adds its positions to the hidden states, so stored keys cannot be moved"
+    candidates = list(_candidates(model, base.keys[0].shape[-1]))
+    rotations = []
+    for layer in sorted(base.keys):
+        targets = {position - BASE: seen.keys[layer] for position, seen in near.items()}
+        rotation = _identify(base.keys[layer], targets, candidates, TOLERANCE[model.dtype])
+        if rotation is None and _differs(base.keys[layer], targets[NEAR[1] - BASE]):
+            return (), f"the rotation of layer {layer}'s keys was not recognised"
+        rotations.append(rotation)
+    return tuple(rotations), _changes_with_length(model, base, rotations)
+
+
+def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation | None]) -> str | None:
+    """Looks at twice the context: dynamic NTK and longrope switch to other frequencies on the way there."""
+    position = 2 * _context(model)
+    far = _observe(model, position)
+    _observe(model, BASE)  # a short forward puts the short text's frequencies back
+    allowed = TOLERANCE[model.dtype] + FAR_TOLERANCE * position
+    for layer, rotation in enumerate(rotations):
+        if rotation and _error(base.keys[layer], far.keys[layer], rotation, position - BASE) > allowed:
+            return "its rotary frequencies change with the length of the text"
+    return None
+
+
+def _candidates(model: Any, d_k: int) -> Iterator[Rotation]:
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    distinct: list[Tensor] = []
+    for name, buffer in buffers.items():
+        if "original" not in name and not any(torch.equal(buffer, other) for other in distinct):
+            distinct.append(buffer)
+    for buffer in distinct:
+        for inv_freq in (buffer.double(), -buffer.double()):  # nanochat turns backwards
+            for interleaved, offset in itertools.product((False, True), {0, d_k - 2 * buffer.numel()}):
+                if offset >= 0:
+                    yield Rotation(inv_freq.clone(), interleaved, offset)
+
+
+def _identify(
+    keys: Tensor, targets: dict[int, Tensor], candidates: list[Rotation], tolerance: float
+) -> Rotation | None:
+    """The candidate that turns ``keys`` [H, d_k] into every target, by distance; None if none does."""
+    errors = [max(_error(keys, target, c, delta) for delta, target in targets.items()) for c in candidates]
+    best = min(range(len(errors)), key=errors.__getitem__, default=None)
+    return None if best is None or errors[best] > tolerance else candidates[best]
+
+
+def _error(keys: Tensor, target: Tensor, rotation: Rotation, delta: int) -> float:
+    turned = rotate(keys, rotation, *cos_sin(rotation, delta))
+    return float((turned - target).abs().max() / target.abs().max())
+
+
+def _differs(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).abs().max()) > 1e-3 * float(one.abs().max())
+
+
+def _moved(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+    return any(_differs(one[layer], other[layer]) for layer in one)

@@ -1,0 +1,286 @@
+"""The engine's process: ``python -m kvchat.engine.worker``, commands on stdin, events on stdout.
+
+A reader thread takes commands from stdin; the main thread does all the work, so the session is touched by one thread
+only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends when its stdin
+closes, at the latest ``GRACE_S`` after it, so it never outlives the application.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, Protocol
+
+from kvchat.errors import EngineError, KvchatError
+from kvchat.protocol import messages
+from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch, Text
+
+TEXT_S = 1 / 30
+SNAPSHOT_S = 1 / 10
+IDLE_SNAPSHOT_S = 1.0
+GRACE_S = 2.0
+IN_ANSWER = Stop | Switch | Peek
+
+
+class Session(Protocol):
+    """What the server needs of ``kvchat.Session``."""
+
+    @property
+    def info(self) -> messages.Loaded: ...
+    def answer(
+        self, turns: Sequence[messages.Turn], sampling: messages.Sampling, between: Callable[[int], None] | None = None
+    ) -> Iterator[Event]: ...
+    def rebuild(self) -> Iterator[Event]: ...
+    def cancel(self) -> None: ...
+    def switch(self, mode: str = "", **params: Any) -> messages.Switched: ...
+    def snapshot(self) -> messages.Snapshot: ...
+    def text(self, start: int, end: int) -> str: ...
+    def close(self) -> None: ...
+
+
+class Inbox:
+    """Commands in order, filled by the reader thread."""
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def put(self, command: Command) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """No more commands will come, and those waiting have nobody left to answer to."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify()
+
+    def get(self, timeout: float) -> Command | None:
+        """The next command; None after ``timeout`` seconds or when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self.closed, timeout)
+            return self._commands.popleft() if self._commands and not self.closed else None
+
+    def get_in_answer(self) -> IN_ANSWER | None:
+        """The next command if it can be done between two tokens; a Load or Chat keeps its place and all behind it."""
+        with self._changed:
+            head = self._commands[0] if self._commands else None
+            return self._commands.popleft() if isinstance(head, IN_ANSWER) else None  # type: ignore[return-value]
+
+
+class Outbox:
+    """Events to the application, text in batches; always flushed before any other event."""
+
+    def __init__(self, stream: BinaryIO, clock: Callable[[], float]) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._pieces: list[Text] = []
+        self._flushed = float("-inf")
+
+    def send(self, event: Event) -> None:
+        if isinstance(event, Text):
+            self._pieces.append(event)
+            if self._clock() - self._flushed >= TEXT_S:
+                self.flush()
+        else:
+            self.flush()
+            self._write(event)
+
+    def flush(self) -> None:
+        if self._pieces:
+            self._write(Text("".join(p.text for p in self._pieces), sum(p.tokens for p in self._pieces)))
+            self._pieces.clear()
+            self._flushed = self._clock()
+
+    def _write(self, event: Event) -> None:
+        self._stream.write(messages.encode(event))
+        self._stream.flush()
+
+
+class Server:
+    """Executes commands against one session at a time. ``load`` makes it and may raise ``KvchatError``."""
+
+    def __init__(
+        self, events: BinaryIO, load: Callable[..., Session], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._inbox = Inbox()
+        self._outbox = Outbox(events, clock)
+        self._load_session = load
+        self._clock = clock
+        self._session: Session | None = None
+        self._answering = False
+        self._snapshot_at = float("-inf")
+
+    # ---- reader thread
+
+    def read(self, commands: BinaryIO) -> None:
+        """Take commands until the stream ends or stops speaking the protocol; both end the server."""
+        try:
+            while (command := messages.read(commands)) is not None:
+                self._inbox.put(command)  # type: ignore[arg-type]  # an event would find no one to do it
+                if isinstance(command, Stop):
+                    self._cancel()  # at once: during prefill there are no two tokens to wait between
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"kvchat: {error}\n")
+        self._inbox.close()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._session and self._answering:
+            self._session.cancel()
+
+    # ---- main thread
+
+    def run(self) -> None:
+        """Work until the commands end."""
+        try:
+            while not self._inbox.closed:
+                if command := self._inbox.get(IDLE_SNAPSHOT_S):
+                    self._do(command)
+                elif not self._inbox.closed:
+                    self._snapshot()
+        except BrokenPipeError:
+            pass  # nobody reads the events any more
+        finally:
+            if self._session:
+                self._session.close()
+
+    def _do(self, command: Command) -> None:
+        with self._failures_reported():
+            match command:
+                case Load():
+                    self._load(command)
+                case Chat():
+                    self._answer(command)
+                case Rebuild():
+                    self._work(self._loaded().rebuild())
+                case Switch():
+                    self._switch(command)
+                case Peek():
+                    self._outbox.send(
+                        messages.Peeked(command.start, command.end, self._loaded().text(command.start, command.end))
+                    )
+                case Stop():
+                    pass  # the answer it was meant for is over
+
+    def _load(self, command: Load) -> None:
+        if self._session:
+            self._session.close()
+            self._session = None
+        self._outbox.send(Loading("importing torch"))  # 4 seconds before the loader can say anything
+        self._session = self._load_session(
+            command.model,
+            device=command.device,
+            dtype=command.dtype,
+            mode=command.mode,
+            mode_params=command.mode_params,
+            quantize=command.quantize,
+            fast=command.fast,
+            progress=lambda stage: self._outbox.send(Loading(stage)),
+            **command.params,
+        )
+        self._outbox.send(self._session.info)
+        self._snapshot()
+
+    def _answer(self, command: Chat) -> None:
+        self._work(self._loaded().answer(command.turns, command.sampling, self._between))
+
+    def _work(self, events: Iterator[Event]) -> None:
+        """Send what comes of something long, which ``Stop`` can end."""
+        self._answering = True
+        try:
+            for event in events:
+                self._outbox.send(event)
+                self._snapshot(at_most_every=SNAPSHOT_S)
+        finally:
+            self._answering = False
+            self._outbox.flush()
+        self._snapshot()
+
+    def _between(self, _generated: int) -> None:
+        if self._inbox.closed:
+            self._loaded().cancel()
+        while command := self._inbox.get_in_answer():
+            if isinstance(command, Stop):
+                self._loaded().cancel()
+            else:
+                self._do(command)
+
+    def _switch(self, command: Switch) -> None:
+        session = self._loaded()
+        try:
+            self._outbox.send(session.switch(command.mode, **command.params))
+        except KvchatError as error:
+            self._outbox.send(messages.SwitchRefused(session.snapshot().mode, str(error)))
+        self._snapshot()
+
+    def _loaded(self) -> Session:
+        if self._session is None:
+            raise EngineError("No model is loaded.")
+        return self._session
+
+    def _snapshot(self, at_most_every: float = 0.0) -> None:
+        if self._session and self._clock() - self._snapshot_at >= at_most_every:
+            self._outbox.send(self._session.snapshot())
+            self._snapshot_at = self._clock()
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except KvchatError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001  # the conversation is worth more than this command
+            traceback.print_exc()
+            self._fail(EngineError("The engine failed.", f"{type(error).__name__}: {error}"))
+
+    def _fail(self, error: KvchatError) -> None:
+        kind, fatal = type(error).__name__, self._session is None
+        self._outbox.send(Failed(error.title, error.detail, error.hint, kind, fatal))
+
+
+def main() -> None:
+    """Serve the parent process on this process's stdin and stdout."""
+    import kvchat
+
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    commands, events = _take_streams()
+    server = Server(events, lambda *args, **kwargs: kvchat.load(*args, **kwargs))
+    finished = threading.Event()
+
+    def read() -> None:
+        server.read(commands)
+        if not finished.wait(GRACE_S):
+            os._exit(1)  # deep in a load or a kernel, with nobody left to work for
+
+    threading.Thread(target=read, daemon=True).start()
+    server.run()
+    finished.set()
+    with suppress(BrokenPipeError):
+        events.close()
+
+
+def _take_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Stdin and stdout for the protocol alone: what a library prints goes to stderr, what it asks for is empty."""
+    commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return commands, events
+
+
+if __name__ == "__main__":
+    main()

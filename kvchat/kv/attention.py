@@ -1,0 +1,196 @@
+"""Attention over the slots (decode) and over everything stored (prefill): the only softmax of kvchat.
+
+Torch reference. Query heads of one KV head are rows of one matrix, so that a step reads K and V once: on a CPU
+``scaled_dot_product_attention(enable_gqa=True)`` takes 6.2 ms a layer for one bfloat16 query over 8,192 tokens,
+packed rows take 0.8 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+from kvchat.kv.attention_spec import LayerFacts
+
+# Elements of one block of prefill scores (all heads) and of a mask: they bound what a prefill's attention takes.
+SCORE_BLOCK = 2**24
+MASK_BLOCK = 2**22
+# At its peak a block of scores is there in float32, in the model's dtype and twice as an intermediate result.
+PREFILL_WORKSPACE = 16 * SCORE_BLOCK
+# Queries of one block at most. More see more keys that the mask closes for some of them; on a CPU 256 are as fast as
+# any number for a long context and a quarter faster without one; a GPU needs more to be busy.
+ROWS = {"cpu": 256, "cuda": 1024}
+
+
+class Kernel(Enum):
+    """What a prefill's attention runs on.
+
+    FLASH takes all tokens at once and no mask. MASKED, a fused kernel too, reads a mask: blocks of queries bound it.
+    SCORES writes all scores of a block of queries out.
+    """
+
+    FLASH = "flash"
+    MASKED = "masked"
+    SCORES = "scores"
+
+
+class Weights:
+    """The weights of one token's attention over slots, ``[H, G, n]``."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+
+    def best(self) -> Tensor:
+        """The highest weight of a group's heads, float32 ``[H, n]``."""
+        return self._weights.amax(1)
+
+    def add_shares(self, total: Tensor, counted: Tensor, number: Tensor) -> None:
+        """Add to ``total [n]`` the mean over the heads of their weights as shares of an equal one.
+
+        Args:
+            total: float32, updated.
+            counted: float32, 1 for the slots among which a head's weights are shared out, else 0.
+            number: how many these are, 0-d.
+        """
+        rows = self._weights.flatten(0, 1)
+        shares = (rows @ counted).clamp(min=torch.finfo(rows.dtype).tiny)
+        total.addmv_(rows.t(), number / len(rows) / shares)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token's attention over slots.
+
+    Args:
+        query: ``[H, G, d_k]``.
+        keys: ``[H, n, d_k]``, in the slots' order.
+        values: ``[H, n, d_v]``.
+        bias: ``[H or 1, 1, n]``, 0 where the slot may be read, else -inf.
+        facts: scaling and soft cap of the layer.
+        sinks: learned sink logits ``[H, G]``, where the layer has them.
+
+    Returns:
+        ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
+    """
+    scores = torch.bmm(query * facts.scaling, keys.transpose(1, 2))
+    weights = _softmax(_capped(scores, facts).add_(bias), sinks)
+    return torch.bmm(weights.to(values.dtype), values), weights
+
+
+def attend_prefill(
+    query: Tensor, keys: Tensor, values: Tensor, start: int, facts: LayerFacts, kernel: Kernel | None = None
+) -> Tensor:
+    """Exact attention of new tokens over everything stored.
+
+    Args:
+        query: ``[H_q, n, d_k]`` of the tokens from position ``start`` on.
+        keys: ``[H, start + n, d_k]``, in the order of positions.
+        values: ``[H, start + n, d_v]``.
+        start: position of the first new token.
+        facts: scaling, window, soft cap and learned sinks of the layer.
+        kernel: what to attend with; the fastest that serves, where not given.
+
+    Returns:
+        ``[H_q, n, d_v]``. Takes at most ``PREFILL_WORKSPACE`` bytes beside it, however many tokens there are.
+    """
+    n = query.shape[1]
+    if facts.window is not None and facts.window >= start + n:
+        facts = replace(facts, window=None)  # it closes nothing
+    kernel = kernel or _fastest(query, keys, values, facts)
+    if kernel is Kernel.FLASH:
+        return _flash(query, keys, values, facts.scaling)
+    attend_block = _masked if kernel is Kernel.MASKED else _scored
+    limit = MASK_BLOCK if kernel is Kernel.MASKED else SCORE_BLOCK // query.shape[0]
+    parts, low = [], 0
+    while low < n:
+        at = start + low
+        first = 0 if facts.window is None else max(0, at - facts.window + 1)
+        rows = min(n - low, ROWS[query.device.type], _rows(limit, at - first))
+        seen = slice(first, at + rows)
+        bias = _causal_bias(at, rows, first, facts.window, query)
+        parts.append(attend_block(query[:, low : low + rows], keys[:, seen], values[:, seen], bias, facts))
+        low += rows
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _fastest(query: Tensor, keys: Tensor, values: Tensor, facts: LayerFacts) -> Kernel:
+    if facts.softcap is not None or facts.sinks is not None:
+        return Kernel.SCORES
+    if query.device.type != "cuda":
+        return Kernel.MASKED
+    as_given = SDPAParams(query[None], keys[None], values[None], None, 0.0, False, True)
+    if facts.window is None and can_use_flash_attention(as_given):
+        return Kernel.FLASH
+    grouped = SDPAParams(*_grouped(query, keys, values), None, 0.0, False, False)
+    return Kernel.MASKED if can_use_efficient_attention(grouped) else Kernel.SCORES
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    # Here, because it imports torch's compiler: 2 s, spent only where transformers has not done so already.
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    # Not by causal_lower_right(n, total): it allocates 2 * n * total numbers that nobody reads.
+    bias: Any = torch.empty(0).as_subclass(CausalBias)
+    bias.variant, bias.seq_len_q, bias.seq_len_kv = CausalVariant.LOWER_RIGHT, query.shape[1], keys.shape[1]
+    args = query[None], keys[None], values[None], bias
+    return F.scaled_dot_product_attention(*args, scale=scaling, enable_gqa=True)[0]
+
+
+def _masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts) -> Tensor:
+    args = *_grouped(query, keys, values), bias[None, None]
+    return F.scaled_dot_product_attention(*args, scale=facts.scaling).flatten(0, 1)
+
+
+def _scored(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts) -> Tensor:
+    heads, (q_heads, n, _) = keys.shape[0], query.shape
+    packed = query.reshape(heads, -1, query.shape[-1])
+    scores = _capped(torch.bmm(packed, keys.transpose(1, 2)).mul_(facts.scaling), facts)
+    scores.view(q_heads, n, -1).add_(bias)
+    sinks = None if facts.sinks is None else facts.sinks.view(heads, -1).repeat_interleave(n, 1)
+    weights = _softmax(scores, sinks)
+    return torch.bmm(weights.to(values.dtype), values).view(q_heads, n, -1)
+
+
+def _grouped(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``[H, G, n, d]`` each, without a copy: one mask serves all heads.
+
+    ``enable_gqa`` would do the same, but neither the CPU's fused kernel nor the GPU's for masks takes it.
+    """
+    heads = len(keys)
+    group = len(query) // heads
+    keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+    return query.view(heads, group, *query.shape[1:]), keys, values
+
+
+def _rows(limit: int, before: int) -> int:
+    """Queries of a block that together with ``before`` earlier keys have at most ``limit`` scores; at least 1."""
+    return max(1, (math.isqrt(before**2 + 4 * limit) - before) // 2)
+
+
+def _capped(scores: Tensor, facts: LayerFacts) -> Tensor:
+    return scores if facts.softcap is None else torch.tanh(scores / facts.softcap) * facts.softcap
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax in float32 over ``scores [H, m, n]``; learned sinks ``[H, m]`` are one more logit with no value."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    return torch.cat((scores.float(), sinks.float().unsqueeze(-1)), -1).softmax(-1)[..., :-1]
+
+
+def _causal_bias(start: int, n: int, first: int, window: int | None, like: Tensor) -> Tensor:
+    """``[n, start + n - first]``: queries from position ``start`` on, keys from position ``first`` on."""
+    queries = torch.arange(start, start + n, device=like.device)[:, None]
+    keys = torch.arange(first, start + n, device=like.device)[None]
+    closed = keys > queries
+    if window is not None:
+        closed |= keys <= queries - window
+    return torch.zeros(closed.shape, dtype=like.dtype, device=like.device).masked_fill_(closed, float("-inf"))

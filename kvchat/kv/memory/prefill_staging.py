@@ -1,0 +1,111 @@
+"""Prefill: what is stored of new tokens, and how attention gets at everything stored before them.
+
+Where the model runs on a GPU, one layer's K/V is there at a time: while a layer computes, the next one's earlier K/V
+comes from the host pool and its own goes there. Three buffers of one layer do it, two of them in the host pool's
+layout, so that whole pages move by the copy engines and take nothing from the multiprocessors (a gather of the same
+bytes by a kernel would occupy all of them for as long as the link is busy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.transfer import Aside
+
+
+class Prefill(Protocol):
+    """One forward of new tokens through the layers, in their order."""
+
+    def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]`` of the layer's new tokens.
+
+        Returns keys ``[H, start + n, d_k]`` and values of all tokens; valid until the next layer asks.
+        """
+
+    def close(self) -> None:
+        """The forward is over, or failed; whatever comes next finds the host pool written."""
+
+
+def prefill_over(host: HostPool, tokens: int) -> Prefill:
+    """The prefill of ``tokens`` new tokens after those stored; there is room for them."""
+    return StagedPrefill(host, tokens) if host.device.type == "cuda" else DirectPrefill(host)
+
+
+class DirectPrefill:
+    """On a CPU the host pool is memory like any other."""
+
+    def __init__(self, host: HostPool) -> None:
+        self._host = host
+        self._start = host.total
+
+    def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``Prefill.extended``"""
+        self._host.append(layer, self._start, key, value)
+        return self._host.dense(layer, self._start + key.shape[1]) if self._start else (key, value)
+
+    def close(self) -> None:
+        """``Prefill.close``"""
+
+
+class StagedPrefill:
+    """One layer's K/V on the device, the next one's on its way.
+
+    ``all [2, H, tokens, d]`` is what attention reads. ``earlier`` and ``new`` ``[page, H, 2, p, d]`` are the stored
+    pages on their way from the host and the changed ones on their way to it; the first changed page is the one the new
+    tokens begin in, so one page may be in both. ``plan.staging_bytes`` foretells what they take.
+    """
+
+    def __init__(self, host: HostPool, tokens: int) -> None:
+        g = host.geometry
+        self._host = host
+        self._start, self._end = host.total, host.total + tokens
+        self._changed, pages = self._start // g.page, g.pages(self._end)
+        # Zeros: what lies behind the last token goes to the host too, and recall copies whole pages.
+        self.all = torch.zeros((2, g.kv_heads, pages * g.page, g.d), dtype=g.dtype, device=host.device)
+        shape = (g.kv_heads, 2, g.page, g.d)
+        self.earlier = self.all.new_empty((g.pages(self._start), *shape))
+        self.new = self.all.new_empty((pages - self._changed, *shape))
+        self._aside = Aside(host.device)
+        self._fetched = -1
+
+    def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``Prefill.extended``"""
+        g = self._host.geometry
+        if layer != self._fetched:
+            self._fetch(layer)
+        self._aside.join()
+        pages = self.all.view(2, g.kv_heads, -1, g.page, g.d).permute(2, 1, 0, 3, 4)
+        pages[: len(self.earlier)].copy_(self.earlier)
+        keys, values = self.all[0, :, : self._end, : g.d_k], self.all[1, :, : self._end, : g.d_v]
+        keys[:, self._start :].copy_(key)
+        values[:, self._start :].copy_(value)
+        self.new.copy_(pages[self._changed :])
+        with self._aside():
+            _copy(self._host.pieces(layer, self._changed, len(pages)), self.new, to_device=False)
+        if layer + 1 < g.layers:
+            self._fetch(layer + 1)
+        return keys, values
+
+    def close(self) -> None:
+        """``Prefill.close``"""
+        self._aside.join()
+
+    def _fetch(self, layer: int) -> None:
+        with self._aside():
+            _copy(self._host.pieces(layer, 0, len(self.earlier)), self.earlier, to_device=True)
+        self._fetched = layer
+
+
+def _copy(pieces: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:
+    """Copy between host memory (uint8, cut into ``pieces``) and a buffer of the same bytes on the device."""
+    as_bytes, done = buffer.view(-1).view(torch.uint8), 0
+    for piece in pieces:
+        part = as_bytes[done : done + len(piece)]
+        to, source = (part, piece) if to_device else (piece, part)
+        to.copy_(source, non_blocking=True)
+        done += len(piece)

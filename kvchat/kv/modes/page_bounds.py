@@ -1,0 +1,97 @@
+"""Page digests: element-wise minimum and maximum of a page's keys, per KV head.
+
+Stored as ``[max | -min]`` so that an update is one ``maximum`` and Quest's bound one dot product:
+``sum_i max(q_i * max_i, q_i * min_i) = relu(q) . max + relu(-q) . (-min)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.host_pool import HostPool
+
+
+class Digests:
+    """Digests ``[layers, H, page, 2 * d_k]`` of the layers ``first`` to the last, kept where selection needs them.
+
+    They count the first ``tokens`` tokens.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
+        self.geometry = geometry
+        self.first = first
+        self.tokens = 0
+        self.data = torch.empty(
+            (geometry.layers - first, geometry.kv_heads, 0, 2 * geometry.d_k), dtype=geometry.dtype, device=device
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.data.nbytes
+
+    @property
+    def pages(self) -> int:
+        """Pages there is room for."""
+        return self.data.shape[2]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for the pages of ``tokens``; new ones are empty."""
+        if self.geometry.pages(tokens) > self.pages:
+            shape = (*self.data.shape[:2], self.geometry.pages(tokens) - self.pages, self.data.shape[3])
+            more = torch.full(shape, self._lowest, dtype=self.data.dtype, device=self.data.device)
+            self.data = torch.cat((self.data, more), 2)
+
+    def of(self, layer: int) -> Tensor:
+        """``[H, page, 2 * d_k]``"""
+        return self.data[layer - self.first]
+
+    def catch_up(self, host: HostPool) -> None:
+        """Count exactly what the host pool holds; what was counted and is still stored is not read again."""
+        g = self.geometry
+        begin, end = min(self.tokens, host.total) // g.page, g.pages(host.total)
+        self.reserve(g.grown(host.total))
+        self.data[:, :, begin:] = self._lowest
+        self.tokens = host.total
+        if begin == end:
+            return
+        for layer in range(self.first, g.layers):
+            keys = host.dense(layer, host.total, begin)[0]
+            self.of(layer)[:, begin:end] = _digest(keys, end - begin, g.page)
+
+    def renew(self, layer: int, start: int, keys: Tensor) -> None:
+        """Count a layer's tokens from ``start`` on, with the ``keys [H, n, d_k]`` of all that a prefill has at hand.
+
+        They are counted with the last layer, if all before them were; ``catch_up`` then reads back one page at most
+        (and clears what a forward that failed may have left behind it).
+        """
+        g = self.geometry
+        if start > self.tokens:
+            return
+        begin, end = start // g.page, g.pages(keys.shape[1])
+        self.reserve(g.grown(keys.shape[1]))
+        self.of(layer)[:, begin:end] = _digest(keys[:, begin * g.page :], end - begin, g.page)
+        if layer == g.layers - 1:
+            self.tokens = keys.shape[1]
+
+    def add(self, layer: int, page: Tensor, keys: Tensor) -> None:
+        """Widen the digest of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
+        digests = self.of(layer)
+        row = torch.cat((keys, -keys), -1).unsqueeze(1)
+        digests.index_copy_(1, page, torch.maximum(digests.index_select(1, page), row))
+
+    @property
+    def _lowest(self) -> float:
+        # Not -inf: relu(q) = 0 times it would be NaN.
+        return torch.finfo(self.geometry.dtype).min
+
+
+def _digest(keys: Tensor, pages: int, page: int) -> Tensor:
+    """``keys [H, n, d_k]`` -> ``[H, pages, 2 * d_k]``; the last page may be partly filled."""
+    heads, n, d_k = keys.shape
+    both = torch.cat((keys, -keys), -1)
+    lowest = torch.finfo(keys.dtype).min
+    padded = torch.nn.functional.pad(both, (0, 0, 0, pages * page - n), value=lowest)
+    return padded.view(heads, pages, page, 2 * d_k).amax(2)

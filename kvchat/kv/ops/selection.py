@@ -1,0 +1,134 @@
+"""Which pages a KV head wants next, and what has to move for it: score, top-k, diff (torch reference).
+
+All shapes are fixed, nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.memory.device_slots import EMPTY
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The pages ``first`` to ``last`` (0-d int64, inclusive), and ``closed [page]`` (bool), all others."""
+
+    first: int
+    last: Tensor
+    closed: Tensor
+
+    @classmethod
+    def between(cls, first: int, last: Tensor, pages: int) -> Candidates:
+        """Of ``pages`` pages those from ``first`` to ``last``."""
+        every = torch.arange(pages, device=last.device)
+        return cls(first, last, (every < first) | (every > last))
+
+
+def page_scores(query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+    """Upper bound of each page's attention logit (Quest's bound, FreeKV section 3.2), times ``scaling``.
+
+    Args:
+        query: ``[H_q, d_k]``.
+        digests: ``[H, page, 2 * d_k]``, ``[max | -min]``.
+        scaling: the layer's attention scale; the paper omits it, its published accurate program too (a departure).
+
+    Returns:
+        ``[H, G, page]``
+    """
+    parts = torch.cat((query.relu(), (-query).relu()), -1) * scaling
+    return torch.bmm(parts.view(digests.shape[0], -1, digests.shape[-1]), digests.transpose(1, 2))
+
+
+def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
+    """Which KV heads' queries turned: mean cosine over the group below ``tau`` (FreeKV section 3.3).
+
+    Args:
+        query: ``[H_q, d_k]``.
+        before: the last token's, ``[H_q, d_k]``.
+        kv_heads: H.
+        tau: threshold.
+
+    Returns:
+        bool ``[H]``.
+    """
+    query, before = query.float(), before.float()
+    norms = torch.linalg.vector_norm(query, dim=-1) * torch.linalg.vector_norm(before, dim=-1)
+    cosine = (query * before).sum(-1) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+    below: Tensor = cosine.view(kv_heads, -1).mean(1) < tau
+    return below
+
+
+def top_pages(scores: Tensor, closed: Tensor, k: int) -> Tensor:
+    """The ``k`` candidate pages of highest group-consistent weight, per KV head.
+
+    Softmax over the candidates in float32, mean over the group (FreeKV's MeanS).
+
+    Args:
+        scores: ``[H, G, page]``.
+        closed: the pages that are no candidates, bool ``[page]``.
+        k: pages to choose.
+
+    Returns:
+        ``[H, k]`` int64 page numbers, -1 where there are fewer candidates.
+    """
+    weights = scores.float().masked_fill(closed, float("-inf")).softmax(-1).mean(1)
+    # A page outside the candidates must lose against one whose weight underflowed to 0.
+    ranked = weights.masked_fill(closed, -1.0)
+    best, chosen = ranked.topk(min(k, ranked.shape[-1]), -1)
+    chosen = chosen.masked_fill(~(best >= 0), EMPTY)
+    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
+
+
+def place(wanted: Tensor, resident: Tensor) -> Tensor:
+    """Where the wanted pages go: what is resident stays in its slot, the rest takes the slots of what is not wanted.
+
+    Args:
+        wanted: ``[H, k]`` page numbers, -1 = none.
+        resident: ``[H, k]`` page held by each slot, -1 = none.
+
+    Returns:
+        ``[H, k]`` page that each slot is to hold, -1 = none.
+    """
+    same = (wanted[:, :, None] == resident[:, None, :]) & (wanted >= 0)[:, :, None]
+    kept = same.any(1)
+    missing = (wanted >= 0) & ~same.any(2)
+    free_first = kept.to(torch.int8).argsort(dim=-1, stable=True)
+    missing_first = (~missing).to(torch.int8).argsort(dim=-1, stable=True)
+    rank = torch.arange(wanted.shape[1], device=wanted.device)
+    incoming = torch.where(rank < missing.sum(-1, keepdim=True), wanted.gather(1, missing_first), EMPTY)
+    placed = torch.where(kept, resident, EMPTY)
+    return placed.scatter(1, free_first, torch.maximum(incoming, placed.gather(1, free_first)))
+
+
+def place_tokens(wanted: Tensor, resident: Tensor, tokens: int) -> Tensor:
+    """Where the wanted tokens go: what is resident stays in its slot, the rest takes empty slots, best first.
+
+    Slots of tokens that are no longer wanted become empty, but are not written to: attention may be reading them.
+
+    Args:
+        wanted: ``[C, k]`` distinct positions, best first, -1 = none; never position 0.
+        resident: ``[C, n]`` position held by each slot, -1 = empty.
+        tokens: more than the highest position.
+
+    Returns:
+        ``[C, n]`` position that each slot is to hold, -1 = none. Where empty slots are too few the last wait.
+    """
+    rows, n = resident.shape
+    slots = torch.arange(n, device=resident.device).expand(rows, n)
+    # Empty slots are noted at position 0, which nobody asks for.
+    slot_of = wanted.new_full((rows, tokens), EMPTY).scatter_(1, resident.clamp(min=0), slots)
+    at = slot_of.gather(1, wanted.clamp(min=0))
+    missing = (wanted >= 0) & (at < 0)
+    empty = resident < 0
+    empty_first = (~empty).to(torch.int8).argsort(dim=-1, stable=True)
+    rank = missing.cumsum(1) - 1
+    fits = missing & (rank < empty.sum(1, keepdim=True))
+    target = torch.where(fits, empty_first.gather(1, rank.clamp(min=0, max=n - 1)), at)
+    kept = (wanted >= 0) & (fits | ~missing)
+    # Tokens without a slot are collected in one column more, which is cut off.
+    placed = resident.new_full((rows, n + 1), EMPTY)
+    return placed.scatter_(1, torch.where(kept, target, n), wanted)[:, :n]

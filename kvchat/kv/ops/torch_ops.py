@@ -1,0 +1,218 @@
+"""The verbs of a decode step - append, attend, select, recall - in stock torch operations.
+
+The reference, and what runs on a CPU and wherever Triton does not. ``triton_ops`` has the same verbs as Triton kernels,
+held against these; ``verbs_for`` is the one place that chooses. All shapes are fixed but for what moves on a CPU: there
+the rows that changed are picked out first, which is free; a GPU would have to be asked for their number.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.host_pool import HostPool, gather, scatter
+from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.ops.selection import Candidates, page_scores, place, top_pages, turned
+
+
+class Verbs:
+    """What a step does with the host pool and slots. ``compact`` picks out the rows that move."""
+
+    name = "torch"
+
+    def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
+        self.geometry = geometry
+        self.host = host
+        self.compact = device.type == "cpu"
+        self._heads = torch.arange(geometry.kv_heads, device=device)
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """What is to be known about what a step runs with."""
+        stock = self._heads.is_cuda and self.name == Verbs.name and self.host.pinned
+        refusal = triton_refusal(self.geometry, self._heads.device) if stock else None
+        return (f"no Triton kernels: {refusal}",) if refusal else ()
+
+    def begin_step(self, position: Tensor) -> None:
+        """Before the first layer; ``position`` (0-d int64) of the new token."""
+        self.position = position
+        rows = self.host.row_index(position, self._heads)
+        self._host_rows = torch.cat((rows, rows + self.geometry.page))
+
+    # ---- append
+
+    def append(self, places: Sequence[Slots], layer: int, key: Tensor, value: Tensor) -> None:
+        """Write the new token's ``key [H, d_k]`` and ``value [H, d_v]`` to its slots and through to the host pool."""
+        kv = self._packed(key, value)
+        scatter(self.host.rows(layer), self._host_rows, kv.flatten(0, 1))
+        for slots in places:
+            slots.write(layer, kv)
+
+    def widen(self, digests: Digests, layer: int, page: Tensor, keys: Tensor) -> None:
+        """Widen the digest of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
+        digests.add(layer, page, keys)
+
+    # ---- attend
+
+    def attend(
+        self, slots: Slots, layer: int, query: Tensor, facts: LayerFacts, weigh: bool
+    ) -> tuple[Tensor, Weights | None]:
+        """Attention of the KV heads in ``slots``; notes what was read.
+
+        Args:
+            slots: where K and V lie; H is the number of its heads.
+            layer: which layer.
+            query: ``[H_q, d_k]`` of all heads of the model.
+            facts: the layer's attention rule.
+            weigh: whether the weights are wanted.
+
+        Returns:
+            ``[H, G, d_v]`` and the weights, None where they are not wanted.
+        """
+        g = self.geometry
+        bias = slots.bias(layer, self.position, facts.window)
+        grouped = slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0)
+        sinks = None if facts.sinks is None else slots.pick(layer, facts.sinks.view(g.kv_heads, g.group), 0)
+        attended, weights = attend(grouped, slots.keys(layer), slots.values(layer), bias, facts, sinks)
+        return attended, Weights(weights) if weigh else None
+
+    # ---- select
+
+    def page_scores(self, query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+        """``select.page_scores``: ``query [H_q, d_k]``, ``digests [H, page, 2 * d_k]`` -> ``[H, G, page]``."""
+        return page_scores(query, digests, scaling)
+
+    def turned(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
+        """``select.turned``: queries ``[H_q, d_k]`` -> bool ``[H]``."""
+        return turned(query, before, self.geometry.kv_heads, tau)
+
+    def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
+        """The pages that each slot is to hold next.
+
+        Args:
+            scores: ``[H, G, page]``.
+            candidates: which pages may be chosen.
+            resident: ``[H, k]`` page held by each slot, -1 = none.
+            flagged: the heads meant, bool ``[H]``; others keep what they hold. All, where not given.
+
+        Returns:
+            ``[H, k]``, -1 = none.
+        """
+        placed = place(top_pages(scores, candidates.closed, resident.shape[1]), resident)
+        return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
+
+    def open_pages(self, slots: Slots, layers: slice, first: int, last: Tensor) -> None:
+        """``Slots.open_pages``"""
+        slots.open_pages(layers, first, last)
+
+    # ---- recall
+
+    def move_pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
+        """Copy the pages ``placed [H, k]`` that are not ``resident [H, k]`` into the layer's page slots.
+
+        Adds the K/V pairs moved and wanted to ``counters [2]``.
+        """
+        g = self.geometry
+        changed = (placed != resident) & (placed >= 0)
+        _count(counters, changed, placed, g.page)
+        source = (placed.clamp(min=0) * g.kv_heads + slots.heads_of(layer)[:, None]) * 2
+        v_target = placed.shape[0] * slots.n // g.page
+        self._move(self.host.blocks(layer), slots.blocks(layer), source, 1, slots.page_blocks, v_target, changed)
+
+    def move_tokens(
+        self, slots: Slots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
+    ) -> None:
+        """Copy the tokens ``placed [H, n]`` that are not ``resident [H, n]`` into the layer's slots from ``first`` on.
+
+        Adds the K/V pairs moved and wanted to ``counters [2]``.
+        """
+        changed = (placed != resident) & (placed >= 0)
+        _count(counters, changed, placed)
+        width, n = placed.shape
+        source = self.host.row_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
+        row = torch.arange(width, device=placed.device)[:, None]
+        target = row * slots.n + first + torch.arange(n, device=placed.device)
+        rows, page = slots.rows(layer), self.geometry.page
+        self._move(self.host.rows(layer), rows, source, page, target, width * slots.n, changed)
+
+    def move_shared(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+        """Copy the tokens ``positions [m]`` into slots ``targets [m]`` of every head and layer, where ``taken [m]``."""
+        g, layout = self.geometry, slots.layout
+        # Rows that do not move are read too, and those of positions not stored yet may be no memory of the device's.
+        source = self.host.row_index(positions * taken, slots.heads_of(layout.first)[:, None])
+        width = len(source)
+        target = torch.arange(width, device=targets.device)[:, None] * slots.n + targets
+        changed = taken.expand(width, -1)
+        for layer in range(layout.first, layout.last):
+            rows = slots.rows(layer)
+            self._move(self.host.rows(layer), rows, source, g.page, target, width * slots.n, changed)
+
+    def move_picked(self, slots: Slots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
+        """Copy tokens ``positions [m]`` of the heads in ``rows [m]`` of ``slots`` to slots ``targets [m]``.
+
+        For use between steps.
+        """
+        heads = slots.heads_of(layer)
+        source, target = self.host.row_index(positions, heads[rows]), rows * slots.n + targets
+        self._copy(self.host.rows(layer), slots.rows(layer), source, self.geometry.page, target, len(heads) * slots.n)
+
+    # ---- inside
+
+    def _move(
+        self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int, changed: Tensor
+    ) -> None:
+        """Copy rows ``source`` to rows ``target`` where ``changed``; V lies ``v_source`` and ``v_target`` rows further.
+
+        Without picking them out, rows that do not change get once more what they hold.
+        """
+        if self.compact or not self.host.pinned:
+            self._copy(host, slots, source[changed], v_source, target[changed], v_target)
+            return
+        both = torch.cat((target.flatten(), target.flatten() + v_target))
+        fresh = gather(host, torch.cat((source.flatten(), source.flatten() + v_source)))
+        held = slots.index_select(0, both)
+        slots.index_copy_(0, both, torch.where(changed.flatten().repeat(2)[:, None], fresh, held))
+
+    def _copy(self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int) -> None:
+        both = torch.cat((source, source + v_source))
+        slots.index_copy_(0, torch.cat((target, target + v_target)), gather(host, both))
+
+    def _packed(self, key: Tensor, value: Tensor) -> Tensor:
+        """K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2, H, d]``."""
+        d = self.geometry.d
+        if key.shape[-1] != value.shape[-1]:
+            pad = torch.nn.functional.pad
+            key, value = pad(key, (0, d - key.shape[-1])), pad(value, (0, d - value.shape[-1]))
+        return torch.stack((key, value))
+
+
+def verbs_for(geometry: Geometry, host: HostPool, device: torch.device) -> Verbs:
+    """The verbs for a device: Triton's where it runs, else stock torch operations; only those take a pageable pool."""
+    if device.type == "cuda" and host.pinned and not triton_refusal(geometry, device):
+        from kvchat.kv.ops.triton_ops import TritonVerbs
+
+        return TritonVerbs(geometry, host, device)
+    return Verbs(geometry, host, device)
+
+
+def triton_refusal(geometry: Geometry, device: torch.device) -> str:
+    """Why the Triton kernels cannot serve a model on a CUDA device, empty if they can; the first call tries them."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if geometry.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
+    from kvchat.kv.ops.verify import failure
+
+    return failure(geometry, device)
+
+
+def _count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:
+    """Note what moves and what is wanted, ``pairs`` K/V pairs each."""
+    counters.add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=pairs)

@@ -1,0 +1,266 @@
+"""recall: host pool -> slots, by programs that read pinned host memory as if it were the device's.
+
+A handful of programs keeps the link busy; more would only take room from the model's own kernels, so their number is
+measured (``calibrate_ctas``). What does not change is not read, and nobody has to be told how much that is.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY, Slots
+from kvchat.kv.ops.triton.language import host_row, padded
+
+# Elements of K, and as many of V, that a program has under way at a time: 16 KiB of half precision.
+PIECE = 4096
+# Rows are smaller than pages, so that a program has less under way.
+TOKENS = 32
+TOKEN_CTAS = 2
+CTAS = (1, 2, 4, 8, 16, 32)
+DEFAULT_CTAS = 16
+ENOUGH = 0.95  # of the best rate
+MEASURED_PAGES = 512  # 8 MiB: 1 ms for one program at the 8.5 GB/s that a prototype's reached
+
+
+@triton.jit(do_not_specialize=["pairs", "k", "n"], do_not_specialize_on_alignment=["heads", "counters"])
+def _move_pages(
+    host,
+    slots,
+    placed,
+    resident,
+    heads,
+    counters,
+    pairs,
+    k,
+    n,
+    PICKED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Every program finds out what moves and takes its share of it."""
+    pair = tl.arange(0, PAIRS)
+    new = tl.load(placed + pair, mask=pair < pairs, other=-1)
+    old = tl.load(resident + pair, mask=pair < pairs, other=-1)
+    changed = ((new != old) & (new >= 0)).to(tl.int32)
+    upto = tl.cumsum(changed, 0)
+    moved = tl.sum(changed, 0)
+    if tl.program_id(0) == 0:
+        wanted = tl.sum((new >= 0).to(tl.int32), 0)
+        tl.atomic_add(counters, (moved * PAGE).to(tl.int64), sem="relaxed")
+        tl.atomic_add(counters + 1, (wanted * PAGE).to(tl.int64), sem="relaxed")
+    v_slots = slots + (pairs // k).to(tl.int64) * n * D
+    pieces: tl.constexpr = (PAGE * D + PIECE - 1) // PIECE
+    for item in range(tl.program_id(0), moved * pieces, tl.num_programs(0)):
+        # The pair before which as many have changed.
+        which = tl.sum((upto <= item // pieces).to(tl.int32), 0)
+        row = which // k
+        head = tl.load(heads + row) if PICKED else row
+        source = (tl.load(placed + which).to(tl.int64) * KV_HEADS + head) * (2 * PAGE * D)
+        target = (row.to(tl.int64) * (n // PAGE) + which % k) * (PAGE * D)
+        at = (item % pieces) * PIECE + tl.arange(0, PIECE)
+        inside = at < PAGE * D
+        keys = tl.load(host + source + at, mask=inside)
+        values = tl.load(host + source + PAGE * D + at, mask=inside)
+        tl.store(slots + target + at, keys, mask=inside)
+        tl.store(v_slots + target + at, values, mask=inside)
+
+
+@triton.jit
+def _copy_tokens(
+    host,
+    slots,
+    position,
+    head,
+    target,
+    v_rows,
+    moves,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Rows of K and V of tokens ``position [m]`` of one head to rows ``target [m]`` where it ``moves [m]``."""
+    col = tl.arange(0, COLS)
+    source = host + host_row(position, head, KV_HEADS, PAGE)[:, None] * D + col[None, :]
+    goal = slots + target[:, None] * D + col[None, :]
+    mask = moves[:, None] & (col < D)[None, :]
+    keys = tl.load(source, mask=mask)
+    values = tl.load(source + PAGE * D, mask=mask)
+    tl.store(goal, keys, mask=mask)
+    tl.store(goal + v_rows * D, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["width", "length", "n", "first"], do_not_specialize_on_alignment=["heads", "counters"])
+def _move_tokens(
+    host,
+    slots,
+    placed,
+    resident,
+    heads,
+    counters,
+    width,
+    length,
+    n,
+    first,
+    PICKED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    COLS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    moved = tl.zeros((TOKENS,), tl.int32)
+    wanted = tl.zeros((TOKENS,), tl.int32)
+    tiles = tl.cdiv(length, TOKENS)
+    for tile in range(tl.program_id(0), width * tiles, tl.num_programs(0)):
+        row = (tile // tiles).to(tl.int64)
+        index = (tile % tiles) * TOKENS + tl.arange(0, TOKENS)
+        new = tl.load(placed + row * length + index, mask=index < length, other=-1)
+        old = tl.load(resident + row * length + index, mask=index < length, other=-1)
+        moves = (new != old) & (new >= 0)
+        head = tl.load(heads + row) if PICKED else row
+        target = row * n + first + index
+        v_rows = width.to(tl.int64) * n
+        _copy_tokens(host, slots, new, head, target, v_rows, moves, KV_HEADS, PAGE, D, COLS)
+        moved += moves.to(tl.int32)
+        wanted += (new >= 0).to(tl.int32)
+    tl.atomic_add(counters, tl.sum(moved, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counters + 1, tl.sum(wanted, 0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["m", "n"], do_not_specialize_on_alignment=["heads"])
+def _move_shared(
+    host,
+    slots,
+    positions,
+    targets,
+    taken,
+    heads,
+    m,
+    n,
+    PICKED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    COLS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    moves = tl.load(taken + index, mask=index < m, other=0) != 0
+    position = tl.load(positions + index, mask=moves, other=0)
+    target = row * n + tl.load(targets + index, mask=moves, other=0)
+    head = tl.load(heads + row) if PICKED else row
+    v_rows = tl.num_programs(0).to(tl.int64) * n
+    _copy_tokens(host, slots, position, head, target, v_rows, moves, KV_HEADS, PAGE, D, COLS)
+
+
+def move_pages(
+    host_blocks: Tensor, slots: Slots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
+) -> None:
+    """``Verbs.move_pages`` by ``ctas`` programs."""
+    placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
+    pairs = placed.numel()
+    shape = slots.heads is not None, g.kv_heads, g.page, g.d, padded(pairs), _piece(g.page * g.d)
+    tensors = host_blocks, slots.blocks(layer), placed, resident, slots.heads_of(layer), counters
+    if pairs:
+        _move_pages[(ctas,)](*tensors, pairs, placed.shape[1], slots.n, *shape, num_warps=4)
+
+
+def move_tokens(
+    host_rows: Tensor,
+    slots: Slots,
+    layer: int,
+    first: int,
+    placed: Tensor,
+    resident: Tensor,
+    counters: Tensor,
+    ctas: int,
+) -> None:
+    """``Verbs.move_tokens`` by twice ``ctas`` programs."""
+    placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
+    width, length = placed.shape
+    grid = (min(TOKEN_CTAS * ctas, width * triton.cdiv(length, TOKENS)),)
+    tensors = host_rows, slots.rows(layer), placed, resident, slots.heads_of(layer), counters
+    if placed.numel():
+        _move_tokens[grid](*tensors, width, length, slots.n, first, *_token_shape(slots, g), num_warps=4)
+
+
+def move_shared(host_rows: Tensor, slots: Slots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+    """``Verbs.move_shared`` for one layer."""
+    m, heads, g = len(positions), slots.heads_of(layer), slots.geometry
+    tensors = host_rows, slots.rows(layer), positions, targets, taken.view(torch.uint8), heads
+    if m:
+        grid = len(heads), triton.cdiv(m, TOKENS)
+        _move_shared[grid](*tensors, m, slots.n, *_token_shape(slots, g), num_warps=4)
+
+
+def _token_shape(slots: Slots, g: Geometry) -> tuple[bool, int, int, int, int, int]:
+    return slots.heads is not None, g.kv_heads, g.page, g.d, padded(g.d), TOKENS
+
+
+def _piece(elements: int) -> int:
+    return min(PIECE, padded(elements))
+
+
+# ---- how many programs
+
+
+def recall_rates(source: Tensor, target: Tensor, counts: tuple[int, ...] = CTAS) -> dict[int, float]:
+    """Bytes a second that ``move_pages`` brings from host memory, by its number of programs; a few milliseconds.
+
+    ``source [pages, 2, p, d]`` are pages of one KV head in host memory as the device sees it, ``target [2, pages, p,
+    d]`` as many of slots. Asks the device.
+    """
+    pages, _, p, d = source.shape
+    placed = torch.arange(pages, device=target.device)
+    resident = torch.full_like(placed, EMPTY)
+    counters = torch.zeros(2, dtype=torch.int64, device=target.device)
+    shape = False, 1, p, d, padded(pages), _piece(p * d)
+
+    def move(ctas: int) -> None:
+        tensors = source, target, placed, resident, placed, counters
+        _move_pages[(ctas,)](*tensors, pages, pages, pages * p, *shape, num_warps=4)
+
+    move(max(counts))
+    return {ctas: source.nbytes / _seconds(functools.partial(move, ctas)) for ctas in counts}
+
+
+def calibrate_ctas(rates: dict[int, float]) -> int:
+    """The fewest programs that reach ``ENOUGH`` of the best rate."""
+    return min(ctas for ctas, rate in rates.items() if rate >= ENOUGH * max(rates.values()))
+
+
+@functools.cache
+def measured_ctas(device: torch.device) -> int:
+    """``calibrate_ctas`` for a CUDA device, measured once; ``DEFAULT_CTAS`` where host memory cannot be pinned."""
+    shape = MEASURED_PAGES, 2, 32, 128
+    try:
+        source = torch.empty(shape, dtype=torch.float16, pin_memory=True)
+    except RuntimeError:
+        return DEFAULT_CTAS
+    target = torch.empty(source.numel(), dtype=torch.float16, device=device)
+    with torch.cuda.device(device):
+        return calibrate_ctas(recall_rates(source, target))
+
+
+def _seconds(work: functools.partial[None]) -> float:
+    """How long the device takes for it, the better of two."""
+    times: list[float] = []
+    for _ in range(2):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) / 1e3)
+    return min(times)

@@ -1,0 +1,213 @@
+"""select: which queries turned, which pages a KV head wants next, where they go, and which of their tokens are open.
+
+The best pages are found without sorting: weights are positive, so their bits compare as they do, and a binary search
+over bits finds the k-th; one program a KV head, which stops paying beyond ``MOST_PAGES``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.ops.triton.append import with_dense_rows
+from kvchat.kv.ops.triton.language import LOWEST, padded
+
+LEAST_PAGES = 1024  # that the kernel is compiled for; anew at each doubling
+MOST_PAGES = 8192
+MOST_CHOSEN = 128
+SCORED_PAGES = 32
+OPENED = 256
+
+
+@triton.jit(do_not_specialize=["pages"])
+def _page_scores(
+    query,
+    digests,
+    scores,
+    pages,
+    query_stride,
+    scaling,
+    GROUP: tl.constexpr,
+    D_K: tl.constexpr,
+    COLS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+    col = tl.arange(0, COLS)
+    inside = (page < pages)[:, None] & (col < D_K)[None, :]
+    highest = digests + (head * pages + page)[:, None] * (2 * D_K) + col[None, :]
+    # An empty page's digest is the lowest number there is, which times a query would be infinite.
+    high = tl.maximum(tl.load(highest, mask=inside, other=0.0).to(tl.float32), LOWEST)
+    low = tl.maximum(tl.load(highest + D_K, mask=inside, other=0.0).to(tl.float32), LOWEST)
+    for g in range(GROUP):
+        q = tl.load(query + (head * GROUP + g) * query_stride + col, mask=col < D_K, other=0.0).to(tl.float32)
+        bound = high * tl.maximum(q, 0.0)[None, :] + low * tl.maximum(-q, 0.0)[None, :]
+        tl.store(scores + (head * GROUP + g) * pages + page, tl.sum(bound, 1) * scaling, mask=page < pages)
+
+
+@triton.jit
+def _turned(
+    query,
+    before,
+    flags,
+    query_stride,
+    before_stride,
+    tau,
+    GROUP: tl.constexpr,
+    D_K: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    g, col = tl.arange(0, GROUP_ROWS), tl.arange(0, COLS)
+    inside = (g < GROUP)[:, None] & (col < D_K)[None, :]
+    row = (head * GROUP + g)[:, None]
+    a = tl.load(query + row * query_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(before + row * before_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    norms = tl.sqrt(tl.sum(a * a, 1)) * tl.sqrt(tl.sum(b * b, 1))
+    cosine = tl.sum(a * b, 1) / tl.maximum(norms, 1.1754943508222875e-38)
+    tl.store(flags + head, (tl.sum(cosine, 0) / GROUP < tau).to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["first", "pages", "k"])
+def _choose(
+    scores,
+    first,
+    last,
+    resident,
+    flagged,
+    best,
+    chosen,
+    pages,
+    k,
+    FLAGGED: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGES: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, CHOSEN)
+    held = tl.load(resident + head * k + slot, mask=slot < k, other=-1).to(tl.int32)
+    meant = True
+    if FLAGGED:
+        meant = tl.load(flagged + head) != 0
+    if meant:
+        page = tl.arange(0, PAGES)
+        candidate = (page < pages) & (page >= first) & (page <= tl.load(last))
+        weight = _mean_weight(scores + head * GROUP * pages, candidate, page, pages, GROUP)
+        taken = _top(weight, candidate, k)
+        order = tl.cumsum(taken, 0)
+        tl.store(best + head * k + order - 1, page, mask=taken > 0)
+        # The list is read by other threads than wrote it.
+        tl.debug_barrier()
+        wanted = tl.load(best + head * k + slot, mask=slot < tl.sum(taken, 0), other=-1)
+        held = _placed(wanted, held, slot < k)
+    tl.store(chosen + head * k + slot, held.to(tl.int64), mask=slot < k)
+
+
+@triton.jit
+def _mean_weight(scores, candidate, page, pages, GROUP: tl.constexpr):
+    """Softmax over the candidates, summed over the group; 0 or no number elsewhere."""
+    weight = tl.zeros(page.shape, tl.float32)
+    for g in range(GROUP):
+        score = tl.load(scores + g * pages + page, mask=candidate, other=LOWEST).to(tl.float32)
+        share = tl.where(candidate, tl.exp(score - tl.max(score, 0)), 0.0)
+        weight += share / tl.maximum(tl.sum(share, 0), 1e-30)
+    return weight
+
+
+@triton.jit
+def _top(weight, candidate, k):
+    """1 for the ``k`` candidates of highest weight, or for all where they are fewer; of equals the first."""
+    bits = tl.where(candidate, weight.to(tl.int32, bitcast=True), -1)
+    bound = tl.zeros((), tl.int32)
+    step = tl.full((), 1 << 30, tl.int32)
+    for _ in range(31):
+        higher = bound | step
+        bound = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= k, higher, bound)
+        step = step >> 1
+    above = (bits > bound).to(tl.int32)
+    at = (bits == bound).to(tl.int32)
+    room = k - tl.sum(above, 0)
+    return above + tl.where(tl.cumsum(at, 0) <= room, at, 0)
+
+
+@triton.jit
+def _placed(wanted, held, is_slot):
+    """``select.place``: what is held and wanted stays, the i-th missing page goes to the i-th free slot."""
+    same = ((wanted[:, None] == held[None, :]) & (wanted >= 0)[:, None]).to(tl.int32)
+    missing = ((wanted >= 0) & (tl.max(same, 1) == 0)).to(tl.int32)
+    free = (is_slot & (tl.max(same, 0) == 0)).to(tl.int32)
+    of_missing = tl.where(missing > 0, tl.cumsum(missing, 0), -1)
+    of_free = tl.where(free > 0, tl.cumsum(free, 0), 0)
+    meet = of_missing[:, None] == of_free[None, :]
+    incoming = tl.sum(tl.where(meet, wanted[:, None] + 1, 0), 0) - 1
+    return tl.where(free > 0, incoming, held)
+
+
+@triton.jit(do_not_specialize=["k", "n", "first"])
+def _open_pages(table, pages, last, k, n, first, PAGE: tl.constexpr, SLOTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    inside = slot < k * PAGE
+    page = tl.load(pages + row * k + slot // PAGE, mask=inside, other=-1)
+    token = page * PAGE + slot % PAGE
+    is_open = (page >= 0) & (token >= first) & (token <= tl.load(last))
+    tl.store(table + row * n + slot, tl.where(is_open, token, -1).to(tl.int32), mask=inside)
+
+
+def page_scores(query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+    """``select.page_scores`` in float32, whatever the dtype of the query."""
+    query, digests = with_dense_rows(query), digests.contiguous()
+    heads, pages, d_k = digests.shape[0], digests.shape[1], query.shape[1]
+    group = len(query) // heads
+    scores = torch.empty((heads, group, pages), dtype=torch.float32, device=query.device)
+    grid = heads, triton.cdiv(pages, SCORED_PAGES)
+    shape = group, d_k, padded(d_k), SCORED_PAGES
+    _page_scores[grid](query, digests, scores, pages, query.stride(0), scaling, *shape, num_warps=4)
+    return scores
+
+
+def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
+    """``select.turned``"""
+    query, before = with_dense_rows(query), with_dense_rows(before)
+    flags = torch.empty(kv_heads, dtype=torch.bool, device=query.device)
+    group, d_k = len(query) // kv_heads, query.shape[1]
+    strides, shape = (query.stride(0), before.stride(0)), (triton.next_power_of_2(group), padded(d_k))
+    _turned[(kv_heads,)](query, before, flags.view(torch.uint8), *strides, tau, group, d_k, *shape, num_warps=1)
+    return flags
+
+
+def choosable(pages: int, k: int) -> bool:
+    """Can one program choose ``k`` of so many pages?"""
+    return pages <= MOST_PAGES and k <= MOST_CHOSEN
+
+
+def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None) -> Tensor:
+    """``Verbs.choose`` where it is ``choosable``; programs of heads that are not ``flagged`` leave at once."""
+    heads, group, pages = scores.shape
+    k = resident.shape[1]
+    resident = resident.contiguous()
+    chosen = torch.empty_like(resident)
+    best = torch.empty((heads, k), dtype=torch.int32, device=scores.device)
+    flags = best if flagged is None else flagged.view(torch.uint8)
+    shape = flagged is not None, group, max(LEAST_PAGES, padded(pages)), padded(k)
+    warps = 4 if pages <= 2048 and k <= 64 else 8
+    _choose[(heads,)](
+        scores, candidates.first, candidates.last, resident, flags, best, chosen, pages, k, *shape, num_warps=warps
+    )
+    return chosen
+
+
+def open_pages(slots: Slots, layers: slice, first: int, last: Tensor) -> None:
+    """``Verbs.open_pages``"""
+    pages, table = slots.pages[layers], slots.table[layers]
+    k = pages.shape[2]
+    if pages.numel():
+        grid = pages.shape[0] * pages.shape[1], triton.cdiv(slots.offset, OPENED)
+        _open_pages[grid](table, pages, last, k, slots.n, first, slots.geometry.page, OPENED, num_warps=4)

@@ -1,0 +1,119 @@
+"""The verbs of ``kvchat.kv.ops.torch_ops`` as Triton kernels: same tensors in, same tensors out.
+
+Everything runs on the stream that is current, allocates only there, and asks the device nothing, so that a step can be
+captured in a CUDA graph and recall can run beside the model. What changes from step to step is in tensors, what changes
+rarely (slots, pages) in integers that no kernel is compiled for: once a mode has decoded a token nothing is compiled,
+but for choosing pages when their number passes 1,024 and each doubling of it.
+``page_scores`` are float32 here; the rest is to rounding what stock torch operations give, and the same bits each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.attention import Weights
+from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.ops.torch_ops import Verbs
+from kvchat.kv.ops.triton import append, attend, recall, select
+
+# Programs of one attention: a few for each of a GPU's multiprocessors, so that none waits for long.
+PROGRAMS_PER_UNIT = 4
+PROGRAMS_ON_A_CPU = 64
+
+
+class TritonVerbs(Verbs):
+    """Verbs for bfloat16 and float16 on a CUDA device, and for any dtype in Triton's interpreter.
+
+    ``ctas`` programs recall, at most ``programs`` attend, in tiles of ``tile`` elements. A pageable host pool is not
+    the device's to address: what touches it is then left to stock torch operations.
+    """
+
+    name = "triton"
+
+    def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
+        super().__init__(geometry, host, device)
+        # Triton launches on the current device, not on its operands'.
+        self._on: AbstractContextManager[object] = nullcontext()
+        self.ctas, self.programs = recall.DEFAULT_CTAS, PROGRAMS_ON_A_CPU
+        self.tile = attend.tile_of(device)
+        if device.type == "cuda":
+            self._on = torch.cuda.device(device)
+            self.ctas = recall.measured_ctas(device)
+            units = torch.cuda.get_device_properties(device).multi_processor_count
+            self.programs = PROGRAMS_PER_UNIT * units
+
+    def begin_step(self, position: Tensor) -> None:
+        if self.host.pinned:
+            self.position = position
+        else:
+            super().begin_step(position)
+
+    def append(self, places: Sequence[Slots], layer: int, key: Tensor, value: Tensor) -> None:
+        if not self.host.pinned:
+            super().append(places, layer, key, value)
+            return
+        with self._on:
+            for slots in places:
+                append.append(slots, self.host.rows(layer), layer, self.position, key, value, self.geometry)
+
+    def widen(self, digests: Digests, layer: int, page: Tensor, keys: Tensor) -> None:
+        with self._on:
+            append.widen(digests, layer, page, keys)
+
+    def attend(
+        self, slots: Slots, layer: int, query: Tensor, facts: LayerFacts, weigh: bool
+    ) -> tuple[Tensor, Weights | None]:
+        with self._on:
+            sizes = self.geometry, self.programs, self.tile
+            return attend.attend(slots, layer, self.position, query, facts, weigh, *sizes)
+
+    def page_scores(self, query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+        with self._on:
+            return select.page_scores(query, digests, scaling)
+
+    def turned(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
+        with self._on:
+            return select.turned(query, before, self.geometry.kv_heads, tau)
+
+    def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
+        if not select.choosable(scores.shape[2], resident.shape[1]):
+            return super().choose(scores, candidates, resident, flagged)
+        with self._on:
+            return select.choose(scores, candidates, resident, flagged)
+
+    def open_pages(self, slots: Slots, layers: slice, first: int, last: Tensor) -> None:
+        with self._on:
+            select.open_pages(slots, layers, first, last)
+
+    def move_pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
+        if not self.host.pinned:
+            super().move_pages(slots, layer, placed, resident, counters)
+            return
+        with self._on:
+            recall.move_pages(self.host.blocks(layer), slots, layer, placed, resident, counters, self.ctas)
+
+    def move_tokens(
+        self, slots: Slots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
+    ) -> None:
+        if not self.host.pinned:
+            super().move_tokens(slots, layer, first, placed, resident, counters)
+            return
+        with self._on:
+            recall.move_tokens(self.host.rows(layer), slots, layer, first, placed, resident, counters, self.ctas)
+
+    def move_shared(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+        if not self.host.pinned:
+            super().move_shared(slots, positions, targets, taken)
+            return
+        with self._on:
+            for layer in range(slots.layout.first, slots.layout.last):
+                recall.move_shared(self.host.rows(layer), slots, layer, positions, targets, taken)

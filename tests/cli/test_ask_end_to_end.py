@@ -1,0 +1,100 @@
+"""``kvchat ask`` and the engine's process with the bundled model, as a person starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvchat.protocol import messages
+from kvchat.protocol.messages import Chat, Finished, Load, Sampling, Switch, Switched, Turn
+
+pytestmark = pytest.mark.slow
+GREEDY = ("--temperature", "0")
+
+
+def ask(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    env = {**os.environ, "TERM": "dumb"}
+    command = [sys.executable, "-m", "kvchat", "ask", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=120, env=env)
+
+
+def test_a_question_is_answered_and_nothing_else_is_printed() -> None:
+    plain = ask("What is the capital of France?", *GREEDY)
+    assert (plain.returncode, plain.stderr) == (0, b"")
+    as_json = ask("--json", *GREEDY, stdin=b"What is the capital of France?\n")
+    assert (as_json.returncode, as_json.stderr) == (0, b"")
+    result = json.loads(as_json.stdout)
+    assert plain.stdout.decode() == result["text"] + "\n"
+    assert (result["mode"], result["finish_reason"]) == ("full", "eos")
+    assert len(result["token_ids"]) == result["stats"]["generated_tokens"] > 0
+
+
+def test_the_same_seed_gives_the_same_text_and_switches_are_counted() -> None:
+    flags = ("Tell me a story.", "--json", "--seed", "3", "--max-new-tokens", "24")
+    switches = ("--switch-at", "8:speculative,budget=128", "--switch-at", "16:streaming")
+    one, two = (json.loads(ask(*flags, *switches).stdout) for _ in range(2))
+    assert one["text"] == two["text"]
+    assert [(s["at"], s["mode"]) for s in one["stats"]["switches"]] == [(8, "speculative"), (16, "streaming")]
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "code", "said"),
+    [
+        (["hi", "-m", "/no/such/model"], b"", 2, "/no/such/model"),
+        (["hi", "--mode", "streaming", "--param", "sink=64", "--param", "window=64", "--budget", "64"], b"", 2, "64"),
+        ([], b"word " * 1_000_000, 3, "context"),
+    ],
+    ids=["no such model", "budget below sinks and window", "5 MB paste"],
+)
+def test_what_cannot_be_done_is_said_in_one_line(args: list[str], stdin: bytes, code: int, said: str) -> None:
+    result = ask(*args, stdin=stdin)
+    assert (result.returncode, result.stdout) == (code, b"")
+    assert result.stderr.startswith(b"kvchat: ")
+    assert said in result.stderr.decode()
+    assert result.stderr.count(b"\n") == 1
+
+
+def test_ctrl_c_keeps_what_is_there() -> None:
+    command = [sys.executable, "-m", "kvchat", "ask", "Count to a thousand.", "--max-new-tokens", "4000", "--stop", "~"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout
+        assert child.stderr
+        assert child.stdout.read(1)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(20) == 130
+        assert child.stdout.read().endswith(b"\n")
+        assert child.stderr.read() == b""
+
+
+def test_the_engines_process_answers_switches_and_leaves(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "kvchat.engine.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+        ) as child,
+    ):
+        assert child.stdin
+        assert child.stdout
+        chat = Chat((Turn("user", "Hello!"),), Sampling(temperature=0, max_new_tokens=8))
+        commands = (Load(), chat, Switch("speculative", {"budget": 256}), chat)
+        child.stdin.write(b"".join(map(messages.encode, commands)))
+        child.stdin.flush()
+        events: list[messages.Message | None] = []
+        while sum(isinstance(e, Finished) for e in events) < 2:
+            events.append(messages.read(child.stdout))
+            assert events[-1] is not None, (tmp_path / "log").read_text()
+        first, second = (e for e in events if isinstance(e, Finished))
+        assert first.text == second.text
+        assert [(e.before, e.mode) for e in events if isinstance(e, Switched)] == [("full", "speculative")]
+        began = time.monotonic()
+        child.stdin.close()
+        assert child.wait(10) == 0
+        assert time.monotonic() - began < 5
+    assert (tmp_path / "log").read_text() == ""

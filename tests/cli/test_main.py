@@ -1,0 +1,411 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.fake_session import PIECES, FakeSession
+
+import kvchat
+from kvchat import paths
+from kvchat.cli import main
+from kvchat.config.modes import PARAMETERS
+from kvchat.errors import DoesNotFitError, EngineError
+from kvchat.protocol.messages import Sampling, Turn
+from kvchat.tui import app
+from kvchat.tui.config import AppConfig
+
+ANSWER = "".join(PIECES)
+
+
+class Terminal(io.TextIOWrapper):
+    """Stdin of somebody at a keyboard who types nothing."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    session = FakeSession()
+    monkeypatch.setitem(vars(kvchat), "load", session.load)
+    return session
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    def run(*args: str, stdin: bytes | None = None) -> Outcome:
+        stream = io.TextIOWrapper(io.BytesIO(stdin)) if stdin is not None else Terminal(io.BytesIO())
+        monkeypatch.setattr(sys, "stdin", stream)
+        monkeypatch.setattr(sys, "argv", ["kvchat", *args])
+        with pytest.raises(SystemExit) as caught:
+            main.main()
+        return Outcome(int(caught.value.code or 0), *capfd.readouterr())
+
+    return run
+
+
+def prompt(session: FakeSession) -> str:
+    return session.asked[-1][0][-1].content
+
+
+# ---- ask -------------------------------------------------------------------------------------------
+
+
+def test_ask_prints_the_text_and_nothing_else(run: Run, session: FakeSession) -> None:
+    assert run("ask", "hello") == (0, ANSWER + "\n", "")
+    assert session.asked == [((Turn("user", "hello"),), Sampling())]
+    loaded = {"model": "bundled", "device": "auto", "dtype": "auto", "mode": "full", "mode_params": {}}
+    assert session.loaded == loaded
+    assert session.closed
+
+
+def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:
+    session.notes = ("It has no chat template.",)
+    assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: It has no chat template.\n")
+
+
+def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
+    command = [sys.executable, "-m", "kvchat", "modes"]
+    with open("/dev/full", "w") as full:
+        outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (outcome.returncode, outcome.stderr) == (
+        1,
+        "kvchat: The output cannot be written. No space left on device.\n",
+    )
+
+
+def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
+    flags = shlex.split(
+        "ask hello -m there --device cpu --dtype bfloat16 --mode speculative --budget 512 --param tau=0.5"
+        " --system Short. --max-new-tokens 9 --temperature 0 --top-k 3 --top-p 0.5 --min-p 0.1"
+        " --repetition-penalty 1.1 --seed 0 --stop a --stop b"
+    )
+    assert run(*flags).err == ""
+    mode_params = session.loaded.pop("mode_params")
+    assert session.loaded == {"model": "there", "device": "cpu", "dtype": "bfloat16", "mode": "speculative"}
+    assert mode_params["speculative"] == {"budget": 512, "tau": 0.5}
+    assert mode_params["streaming"] == {"budget": 512}
+    turns, sampling = session.asked[0]
+    assert turns == (Turn("system", "Short."), Turn("user", "hello"))
+    assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, 0, ("a", "b"), 9)
+
+
+def test_text_comes_as_it_is_generated(run: Run, session: FakeSession, capfd: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    session.on_token = lambda _session, _n: seen.append(capfd.readouterr().out)
+    run("ask", "hello")
+    assert tuple(seen) == ("", *PIECES[:-1])
+
+
+def test_json_is_one_object_with_the_promised_keys(run: Run, session: FakeSession) -> None:
+    result = json.loads(run("ask", "hello", "--json", "--mode", "streaming").out)
+    stats = result.pop("stats")
+    assert result == {
+        "text": ANSWER,
+        "token_ids": [100, 101, 102, 103, 104],
+        "model": "fake",
+        "mode": "streaming",
+        "finish_reason": "eos",
+    }
+    promised = "prompt_tokens generated_tokens total_tokens active_tokens ttft_s prefill_tokens_per_s"
+    promised += " decode_tokens_per_s kv_device_bytes kv_host_bytes recalled_bytes recall_hit_rate corrections switches"
+    assert set(promised.split()) <= set(stats)
+    assert (stats["prompt_tokens"], stats["generated_tokens"], stats["switches"]) == (7, 5, [])
+
+
+def test_stats_go_to_stderr(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--stats")
+    assert outcome.out == ANSWER + "\n"
+    rows = dict(line.split() for line in outcome.err.splitlines())
+    assert (rows["generated_tokens"], rows["ttft_s"], rows["switches"]) == ("5", "-", "0")
+
+
+def test_piped_text_is_the_prompt_or_is_added_to_it(run: Run, session: FakeSession) -> None:
+    run("ask", stdin="grüß\n".encode())
+    assert prompt(session) == "grüß"
+    run("ask", "Sum up:", stdin=b"a\nb\n")
+    assert prompt(session) == "Sum up:\n\na\nb"
+
+
+def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSession, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("1\n")
+    two.write_text("2\n")
+    run("ask", "Which?", "-f", str(one), "--file", str(two))
+    assert prompt(session) == f"File {one}:\n1\n\nFile {two}:\n2\n\nWhich?"
+
+
+@pytest.mark.parametrize("stdin", [None, b"", b" \n"])
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session: FakeSession, stdin: bytes) -> None:
+    assert run("ask", stdin=stdin) == (
+        2,
+        "",
+        "kvchat: The prompt is empty. Write it after `kvchat ask` or pipe it in.\n",
+    )
+    assert run("ask", "  ", stdin=stdin).code == 2
+    assert session.loaded == {}
+
+
+def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSession, tmp_path: Path) -> None:
+    file = tmp_path / "latin1.txt"
+    file.write_bytes(b"gr\xfc\xdf")
+    assert run("ask", stdin=b"ab\xff").err.startswith("kvchat: Byte 2 of stdin is not UTF-8. It is 0xff.")
+    assert run("ask", "x", "-f", str(file)).err.startswith(f"kvchat: Byte 2 of {file} is not UTF-8. It is 0xfc.")
+    assert run("ask", os.fsdecode(b"abc\xff")).err.startswith("kvchat: Byte 3 of the prompt is not UTF-8.")
+    assert run("ask", "x", "-f", str(tmp_path / "no")).err.endswith("no cannot be read: No such file or directory.\n")
+    assert session.loaded == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mode", "frezee"], '--mode: "frezee" is not one of full, freeze'),
+        (["--param", "tua=1"], 'No mode has a parameter "tua". Did you mean "tau"?'),
+        (["--param", "tau"], '--param "tau" is not KEY=VALUE.'),
+        (["--param", "tau=x"], '--param tau: "x" is refused'),
+        (["--budget", "3"], "--budget: 3 is refused: input should be greater than or equal to 64."),
+        (["--budget", "0"], "--budget: 0 is refused"),
+        (["--temperature", "-1"], "--temperature: -1.0 is refused"),
+        (["--temperature", "nan"], "--temperature: NaN is refused"),
+        (["--device", "tpu"], '--device: "tpu" is refused'),
+        (["--switch-at", "x:full"], '--switch-at "x:full" is not N:MODE.'),
+        (["--switch-at", "3:ful"], 'There is no KV mode "ful". Did you mean "full"?'),
+        (["--switch-at", "3:streaming,tau=1"], 'The streaming mode has no parameter "tau".'),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_loaded(
+    run: Run, session: FakeSession, args: list[str], message: str
+) -> None:
+    outcome = run("ask", "hello", *args)
+    assert (outcome.code, outcome.out, session.loaded) == (2, "", {})
+    assert outcome.err.startswith(f"kvchat: {message}")
+
+
+def test_unknown_options_and_wrong_numbers_are_usage_errors(run: Run) -> None:
+    assert run("ask", "hello", "--nonsense").code == 2
+    assert run("ask", "hello", "--seed", "x").code == 2
+    assert run("nonsense").code == 2
+
+
+def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--budget", "512")
+    assert outcome.err == "kvchat: --budget has no effect in the full mode, only in speculative, streaming, sync.\n"
+    assert outcome.code == 0
+    assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
+
+
+def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) -> None:
+    flags = ["--switch-at", "4:full", "--switch-at", "2:speculative,budget=128,tau=0.9", "--param", "sink=4"]
+    result = json.loads(run("ask", "hello", "--json", *flags).out)
+    assert result["stats"]["switches"] == [{"after": 2, "mode": "speculative"}, {"after": 4, "mode": "full"}]
+    assert result["mode"] == "full"
+    run("ask", "hello", *flags[2:])
+    assert session.params == {"budget": 128, "tau": 0.9, "sink": 4}
+
+
+def test_a_refused_switch_is_said_and_the_answer_goes_on(run: Run, session: FakeSession) -> None:
+    session.failure = DoesNotFitError("Budget 64 is too small.", "It needs 96.")
+    assert run("ask", "hello", "--switch-at", "2:streaming,budget=64") == (
+        3,
+        ANSWER + "\n",
+        "kvchat: Budget 64 is too small. It needs 96.\n",
+    )
+
+
+def test_a_switch_that_never_came_is_said(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--switch-at", "99:streaming")
+    assert outcome == (
+        0,
+        ANSWER + "\n",
+        "kvchat: the answer ended before the switch to streaming after 99 tokens.\n",
+    )
+
+
+def test_what_does_not_fit_exits_with_3(run: Run, session: FakeSession) -> None:
+    session.error = DoesNotFitError("The prompt is too long.", "It has 9 tokens, the context 8.", "Shorten it.")
+    outcome = run("ask", "hello")
+    assert outcome.code == 3
+    assert outcome.err == "kvchat: The prompt is too long. It has 9 tokens, the context 8. Shorten it.\n"
+    session.error = EngineError("Broken.")
+    assert run("ask", "hello").code == 1
+
+
+def test_an_unexpected_error_names_the_log_that_has_the_traceback(run: Run, session: FakeSession) -> None:
+    session.error = ZeroDivisionError("one\ntwo")
+    outcome = run("ask", "hello")
+    assert outcome.code == 1
+    log = paths.log_file()
+    assert outcome.err == f"kvchat: unexpected ZeroDivisionError: one (the traceback is in {log})\n"
+    assert "Traceback" in log.read_text()
+
+
+def test_without_a_log_the_traceback_is_shown(run: Run, session: FakeSession) -> None:
+    session.error = ZeroDivisionError("one")
+    paths.data_dir().write_text("a file where the folder should be")
+    outcome = run("ask", "hello")
+    assert outcome.code == 1
+    assert "Traceback" in outcome.err
+    assert "cannot be written" in outcome.err
+
+
+def test_interrupting_keeps_the_text_and_exits_with_130(run: Run, session: FakeSession) -> None:
+    def interrupt(_session: FakeSession, n: int) -> None:
+        if n == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    session.on_token = interrupt
+    handler = signal.getsignal(signal.SIGINT)
+    assert run("ask", "hello") == (130, "The quick\n", "")
+    assert json.loads(run("ask", "hello", "--json").out)["finish_reason"] == "stopped"
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_an_interrupt_before_the_answer_begins_is_not_lost(
+    run: Run, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = session.answer
+
+    def encode_for_long(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return answer(*args)
+
+    monkeypatch.setattr(session, "answer", encode_for_long)
+    assert run("ask", "hello") == (130, "\n", "")
+
+
+def test_a_second_interrupt_does_not_wait(run: Run, session: FakeSession) -> None:
+    session.on_token = lambda _session, n: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)] if n == 2 else None
+    outcome = run("ask", "hello")
+    assert (outcome.code, outcome.out) == (130, "The quick")
+    assert "Traceback" not in outcome.err
+
+
+ASK_A_FAKE = """
+import sys, kvchat
+from support.fake_session import FakeSession
+kvchat.load = FakeSession(["line\\n"] * 100_000).load
+sys.argv[1:] = ["ask", "hello"]
+from kvchat.cli.main import main
+main()
+"""
+
+
+@contextmanager
+def process(*args: str, **kwargs: object) -> Iterator[subprocess.Popen[bytes]]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TERM": "dumb"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, *args], stdin=pipe, stdout=pipe, stderr=pipe, env=env) as child:
+        yield child
+
+
+def test_a_closed_pipe_ends_it_quietly() -> None:
+    with process("-c", ASK_A_FAKE) as child:
+        assert child.stdin
+        assert child.stdout
+        assert child.stderr
+        child.stdin.close()
+        assert child.stdout.readline() == b"line\n"
+        child.stdout.close()
+        assert child.wait(10) == 0
+        assert child.stderr.read() == b""
+
+
+# ---- the application -------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_the_chat_points_to_ask() -> None:
+    with process("-m", "kvchat") as child:
+        out, err = child.communicate(b"hello", timeout=10)
+    assert (child.returncode, out) == (2, b"")
+    assert b"needs a terminal" in err
+    assert b"kvchat ask PROMPT" in err
+
+
+def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[AppConfig] = []
+    monkeypatch.setattr(app, "run", lambda config: started.append(config) or 7)
+    monkeypatch.setattr(main, "_is_terminal", lambda _stream: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert run("--mode", "speculative", "--budget", "256", "--theme", "x", "--system", "Short.").code == 7
+    config = started[0]
+    assert (config.load.mode, config.load.params) == ("speculative", {})
+    assert config.load.mode_params["speculative"] == config.load.mode_params["streaming"] == {"budget": 256}
+    assert (config.theme, config.system) == ("x", "Short.")
+    assert (config.log_file, config.history_file) == (paths.log_file(), paths.history_file())
+    monkeypatch.setenv("TERM", "dumb")
+    assert run().code == 2
+
+
+def test_options_before_a_command_are_refused(run: Run, session: FakeSession) -> None:
+    outcome = run("--mode", "streaming", "ask", "hello")
+    assert outcome.code == 2
+    assert "kvchat ask --mode" in outcome.err
+
+
+# ---- other commands --------------------------------------------------------------------------------
+
+
+def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
+    listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
+    assert list(listed) == list(PARAMETERS)
+    assert listed["speculative"]["params"][4]["name"] == "tau"
+    assert listed["speculative"]["params"][4]["default"] == 0.8
+    assert listed["freeze"]["available"]
+    text = run("modes").out
+    assert "tau        0.8" in text
+    assert "(not available yet)" not in text
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version") == (0, f"kvchat {kvchat.__version__}\n", "")
+    assert "ask" in run("-h").out
+
+
+def test_locate_creates_nothing(run: Run, tmp_path: Path) -> None:
+    out = run("locate").out
+    assert str(paths.config_file()) in out
+    assert "(not there yet)" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_init_show_validate_schema(run: Run) -> None:
+    assert run("config", "validate").code == 0
+    assert run("config", "init").out == f"{paths.config_file()}\n"
+    assert run("config", "init").code == 2
+    assert run("config", "validate") == (0, f"{paths.config_file()}: good\n", "")
+    paths.config_file().write_text('[kv]\nmode = "streaming"\n')
+    assert 'kv.mode = "streaming"   # config.toml:2' in run("config", "show").out
+    assert "kv" in json.loads(run("config", "schema").out)["properties"]
+
+
+def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text("[kv]\nmod = 1\n")
+    assert run("config", "validate", str(other)).err.startswith("kvchat: other.toml:2: kv.mod: there is no such")
+    assert run("config", "validate", str(tmp_path / "no")).code == 2
+    paths.config_file().parent.mkdir()
+    paths.config_file().write_text("[kv\n")
+    for command in ([], ["ask", "hello"], ["config", "show"], ["config", "validate"]):
+        outcome = run(*command)
+        assert outcome.code == 2
+        assert outcome.err.startswith("kvchat: config.toml:1: ")
+    assert run("modes").code == 0

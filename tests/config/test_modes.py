@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from kvchat.config import modes
+from kvchat.config.modes import PARAMETERS, SpeculativeParameters, StreamingParameters
+from kvchat.errors import UsageError
+
+
+@pytest.mark.parametrize("mode", modes.available_modes())
+def test_every_available_mode_has_defaults(mode: str) -> None:
+    parsed = modes.parse(mode, {})
+    assert isinstance(parsed, PARAMETERS[mode])
+    assert not parsed.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "message"),
+    [
+        ("frezee", {}, 'There is no KV mode "frezee". Did you mean "freeze"?'),
+        ("full", {"budget": 512}, 'The full mode has no parameter "budget". Known: recovery.'),
+        ("streaming", {"sigm": 1}, 'The streaming mode has no parameter "sigm". Did you mean "sigma"?'),
+        ("speculative", {"budget": 3}, "speculative: budget = 3 is refused."),
+        ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused."),
+        ("speculative", {"tau": "nan"}, "speculative: tau = 'nan' is refused."),
+        ("streaming", {"window": 0}, "streaming: window = 0 is refused."),
+    ],
+)
+def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        modes.parse(mode, params)
+    assert str(caught.value).startswith(message)
+
+
+def test_texts_become_numbers() -> None:
+    assert modes.parse("speculative", {"budget": "512", "tau": "0.5", "first_full": "false"}) == (
+        SpeculativeParameters(budget=512, tau=0.5, first_full=False)
+    )
+
+
+def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
+    kept = {"budget": 512, "tau": 0.5}
+    assert modes.merge(kept, "streaming", {"sigma": 1}) == StreamingParameters(budget=512, sigma=1)
+    assert modes.merge(kept, "streaming", {"budget": 256}) == StreamingParameters(budget=256)
+    assert modes.merge(kept, "full", {}).model_dump() == {"recovery": False}
+    with pytest.raises(UsageError, match="no KV mode"):
+        modes.merge(kept, "ful", {})
+
+
+def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
+    assert modes.merge({"tau": -2.0}, "freeze", {}).model_dump()["tau"] == -2.0
+
+
+def test_every_parameter_is_described() -> None:
+    infos = {info.name: info for info in modes.mode_infos()}
+    assert list(infos) == list(PARAMETERS)
+    assert all(info.title for info in infos.values())
+    assert all(param.doc for info in infos.values() for param in info.params)
+    assert {p.name: p.default for p in infos["speculative"].params}["tau"] == 0.8

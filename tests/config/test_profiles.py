@@ -1,0 +1,294 @@
+"""GPU profiles: which one is in force, what it sets and where it says so; NVML is a stand-in."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli
+from typer.testing import CliRunner
+
+from kvchat import paths
+from kvchat.cli import main
+from kvchat.config import profiles, schema
+from kvchat.config.profiles import Device, Measured, Profile
+from kvchat.errors import UsageError
+from kvchat.tui import app as application
+
+RTX = Device("NVIDIA GeForce RTX 4060", 7.996, "8.9", 4, 8)
+Install = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "_torch_without_cuda", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """A stand-in for NVML with the given GPUs; readings in ``missing`` raise, as NVML does."""
+
+    def install(*gpus: Device, missing: tuple[str, ...] = ()) -> None:
+        fake = types.ModuleType("pynvml")
+
+        def reading(name: str, read: Callable[[Device], object]) -> None:
+            def nvml_reading(gpu: Device) -> object:
+                if name in missing:
+                    raise RuntimeError("Not Supported")
+                return read(gpu)
+
+            setattr(fake, f"nvmlDeviceGet{name}", nvml_reading)
+
+        fake.nvmlInit = lambda: None
+        fake.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
+        fake.nvmlDeviceGetHandleByUUID = lambda uuid: {f"GPU-{i}": gpu for i, gpu in enumerate(gpus)}[uuid]
+        reading("Name", lambda gpu: gpu.name.encode())
+        reading("MemoryInfo", lambda gpu: types.SimpleNamespace(total=int(gpu.memory * 2**30)))
+        reading("CudaComputeCapability", lambda gpu: tuple(map(int, gpu.compute_capability.split("."))))
+        reading("MaxPcieLinkGeneration", lambda gpu: gpu.pcie_generation)
+        reading("MaxPcieLinkWidth", lambda gpu: gpu.pcie_width)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+
+    install()
+    return install
+
+
+def own(name: str, text: str) -> Path:
+    file = paths.user_profiles_dir() / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def resolved() -> schema.Resolved:
+    return schema.load(environ={}, profiles=profiles.layers)
+
+
+def shown(key: str) -> str:
+    return next(line for line in resolved().lines() if line.startswith(f"{key} "))
+
+
+# ---- what there is ---------------------------------------------------------------------------------
+
+
+def test_every_reading_comes_from_nvml(nvml: Install) -> None:
+    nvml(RTX)
+    found = profiles.read_gpu()
+    assert found is not None
+    assert found.memory == pytest.approx(RTX.memory, abs=1e-6)
+    assert vars(found) | {"memory": RTX.memory} == vars(RTX)
+
+
+def test_every_reading_may_be_missing(nvml: Install) -> None:
+    readings = ("Name", "MemoryInfo", "CudaComputeCapability", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
+    nvml(RTX, missing=readings)
+    assert profiles.read_gpu() == Device()
+    assert profiles.layers("auto") == ()
+    nvml(RTX, missing=("MemoryInfo",))
+    own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
+    assert shown("sampling.seed").endswith("(matched: name)")
+
+
+def test_the_gpu_is_the_one_that_is_visible(nvml: Install) -> None:
+    big = Device("H100", 79.6, "9.0", 5, 16)
+    nvml(RTX, big)
+    names = {
+        (device, visible): gpu and gpu.name
+        for device, visible in [
+            ("auto", "1"), ("cuda:1", "1,0"), ("cuda", "GPU-1"), ("cuda:1", None), ("cpu", None), ("auto", ""),
+            ("auto", "-1"), ("cuda:5", "0"),
+        ]
+        for gpu in [profiles.read_gpu(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})]
+    }  # fmt: skip
+    assert list(names.values()) == ["H100", RTX.name, "H100", "H100", None, None, None, None]
+
+
+def test_a_torch_without_cuda_uses_no_gpu(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(RTX)
+    monkeypatch.undo()
+    monkeypatch.setattr(profiles, "version", lambda package: "2.13.0+cpu")
+    assert profiles.read_gpu() is None
+
+
+@pytest.mark.cuda
+def test_a_real_gpu_is_read() -> None:
+    import torch
+
+    found = profiles.read_gpu()
+    assert found is not None
+    assert found.name == torch.cuda.get_device_name(0)
+    assert found.memory == pytest.approx(torch.cuda.get_device_properties(0).total_memory / 2**30, rel=0.1)
+    assert found.compute_capability == ".".join(map(str, torch.cuda.get_device_capability(0)))
+
+
+# ---- which profile ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"),
+    [
+        (4.0, None),
+        (5.99, "6gb"),
+        (7.996, "8gb"),
+        (9.99, "8gb"),
+        (11.99, "12gb"),
+        (15.99, "16gb"),
+        (23.99, "24gb"),
+        (31.8, "24gb"),
+        (47.5, "48gb"),
+        (79.6, "80gb"),
+        (139.8, "80gb"),
+    ],
+)
+def test_the_bundled_profile_goes_by_memory(nvml: Install, memory: float, name: str | None) -> None:
+    nvml(Device("Some GPU", memory, "8.6", 4, 16))
+    origins = set(resolved().origins.values())
+    assert bool(origins) == bool(name)
+    assert all(o.startswith(f"profiles/{name}.toml:") and o.endswith("(matched: memory)") for o in origins)
+
+
+def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
+    assert resolved().origins == {}
+    nvml(RTX)
+    assert resolved().settings.kv.mode == "speculative"
+    cpu = schema.flag_layer({"--device": ([("model", "device")], "cpu")})
+    assert schema.load(cpu, {}, profiles.layers).settings.kv.mode == "full"
+
+
+def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
+    files = sorted(paths.bundled_profiles_dir().glob("*.toml"))
+    assert {f.stem for f in files} == {"cpu", "6gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"}
+    for file in files:
+        layer = schema.file_layer(file)
+        assert schema.check(layer, Profile).measured == Measured()
+        lines = file.read_text().splitlines()
+        assert lines[0].startswith("# ")
+        for key in layer.values.keys() - {("match", "memory"), ("match", "device")}:
+            line = int(layer.origins[key].partition(":")[2])
+            assert "# " in lines[line - 1], f"{file.name}:{line} gives no reason"
+
+
+@pytest.mark.parametrize(
+    ("match", "holds"),
+    [
+        ('name = "RTX 4060"', True),
+        ('name = "GeForce rtx 40*"', True),
+        ('name = "RTX 4070"', False),
+        ("memory = [7.5, 8.5]", True),
+        ("memory = [8, 9]", False),
+        ('compute_capability = "8.9"', True),
+        ('compute_capability = "9.0"', False),
+        ("pcie_generation = 4\npcie_width = 8", True),
+        ("pcie_generation = 4\npcie_width = 16", False),
+        ('device = "cpu"', False),
+        ("", True),
+    ],
+)
+def test_every_key_of_match_must_hold(nvml: Install, match: str, holds: bool) -> None:
+    nvml(RTX)
+    own("mine.toml", f"[match]\n{match}\n[sampling]\nseed = 7\n")
+    assert (resolved().settings.sampling.seed == 7) == holds
+
+
+def test_the_operating_system_is_compared(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(RTX)
+    own("mine.toml", '[match]\nos = "windows"\n[sampling]\nseed = 7\n')
+    assert resolved().settings.sampling.seed is None
+    monkeypatch.setattr(profiles.platform, "system", lambda: "Windows")
+    assert resolved().settings.sampling.seed == 7
+
+
+def test_most_keys_win_and_the_order_of_sources_holds(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(Device("NVIDIA GeForce RTX 3060 Laptop GPU", 5.99, "8.6", 4, 8))
+    own("a.toml", "[match]\nmemory = [5, 7]\n[sampling]\ntop_k = 1\n")
+    own(
+        "b.toml",
+        '[match]\nmemory = [5, 7]\nname = "RTX 3060*"\n[sampling]\ntop_k = 2\n[kv.speculative]\nbudget = 512\n',
+    )
+    assert shown("sampling.top_k") == "sampling.top_k = 2   # profiles/b.toml:5 (matched: name, memory)"
+    assert shown("kv.speculative.budget") == "kv.speculative.budget = 512   # profiles/b.toml:7 (matched: name, memory)"
+    assert shown("kv.streaming.budget").startswith("kv.streaming.budget = 1024   # profiles/6gb.toml:")
+    paths.config_file().write_text("[sampling]\ntop_k = 3\n")
+    assert shown("sampling.top_k") == "sampling.top_k = 3   # config.toml:2"
+    in_variable = schema.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=profiles.layers)
+    assert in_variable.origins["sampling", "top_k"] == "KVCHAT_SAMPLING_TOP_K"
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[kv]\nmode = "frezee"', 'profiles/bad.toml:2: kv.mode: "frezee" is not one of'),
+        ('[match]\nnmae = "x"', 'profiles/bad.toml:2: match.nmae: there is no such setting. Did you mean "name"?'),
+        ("[match]\nmemory = 8", "profiles/bad.toml:2: match.memory: 8 is refused"),
+        ("[measured]\nread = -1", "profiles/bad.toml:2: measured.read: -1 is refused"),
+        ("[kv", "profiles/bad.toml:1: "),
+    ],
+)
+def test_a_wrong_profile_is_refused_with_its_line(nvml: Install, text: str, message: str) -> None:
+    own("bad.toml", text)
+    with pytest.raises(UsageError) as caught:
+        resolved()
+    assert str(caught.value).startswith(message)
+    assert str(caught.value).endswith("^")
+    ran = CliRunner().invoke(main.app, ["config", "show"])
+    assert isinstance(ran.exception, UsageError)
+    assert ran.exception.exit_code == 2
+
+
+def test_the_application_falls_back_and_says_so(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(RTX)
+    own("bad.toml", '[kv]\nmode = "frezee"\n')
+    own("good.toml", "[match]\n[sampling]\nseed = 3\n")
+    started = []
+    monkeypatch.setattr(application, "run", lambda config: started.append(config) or 0)
+    monkeypatch.setattr(main, "_is_terminal", lambda stream: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert CliRunner().invoke(main.app, []).exit_code == 0
+    assert started[0].sampling.seed == 3
+    assert started[0].load.mode == "speculative"
+    assert [problem.split(":")[0] for problem in started[0].problems] == ["profiles/bad.toml"]
+
+
+# ---- saving ----------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> None:
+    nvml(RTX)
+    measured = Measured(read=250.0, to_device=11.5, gather=11.0, gather_ctas=2, kvchat="0.1.0")
+    file = profiles.save(measured)
+    assert file == paths.user_profiles_dir() / "rtx-4060-8gb.toml"
+    assert profiles.find("auto").measured == measured
+    assert profiles.find("cpu").measured == Measured()
+    nvml(Device("NVIDIA GeForce RTX 4060 Ti", 7.996, "8.9", 4, 8))
+    assert profiles.find("auto").measured == Measured()
+
+
+def test_saving_again_keeps_settings_and_comments(nvml: Install) -> None:
+    nvml(RTX)
+    file = profiles.save(Measured(read=1.0, to_host=3.0))
+    file.write_text(file.read_text() + "\n[kv]  # mine\nmode = 'streaming'\n")
+    profiles.save(Measured(read=2.0))
+    written = tomli.loads(file.read_text())
+    assert written["measured"] == {"read": 2.0}
+    assert "[kv]  # mine" in file.read_text()
+    assert 'kv.mode = "streaming"   # profiles/rtx-4060-8gb.toml:' in shown("kv.mode")
+
+
+def test_a_machine_without_gpu_is_saved_as_such(nvml: Install) -> None:
+    assert profiles.save(Measured(read=9.0)).name == "cpu.toml"
+    assert profiles.find("auto").measured.read == 9.0
+    nvml(RTX)
+    assert profiles.find("auto").measured.read is None
+
+
+def test_a_profile_that_cannot_be_written_is_named(nvml: Install) -> None:
+    own("cpu.toml", "[kv")
+    with pytest.raises(UsageError, match=r"cpu\.toml cannot be written"):
+        profiles.save(Measured(read=9.0))

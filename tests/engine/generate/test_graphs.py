@@ -1,0 +1,251 @@
+"""Steps by graph are steps run eagerly, bitwise, whatever happens between them. Graphs are tapes on a CPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from engine.generate.test_runner import loaded, prefilled, token_ids
+from support.fake_cuda.tape import TapeRecorder
+from support.reference import calibration
+
+from kvchat.config.modes import parse
+from kvchat.engine.generate import graphs
+from kvchat.engine.generate.graphs import CudaRecorder, StepGraphs
+from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.session import Session
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+from kvchat.protocol.messages import Preparing, Sampling, Turn
+
+PARAMS = {
+    "full": ("full", {}),
+    "streaming": ("streaming", {"budget": 64, "R": 8, "sigma": 6, "delta": 5}),
+    "speculative": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": 0.7}),
+    "speculative-reuse": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": -2.0}),
+    "freeze": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "k": 1.0, "recovery": False}),
+    "freeze-layers": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "per_layer": True, "recovery": False}),
+    "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
+    "sync-staggered": ("sync", {"budget": 80, "window": 16, "m": 4, "staggered": True}),
+}
+
+
+def mode_of(model: LoadedModel, row: str, instead: dict | None = None) -> Mode:
+    name, params = PARAMS[row]
+    params = params if instead is None else instead
+    geometry = geometry_of(model)
+    return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))
+
+
+def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[Decoder, Decoder, TapeRecorder]:
+    """The same twice, by graph and eagerly, after a prompt."""
+    recorder = TapeRecorder(lambda: one.store.buffers())
+    one, other = Decoder(model, mode_of(model, row), recorder), Decoder(model, mode_of(model, row))
+    for each in (one, other):
+        # What moves is not picked out, as on a GPU.
+        each.store.verbs.compact = False
+        prefilled(each, prompt)
+    return one, other, recorder
+
+
+def same_steps(one: Decoder, other: Decoder, ids: list[int]) -> None:
+    for i, token in enumerate(ids):
+        assert torch.equal(one.step(token), other.step(token)), f"step {i}"
+    for layer in range(one.store.geometry.layers):
+        assert torch.equal(one.store.attended(layer), other.store.attended(layer))
+        stored = [each.store.host.dense(layer, each.store.total) for each in (one, other)]
+        assert all(torch.equal(mine, its) for mine, its in zip(*stored, strict=True))
+    assert one.store.recall.counters.tolist() == other.store.recall.counters.tolist()
+    assert one.store.active_sum() == other.store.active_sum()
+    one.store.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), ("gpt_oss", "speculative")])
+def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
+    model, ids = loaded(name), token_ids(400)
+    one, other, recorder = pair(model, row, ids[:100])
+    same_steps(one, other, ids[100:150])
+    played = recorder.played
+    assert played > 30
+    with torch.inference_mode():
+        one.store.truncate(135)
+        other.store.truncate(135)
+    same_steps(one, other, ids[180:190])
+    for each in (one, other):
+        prefilled(each, ids[200:240])
+    same_steps(one, other, ids[240:290])
+    assert recorder.played > played + 35
+    assert not one.graphs.refusal
+
+
+def test_growing_makes_new_graphs():
+    one, other, recorder = pair(loaded("llama"), "full", token_ids(20))
+    same_steps(one, other, token_ids(300, seed=1))
+    assert 2 <= recorder.recorded <= 4
+    assert recorder.played >= 290
+
+
+def test_entering_a_mode_makes_new_graphs():
+    model = loaded("llama")
+    one, other, recorder = pair(model, "full", token_ids(120))
+    for row in ("speculative", "freeze", "full", "streaming", "sync", "speculative"):
+        recorded = recorder.recorded
+        with torch.inference_mode():
+            for each in (one, other):
+                each.store.switch(mode_of(model, row))
+        assert one.graphs.prepares
+        same_steps(one, other, token_ids(20, seed=recorded))
+        assert recorder.recorded > recorded
+        assert not one.graphs.prepares
+
+
+def test_each_kind_of_a_modes_steps_has_its_graph():
+    one, other, recorder = pair(loaded("llama"), "sync-staggered", token_ids(100))
+    same_steps(one, other, token_ids(16, seed=1))
+    assert recorder.recorded == 4
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
+    one, other, recorder = pair(loaded("llama"), "full", token_ids(50))
+    # As a mixture of experts asks which of its experts have work.
+    layer = one.model.model.model.layers[2]
+    hook = layer.register_forward_hook(lambda *_: [torch.ones(3).nonzero(), None][1])
+    try:
+        same_steps(one, other, token_ids(10, seed=1))
+    finally:
+        hook.remove()
+    assert (recorder.recorded, recorder.played) == (0, 0)
+    assert "not permitted when stream is capturing: nonzero" in one.graphs.refusal
+
+
+def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
+    one, other, recorder = pair(loaded("llama"), "speculative", token_ids(150))
+    same_steps(one, other, token_ids(8, seed=1))
+    played = recorder.played
+    assert played
+    monkeypatch.setattr(one.store.host, "why_pageable", "no more memory may be pinned")
+    assert not one.graphs.prepares
+    same_steps(one, other, token_ids(8, seed=2))
+    assert recorder.played == played
+
+
+def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
+    one, other, _ = pair(loaded("llama"), "streaming", token_ids(150))
+    same_steps(one, other, token_ids(10, seed=1))
+    replay = one.graphs._recorded
+    kind, (play, result) = next(iter(replay.items()))
+
+    def fails() -> None:
+        play()
+        raise RuntimeError("CUDA error")
+
+    replay[kind] = fails, result
+    total = one.store.total
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        one.step(5)
+    assert one.store.total == total
+    replay[kind] = play, result
+    for token in token_ids(10, seed=2):
+        assert torch.equal(one.step(token), other.step(token))
+
+
+def test_the_number_of_graphs_is_bounded(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 3)
+    one, other, recorder = pair(loaded("llama"), "sync-staggered", token_ids(60))
+    same_steps(one, other, token_ids(20, seed=1))
+    assert recorder.recorded > len(one.graphs._recorded)
+    assert len(one.graphs._recorded) <= 3
+
+
+def test_a_result_is_the_callers():
+    one, _, _ = pair(loaded("llama"), "full", token_ids(30))
+    steps = [one.step(token) for token in token_ids(6, seed=1)]
+    copies = [step.clone() for step in steps]
+    one.step(3)
+    assert all(torch.equal(step, copy) for step, copy in zip(steps, copies, strict=True))
+
+
+def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
+    def answer(recorder: bool) -> tuple[list[str], str]:
+        session = Session(model)
+        session._store.verbs.compact = False
+        if recorder:
+            session._decoder.graphs = StepGraphs(session._store, TapeRecorder(session._store.buffers))
+
+        def between(generated: int) -> None:
+            if generated == 12:
+                session.switch("streaming", budget=64)
+
+        sampling = Sampling(max_new_tokens=24, seed=3)
+        events = list(session.answer((Turn("user", "Tell me a story."),), sampling, between))
+        return [event.mode for event in events if isinstance(event, Preparing)], events[-1].text
+
+    prepared, text = answer(recorder=True)
+    assert prepared == ["full", "streaming"]
+    assert answer(recorder=False) == ([], text)
+
+
+class Streams:
+    """What ``CudaRecorder`` asks of torch, where there is no GPU; ``pools`` and ``on`` are what captures were given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current, self.pools, self.on, handles = "main", [], [], itertools.count()
+        for name, instead in {
+            "CUDAGraph": type("Graph", (), {"replay": lambda self: None}),
+            "Stream": lambda device: f"beside {device}",
+            "device": lambda device: nullcontext(),
+            "current_stream": lambda device: self.current,
+            "set_stream": lambda stream: setattr(self, "current", stream),
+            "graph_pool_handle": lambda: next(handles),
+            "graph": self.capture,
+        }.items():
+            patch.setattr(torch.cuda, name, instead)
+
+    @contextmanager
+    def capture(self, graph, pool, stream, capture_error_mode):
+        self.pools.append(pool)
+        self.on.append(stream)
+        self.current = stream
+        try:
+            yield
+        except Exception:  # noqa: BLE001
+            raise torch.AcceleratorError("CUDA error: the capture was invalidated")  # noqa: B904
+        self.current = "main"
+
+
+def test_graphs_that_live_together_share_memory_that_no_later_ones_use(monkeypatch):
+    streams = Streams(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda:1"))
+    first, second = recorder(lambda: torch.ones(1)), recorder(lambda: torch.tensor(gc.isenabled()))
+    assert not second[1]
+    assert gc.isenabled()
+    del first
+    third = recorder(lambda: torch.ones(1))
+    del second, third
+    recorder(lambda: torch.ones(1))
+    assert streams.pools == [0, 0, 0, 1]
+    assert set(streams.on) == {"beside cuda:1"}
+
+
+def test_a_capture_that_fails_leaves_no_stream_behind_and_names_the_cause(monkeypatch):
+    one, _, _ = pair(loaded("llama"), "full", token_ids(50))
+    streams = Streams(monkeypatch)
+    one.graphs._recorder = CudaRecorder(torch.device("cuda"))
+    step = one.step
+    step(3)
+
+    def fails(*_args: object) -> None:
+        if streams.current != "main":
+            raise ValueError("Triton: no such function")
+
+    hook = one.model.model.model.layers[1].register_forward_hook(fails)
+    try:
+        step(4)
+    finally:
+        hook.remove()
+    assert one.graphs.refusal == "ValueError: Triton: no such function"
+    assert streams.current == "main"

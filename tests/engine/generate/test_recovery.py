@@ -1,0 +1,187 @@
+"""Recovery in a session whose logits are scripted; K/V, sampling and text are the bundled model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from kvchat.engine.generate.hold_back import settled
+from kvchat.engine.generate.recovery import Guard, measure
+from kvchat.engine.generate.sampler import Sampler
+from kvchat.engine.session import Session
+from kvchat.protocol.messages import Finished, Recovered, Sampling, Started, Text, Turn, Withdrawn
+
+TURNS = (Turn("user", "Tell me about the sea. " * 40),)
+RANDOM = Sampling(temperature=1.0, seed=1, max_new_tokens=180)
+EAGER = {"min_active": 0, "stagger": 1, "tau": 5.0}
+
+
+class Scripted(Session):
+    """Certain of another token each time, but at the tokens ``unsure`` (counted as drawn), where all are alike."""
+
+    def script(self, unsure: Iterable[int]) -> Scripted:
+        self.unsure, self.drawn, self.all_read = set(unsure), 0, []
+        return self
+
+    def step(self, token: int) -> torch.Tensor:
+        logits = torch.full_like(super().step(token), -torch.inf).clone()
+        self.all_read.append(bool(self.attended(0).all()))
+        self.drawn += 1
+        # No control token may end the answer: the ordinary ones begin at 300.
+        logits[300:] = 0.0
+        if self.drawn not in self.unsure:
+            logits[300 + self.drawn * 7] = 50.0
+        return logits
+
+
+def run(session: Scripted, sampling: Sampling = RANDOM):
+    """The events, and the text that is left of them."""
+    events, text = [], ""
+    for event in session.answer(TURNS, sampling):
+        events.append(event)
+        if isinstance(event, Text):
+            text += event.text
+        elif isinstance(event, Withdrawn):
+            text = text[: -event.chars]
+    return events, text
+
+
+def levels(events) -> list[str]:
+    return [event.level for event in events if isinstance(event, Recovered)]
+
+
+def spikes(*starts: int) -> set[int]:
+    return {i for start in starts for i in (start, start + 1)}
+
+
+def test_each_level_comes_in_its_turn(model):
+    session = Scripted(model, "freeze", EAGER).script(spikes(40, 70, 100, 130))
+    events, text = run(session)
+    assert levels(events) == ["SR", "WR", "FR", "RR"]
+    assert all(event.signal == "entropy" and event.value > 3 for event in events if isinstance(event, Recovered))
+    (withdrawn,) = [event for event in events if isinstance(event, Withdrawn)]
+    assert withdrawn.tokens == 16
+    finished, started = events[-1], events[0]
+    assert isinstance(finished, Finished)
+    assert isinstance(started, Started)
+    assert finished.text == text == model.tokenizer.decode(session.token_ids)
+    assert session.text(started.prompt_tokens, session.total) == text
+    assert session.total == started.prompt_tokens + 180
+    assert (finished.stats.recoveries, finished.stats.withdrawn_tokens) == (4, 16)
+    assert finished.stats.generated_tokens == len(session.token_ids) == 180
+    assert session.snapshot().extras["recovery"] == "RR"
+
+
+def test_a_full_reset_reads_everything_for_a_while(model):
+    session = Scripted(model, "freeze", EAGER).script(spikes(40, 60, 80))
+    run(session)
+    assert not any(session.all_read[20:42])
+    assert all(session.all_read[82:146])
+    assert not all(session.all_read[146:])
+
+
+def test_the_rewalk_takes_another_way(model):
+    """Tokens before the withdrawn ones stay, and the seed determines all of it."""
+    sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=110)
+    first = Scripted(model, "full", {"recovery": True}).script(range(50, 400))
+    second = Scripted(model, "full", {"recovery": True}).script(range(50, 400))
+    plain = Scripted(model, "full", {}).script(range(50, 400))
+    assert levels(run(first, sampling)[0]) == levels(run(second, sampling)[0]) == ["RR"]
+    run(plain, sampling)
+    assert first.token_ids == second.token_ids
+    assert first.token_ids[:35] == plain.token_ids[:35]
+    assert first.token_ids[50:60] != plain.token_ids[50:60]
+
+
+def test_off_by_a_setting_and_where_nothing_would_change(model):
+    unsure = spikes(40, 70, 100, 130)
+    assert levels(run(Scripted(model, "freeze", {"recovery": False}).script(unsure))[0]) == []
+    assert levels(run(Scripted(model, "streaming", {}).script(unsure))[0]) == []
+    greedy = Sampling(temperature=0, max_new_tokens=180)
+    assert levels(run(Scripted(model, "full", {"recovery": True}).script(unsure), greedy)[0]) == []
+
+
+def test_a_finished_answer_is_not_taken_back(model):
+    """The rewalk is due with the last token."""
+    session = Scripted(model, "full", {"recovery": True}).script(spikes(40))
+    assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=42))[0]) == []
+    session = Scripted(model, "full", {"recovery": True}).script(spikes(40))
+    assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=43))[0]) == ["RR"]
+
+
+def test_speculative_widens_its_budget_for_a_while(model):
+    session = Scripted(model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40, 60))
+    budgets = {}
+
+    def between(generated: int) -> None:
+        budgets[generated] = session.info.params["budget"]
+
+    list(session.answer(TURNS, RANDOM, between))
+    assert [budgets[n] for n in (42, 43, 62, 63, 120)] == [128, 256, 256, 512, 512]
+    assert budgets[150] == 128
+
+
+def test_a_mode_entered_meanwhile_stays(model):
+    session = Scripted(model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40))
+
+    def between(generated: int) -> None:
+        if generated == 60:
+            session.switch("streaming")
+
+    list(session.answer(TURNS, RANDOM, between))
+    assert session.info.mode == "streaming"
+
+
+def test_what_is_measured():
+    token, entropy, log_prob = measure(torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0]), torch.tensor(1)).tolist()
+    assert token == 1
+    assert entropy == pytest.approx(1.3863, abs=1e-4)
+    assert log_prob == pytest.approx(-1.3863, abs=1e-4)
+
+
+def test_rewinding_puts_the_sampler_back():
+    sampler = Sampler(Sampling(temperature=1.0, seed=5, repetition_penalty=1.5), 50, "cpu")
+    mode = type("Mode", (), {"parameters": type("P", (), {"recovery": True}), "recoveries": ("RR",)})
+    guard = Guard(sampler)
+    for _ in range(20):
+        guard.draw(torch.zeros(50), mode)
+    seen = sampler.state().seen
+    assert guard.rewind() == 16
+    assert sampler.state().seen.sum() < seen.sum()
+    assert len(guard.signals.tokens) == 4
+
+
+# ---- text that stays
+
+
+def test_text_is_held_back_as_long_as_it_may_be_withdrawn():
+    def events():
+        for i in range(20):
+            yield Text(f"{i},", 1)
+        yield Withdrawn(6, 2)
+        yield Text("end", 1)
+        yield Finished("eos", "", None)
+
+    shown = list(settled(events(), lambda: 16))
+    assert "".join(e.text for e in shown if isinstance(e, Text)) == "".join(f"{i}," for i in range(18)) + "end"
+    assert not any(isinstance(event, Withdrawn) for event in shown)
+
+
+def test_without_recovery_nothing_is_held_back():
+    def events():
+        yield Text("a", 1)
+        assert shown == ["a"]
+        yield Text("b", 1)
+
+    shown = []
+    for event in settled(events(), lambda: 0):
+        shown.append(event.text)
+    assert shown == ["a", "b"]
+
+
+def test_the_conversation_kept_inside_has_no_withdrawn_text(model):
+    session = Scripted(model, "full", {"recovery": True}).script(spikes(40))
+    text = "".join(session.chat("Hello.", Sampling(temperature=1.0, seed=1, max_new_tokens=80)))
+    assert text == model.tokenizer.decode(session.token_ids)

@@ -1,0 +1,171 @@
+"""Models in GGUF files; the real ones where the gguf package is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import huggingface_hub
+import pytest
+import torch
+
+from kvchat.engine.model import checkpoint, load
+from kvchat.engine.model.fusion import swap
+from kvchat.engine.model.load import load_model
+from kvchat.engine.model.self_test import relative_error
+from kvchat.errors import ModelError
+from kvchat.paths import bundled_model_dir
+
+needs_gguf = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")), reason="gguf is not installed"
+)
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.layers.": "blk.",
+}
+
+
+def silent(stage):
+    pass
+
+
+def gguf_name(name):
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def interleaved(weight, heads):
+    """llama.cpp turns neighbours where transformers turns halves, so its files have the rows in another order."""
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def write(path, model):
+    """The bundled model as a GGUF file, in float32 and Q8_0."""
+    import gguf
+
+    config = model.model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("bundled")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    tokenizer = json.loads((bundled_model_dir() / "tokenizer.json").read_text())
+    ids = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(ids, key=ids.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    for name, parameter in model.model.named_parameters():
+        tensor = parameter.detach()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            tensor = interleaved(tensor, heads)
+        if tensor.dim() == 1:
+            writer.add_tensor(gguf_name(name), tensor.numpy())
+        else:
+            packed = gguf.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def file(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "bundled.gguf"
+    write(path, model)
+    return path
+
+
+@needs_gguf
+@pytest.mark.parametrize("of", [lambda path: path, lambda path: path.parent], ids=["file", "folder"])
+def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
+    loaded = load_model(str(of(file)), "cpu", "auto", silent)
+    assert (loaded.context, loaded.vocab, loaded.dtype) == (model.context, model.vocab, torch.float32)
+    assert loaded.weight_bytes == pytest.approx(model.weight_bytes, rel=0.01), "unpacked"
+    assert relative_error(swap._observe(loaded.model), swap._observe(model.model)) < 0.1
+    text = "Biscuit's third lighthouse."
+    assert loaded.tokenizer(text)["input_ids"][-5:] == model.tokenizer(text)["input_ids"][-5:]
+    assert (loaded.fast, loaded.weights) == (model.fast, "")
+    assert "The gguf weights were unpacked to float32." in loaded.notes
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_gguf
+def test_a_damaged_file_is_refused(file, tmp_path):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelError, match="transformers refuses the GGUF file"):
+        load_model(str(path), "cpu", "auto", silent)
+
+
+@needs_gguf
+def test_no_gguf_file_at_all(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"not at all")
+    with pytest.raises(ModelError, match="transformers refuses the GGUF file"):
+        load_model(str(path), "cpu", "auto", silent)
+
+
+@needs_gguf
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_gguf_file_is_not_quantised_again(file):
+    with pytest.raises(ModelError):
+        load_model(str(file), "cpu", "auto", silent, quantize="4bit")
+
+
+def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"not installed: gguf, accelerate.*pip install 'kvchat\[gguf\]'"):
+        load_model(str(tmp_path), "cpu", "auto", silent)
+
+
+def test_of_several_files_one_must_be_given(tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="several GGUF files: give one"):
+        load_model(str(tmp_path), "cpu", "auto", silent)
+    assert checkpoint.locate(str(tmp_path / "b.gguf"), silent).gguf == "b.gguf"
+
+
+def test_a_file_of_a_repository(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, *, allow_patterns, **kwargs):
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelError, match=r"has no file q4\.gguf"):
+        checkpoint.locate("org/model:q4.gguf", silent)
+    assert asked == [("org/model", ["q4.gguf"])]
+    (tmp_path / "q4.gguf").write_bytes(b"GGUF....")
+    found = checkpoint.complete(checkpoint.locate("org/model:q4.gguf", silent), silent)
+    assert (found.gguf, found.revision, found.weight_bytes) == ("q4.gguf", tmp_path.name, 8)

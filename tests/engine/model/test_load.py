@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from huggingface_hub import errors
+from support import tiny_models
+
+from kvchat.engine.model import checkpoint, load
+from kvchat.engine.model.load import load_model, resolve_device
+from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.paths import bundled_model_dir
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def silent(stage):
+    pass
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete model folder: a tiny Llama in two shards, with the bundled tokenizer."""
+    path = tmp_path / "model"
+    tiny_models.model("llama").save_pretrained(path, max_shard_size="300KB")
+    for name in TOKENIZER_FILES:
+        shutil.copy(bundled_model_dir() / name, path)
+    return path
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network connection")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def revision(folder):
+    return checkpoint.complete(checkpoint.locate(str(folder), silent), silent).revision
+
+
+def edit_json(file, **changes):
+    content = json.loads(file.read_text())
+    content.update(changes)
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+# ---- what is loaded --------------------------------------------------------------------------------
+
+
+def test_the_bundled_model(no_network, capfd):
+    stages = []
+    loaded = load_model("bundled", "cpu", "auto", stages.append)
+    assert (loaded.layers, loaded.q_heads, loaded.kv_heads, loaded.d_k, loaded.d_v) == (8, 8, 4, 64, 64)
+    assert (loaded.context, loaded.vocab, loaded.eos_ids) == (16384, 8192, frozenset({4}))
+    assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
+    assert loaded.weight_bytes == sum(p.nbytes for p in loaded.model.parameters()) + 2 * 32 * 4
+    assert loaded.notes == ()
+    assert not loaded.model.training
+    assert stages == ["Loading the tokenizer", "Loading the weights", "Testing the model"]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_local_folder(folder, no_network, dtype, expected):
+    loaded = load_model(str(folder), "auto" if not torch.cuda.is_available() else "cpu", dtype, silent)
+    assert loaded.dtype == loaded.model.dtype == expected
+    assert loaded.context == tiny_models.CONTEXT
+    assert loaded.vocab == tiny_models.VOCAB
+
+
+def test_every_end_token_counts(folder):
+    edit_json(folder / "generation_config.json", eos_token_id=[7, 8])
+    assert load_model(str(folder), "cpu", "auto", silent).eos_ids == {7, 8, 2, 4}
+
+
+def test_the_revision_follows_the_files(folder):
+    before = revision(folder)
+    assert revision(folder) == before
+    weights = sorted(folder.glob("*.safetensors"))[-1]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert revision(folder) != before
+
+
+def test_notes_name_what_a_person_should_know(tmp_path):
+    tiny_models.model("deepseek_v3").save_pretrained(tmp_path)
+    for name in TOKENIZER_FILES:
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
+    loaded = load_model(str(tmp_path), "cpu", "auto", silent)
+    assert (loaded.d_k, loaded.d_v) == (24, 16)
+    assert "7 times the memory" in loaded.notes[0]
+    assert "no chat template" in loaded.notes[1]
+
+
+def test_absolute_positions_are_noted(tmp_path):
+    tiny_models.model("gpt2").save_pretrained(tmp_path)
+    for name in TOKENIZER_FILES:
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    loaded = load_model(str(tmp_path), "cpu", "auto", silent)
+    assert loaded.notes == (
+        "Mode streaming is not available: the model adds its positions to the hidden states, so stored keys cannot be "
+        "moved.",
+    )
+
+
+def test_transformers_is_as_loud_afterwards_as_before(folder):
+    verbosity = transformers.logging.get_verbosity()
+    load_model(str(folder), "cpu", "auto", silent)
+    assert transformers.logging.get_verbosity() == verbosity
+    assert transformers.utils.logging.is_progress_bar_enabled()
+
+
+# ---- folders that are no models --------------------------------------------------------------------
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def gguf_only(folder):
+    no_config(folder)
+    (folder / "model.gguf").touch()
+
+
+def damaged_config(folder):
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def list_config(folder):
+    (folder / "config.json").write_text("[1]")
+
+
+def unknown_type(folder):
+    edit_json(folder / "config.json", model_type="llamma", architectures=None)
+
+
+def not_a_chat_model(folder):
+    transformers.CLIPConfig().save_pretrained(folder)
+
+
+def recurrent(folder):
+    tiny_models.config("mamba2").save_pretrained(folder)
+
+
+def no_weights(folder):
+    for file in (*folder.glob("*.safetensors"), folder / checkpoint.INDEX):
+        file.unlink()
+
+
+def missing_shard(folder):
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def damaged_index(folder):
+    (folder / checkpoint.INDEX).write_text("{")
+
+
+def truncated_weights(folder):
+    file = folder / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def unlisted_tensor(folder):
+    index = json.loads((folder / checkpoint.INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / checkpoint.INDEX).write_text(json.dumps(index))
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if tensors.pop("model.norm.weight", None) is not None:
+            save_file(tensors, file, {"format": "pt"})
+
+
+def other_shapes(folder):
+    edit_json(folder / "config.json", intermediate_size=128)
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def damaged_tokenizer(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_config, "is no model. It has no config.json"),
+        (gguf_only, "GGUF file"),
+        (damaged_config, "config.json cannot be read"),
+        (list_config, "holds no JSON object"),
+        (unknown_type, "llamma"),
+        (not_a_chat_model, '"clip" is no model for chatting'),
+        (recurrent, "kvchat cannot run Mamba2ForCausalLM. It keeps a recurrent state"),
+        (no_weights, "has no weights"),
+        (missing_shard, "1 of 2 weight files are missing: model-00002-of-00002.safetensors"),
+        (damaged_index, "model.safetensors.index.json cannot be read"),
+        (truncated_weights, "model-00001-of-00002.safetensors is damaged"),
+        (unlisted_tensor, "1 tensors are missing, the first is model.norm.weight"),
+        (other_shapes, "transformers refuses its weights"),
+        (no_tokenizer, "has no tokenizer"),
+        (damaged_tokenizer, "transformers refuses its tokenizer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_folder_that_cannot_be_loaded(folder, no_network, damage, message):
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(folder), "cpu", "auto", silent)
+    assert message in str(caught.value)
+
+
+def test_a_file_is_no_model(folder):
+    with pytest.raises(ModelError, match="is a file"):
+        load_model(str(folder / "config.json"), "cpu", "auto", silent)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/models/x", "a/b/c", ""])
+def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
+    with pytest.raises(ModelError, match="There is no folder"):
+        load_model(name, "cpu", "auto", silent)
+
+
+# ---- the hub ---------------------------------------------------------------------------------------
+
+
+def answering(monkeypatch, answer):
+    def snapshot_download(name, **kwargs):
+        if isinstance(answer, BaseException):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.RepositoryNotFoundError, "The hub has no model org/model"),
+        (errors.GatedRepoError, "org/model is gated"),
+        (errors.LocalEntryNotFoundError, "org/model cannot be downloaded"),
+        (errors.HFValidationError, '"org/model" is no model'),
+        (OSError, "org/model cannot be downloaded"),
+    ],
+)
+def test_the_hubs_refusals_are_told_apart(monkeypatch, error, message):
+    answering(monkeypatch, error.__new__(error))
+    with pytest.raises(ModelError, match=message):
+        load_model("org/model", "cpu", "auto", silent)
+
+
+def test_offline_and_not_in_the_cache(no_network, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="cannot be reached"):
+        load_model("org/model", "cpu", "auto", silent)
+
+
+def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
+    recurrent(folder)
+    fetched = []
+
+    def snapshot_download(name, *, allow_patterns, **kwargs):
+        fetched.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelError, match="recurrent"):
+        load_model("org/model", "cpu", "auto", silent)
+    assert fetched == [["config.json"]]
+
+
+def test_a_downloaded_model_has_its_commit_as_revision(monkeypatch, folder):
+    commit = folder.rename(folder.parent / "0123abc")
+    answering(monkeypatch, commit)
+    loaded = load_model("org/model", "cpu", "auto", silent)
+    assert (loaded.name, loaded.revision) == ("org/model", "0123abc")
+
+
+def test_a_download_reports_its_bytes_and_draws_nothing(capfd):
+    said = []
+    bar = checkpoint._reporter(said.append)(total=3_000_000_000, unit="B", name="x", mininterval=0)
+    bar.update(1_500_000_000)
+    bar.refresh()
+    bar.close()
+    assert "Downloading 1.5 of 3.0 GB" in said
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- devices and dtypes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("gpu", 'no device "gpu"'), ("meta", 'not run on "meta"'), ("cuda:x", 'no device "cuda:x"')]
+)
+def test_a_device_that_is_not(device, message):
+    with pytest.raises(UsageError, match=message):
+        resolve_device(device)
+
+
+def test_cuda_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(UsageError, match='no device "cuda"'):
+        resolve_device("cuda")
+
+
+def test_a_gpu_that_is_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:0")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UsageError, match="2 GPU"):
+        resolve_device("cuda:2")
+
+
+def test_a_dtype_that_is_not():
+    with pytest.raises(UsageError, match='Did you mean "float16"'):
+        load_model("bundled", "cpu", "floaty16", silent)
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "expected"),
+    [
+        ("cuda", torch.bfloat16, torch.bfloat16),
+        ("cuda", torch.float32, torch.float32),
+        ("cuda", None, torch.float32),
+        ("cpu", torch.bfloat16, torch.float32),
+    ],
+)
+def test_auto_dtype(device, own, expected):
+    config = SimpleNamespace(dtype=own)
+    config.get_text_config = lambda decoder: config
+    assert load._resolve_dtype("auto", config, torch.device(device)) == expected
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """A GPU in name only, with 2 MB free."""
+    monkeypatch.setattr(load, "resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+
+
+def test_weights_larger_than_the_free_memory_are_refused_unread(small_gpu):
+    with pytest.raises(DoesNotFitError, match=r"bundled does not fit GPU X.*take 0.0 GB, and 0.0 of 24.0 GB are free"):
+        load_model("bundled", "cuda", "auto", silent)
+
+
+def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
+    def run_out(model, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", run_out)
+    with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
+        load_model(str(folder), "cuda", "float32", silent)

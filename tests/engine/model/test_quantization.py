@@ -1,0 +1,170 @@
+"""Weights in 4 bits, and checkpoints that come quantised; the real ones where bitsandbytes is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import tiny_models
+
+from kvchat.engine.model import quantization
+from kvchat.engine.model.fusion import swap
+from kvchat.engine.model.load import load_model
+from kvchat.engine.model.self_test import relative_error, selftest
+from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.paths import bundled_model_dir
+
+needs_bitsandbytes = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")),
+    reason="bitsandbytes is not installed",
+)
+QUANTISED = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
+
+
+def silent(stage):
+    pass
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny Llama with the bundled tokenizer."""
+    tiny_models.model("llama").save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    return tmp_path
+
+
+def declare(folder, quantization_config):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+
+
+# ---- choices and refusals --------------------------------------------------------------------------
+
+
+def test_a_choice_that_is_not():
+    with pytest.raises(UsageError, match=r'no quantisation "4bits".*Did you mean "4bit"'):
+        load_model("bundled", "cpu", "auto", silent, quantize="4bits")
+
+
+def test_without_bitsandbytes_the_command_is_named(nothing_installed):
+    with pytest.raises(ModelError, match=r"bitsandbytes and accelerate are not installed.*pip install 'kvchat\[bnb\]'"):
+        load_model("bundled", "cpu", "auto", silent, quantize="4bit")
+
+
+def test_a_quantised_model_is_not_quantised_again(folder):
+    declare(folder, QUANTISED["gptq"])
+    with pytest.raises(ModelError, match="quantised already, by gptq"):
+        load_model(str(folder), "cpu", "auto", silent, quantize="4bit")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_checkpoint_whose_package_is_missing(folder, method):
+    package = {"gptq": "optimum", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}[method]
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    declare(folder, QUANTISED[method])
+    with pytest.raises(ModelError, match=r"needs a package that is not installed.*pip install"):
+        load_model(str(folder), "cpu", "auto", silent)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_bitsandbytes_checkpoint_without_bitsandbytes(folder):
+    declare(folder, QUANTISED["bitsandbytes"])
+    with pytest.raises(ModelError, match=r"needs a package.*pip install 'kvchat\[bnb\]'"):
+        load_model(str(folder), "cpu", "auto", silent)
+
+
+@pytest.mark.parametrize(("stored", "share"), [(torch.bfloat16, 0.25), (torch.float32, 0.125), (None, 0.125)])
+def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, share):
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    config = SimpleNamespace(dtype=stored)
+    config.get_text_config = lambda decoder: config
+    assert quantization.resolve("4bit", config, torch.bfloat16).share == share
+    assert quantization.resolve("none", config, torch.bfloat16) == quantization.Quantisation()
+
+
+def test_weights_too_large_even_in_4_bits(monkeypatch):
+    from kvchat.engine.model import load
+
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(load, "resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
+        load_model("bundled", "cuda", "auto", silent, quantize="4bit")
+
+
+def test_ordinary_weights_are_not_called_quantised():
+    assert quantization.describe(tiny_models.model("llama")) == ""
+
+
+# ---- the real thing --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_bits():
+    return load_model("bundled", "cpu", "auto", silent, quantize="4bit")
+
+
+@needs_bitsandbytes
+def test_the_bundled_model_in_4_bits(four_bits, model, capfd):
+    assert (four_bits.weights, model.weights) == ("nf4", "")
+    assert (four_bits.dtype, four_bits.device) == (torch.float32, torch.device("cpu"))
+    assert four_bits.model.num_parameters() == model.model.num_parameters()
+    assert selftest(four_bits.model) < 0.01
+    # 4 bits and a scale per block of 64 for the layers (bfloat16 on a CPU), float32 for the embedding
+    embedding = model.model.get_input_embeddings().weight.nbytes
+    layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
+    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + 2 / 64), rel=0.01)
+
+
+@needs_bitsandbytes
+def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
+    """The model with its weights rounded to nf4 by bitsandbytes' own reference, in ordinary Linears."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    plain = load_model("bundled", "cpu", "auto", silent, accelerate=False).model
+    before = swap._observe(plain)
+    for parameter in plain.model.layers.parameters():
+        if parameter.dim() == 2:
+            parameter.data = dequantize_4bit(*quantize_4bit(parameter.data, blocksize=64, quant_type="nf4"))
+    rounded = swap._observe(plain)
+    assert relative_error(swap._observe(four_bits.model), rounded) < 0.02 < 0.1 < relative_error(rounded, before)
+
+
+@needs_bitsandbytes
+def test_quantised_projections_are_not_merged(four_bits):
+    assert four_bits.fast == "norms, rope"
+
+
+@needs_bitsandbytes
+def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
+    four_bits.model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    again = load_model(str(tmp_path), "cpu", "auto", silent)
+    assert (again.weights, again.weight_bytes) == ("nf4", four_bits.weight_bytes)
+    assert relative_error(swap._observe(again.model), swap._observe(four_bits.model)) < 1e-5
+
+
+@needs_bitsandbytes
+@pytest.mark.cuda
+def test_4_bits_on_a_gpu():
+    loaded = load_model("bundled", "cuda", "auto", silent, quantize="4bit")
+    assert (loaded.weights, loaded.device.type) == ("nf4", "cuda")
+    assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cuda"}

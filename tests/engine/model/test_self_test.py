@@ -1,0 +1,70 @@
+"""The self-test must refuse every way of attending wrongly, each on a model where it matters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support import tiny_models
+
+from kvchat.engine.model.self_test import DenseManager, relative_error, selftest
+from kvchat.errors import ModelError
+
+
+class ChangedFacts(DenseManager):
+    """Attends with some facts replaced."""
+
+    def __init__(self, **changes):
+        super().__init__()
+        self.changes = changes
+
+    def attention(self, layer, query, key, value, facts):
+        return super().attention(layer, query, key, value, dataclasses.replace(facts, **self.changes))
+
+
+class OneTokenLate(DenseManager):
+    """Forgets the first stored token of one layer once there is more than a chunk."""
+
+    def attention(self, layer, query, key, value, facts):
+        attended = super().attention(layer, query, key, value, facts)
+        if layer == 2:
+            keys, values = self._stored[layer]
+            self._stored[layer] = keys[:, 1:], values[:, 1:]
+        return attended
+
+
+class NotANumber(DenseManager):
+    def attention(self, layer, query, key, value, facts):
+        return super().attention(layer, query, key, value, facts) * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("name", "manager"),
+    [
+        ("llama", lambda: ChangedFacts(scaling=0.26)),
+        ("mistral", lambda: ChangedFacts(window=None)),
+        ("mistral", lambda: ChangedFacts(window=9)),
+        ("gemma2", lambda: ChangedFacts(softcap=None)),
+        ("gpt_oss", lambda: ChangedFacts(sinks=None)),
+        ("llama", OneTokenLate),
+        ("llama", NotANumber),
+    ],
+)
+def test_a_manager_that_attends_wrongly_is_refused(name, manager):
+    with pytest.raises(ModelError, match="In the self-test its logits differ"):
+        selftest(tiny_models.model(name), manager)
+
+
+def test_the_model_attends_by_the_seam_again_afterwards():
+    model = tiny_models.model("llama")
+    selftest(model)
+    assert model.config._attn_implementation == "kvchat"
+
+
+def test_it_is_repeatable():
+    assert selftest(tiny_models.model("qwen3")) == selftest(tiny_models.model("qwen3"))
+
+
+def test_relative_error():
+    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)

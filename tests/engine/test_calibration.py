@@ -1,0 +1,181 @@
+"""What is measured of a model's KV heads, where it is kept, and what happens without it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from kvchat import paths
+from kvchat.engine import calibration
+from kvchat.engine.calibration import Recorder, Sample, find, load, picture, representatives, samples_of, save
+from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.session import Session
+from kvchat.engine.synthetic_text import sentences
+from kvchat.errors import UsageError
+from kvchat.kv.attention_spec import LayerFacts
+from kvchat.protocol.messages import Sampling, Turn
+
+FACTS = LayerFacts(1.0)
+
+
+def fake(kv_heads: int = 3, **more) -> LoadedModel:
+    return SimpleNamespace(layers=1, kv_heads=kv_heads, device=torch.device("cpu"), revision="r", **more)
+
+
+# ---- measuring
+
+
+def test_similarity_and_retrieval_are_what_the_weights_say():
+    """Heads 0 and 1 attend to the latest tokens, head 2 to the first, and to the source while that is repeated."""
+    n, run, at = 400, 20, 50
+    sample = Sample([0] * n, (at, at + run))
+    late = 0.1 * torch.arange(n, dtype=torch.float32).expand(n, n)
+    early = -late.clone()
+    early[-run - 1 : -1, at : at + run] = 50.0
+    recorder = Recorder(fake())
+    recorder._sample, recorder._read = sample, 1
+    keys = torch.eye(n).expand(3, n, n)
+    recorder.attention(0, torch.stack([late, late, early]), keys, torch.randn(3, n, 8), FACTS)
+    similarity, retrieval = recorder.means()
+    assert torch.allclose(similarity[0].diagonal(), torch.ones(3, dtype=torch.float64))
+    assert float(similarity[0, 0, 1]) == 1
+    assert float(similarity[0, 0, 2]) < 0.05
+    assert torch.equal(similarity[0], similarity[0].T)
+    assert retrieval[0].tolist() == pytest.approx([0, 0, 1], abs=1e-3)
+
+
+def test_the_recorder_attends_as_the_model_does(model):
+    """What one layer computes from the weights is what the next layers' weights are made of."""
+    ids = torch.tensor(samples_of(model.tokenizer.encode(" ".join(next(sentences(1)) for _ in range(90))))[0].ids)
+    recorder = Recorder(model)
+    recorder._sample = Sample(ids.tolist(), (10, 20))
+    positions = torch.arange(len(ids))
+    mine = calibration.seam.forward(model.model, ids, positions, recorder, logits=True)
+    session = Session(model)
+    torch.testing.assert_close(mine, session.prefill(ids.tolist()), atol=2e-3, rtol=0)
+
+
+def test_samples_of_a_text_repeat_at_the_end_what_they_hide():
+    samples = samples_of(list(range(1500)))
+    assert [len(s.ids) for s in samples] == [512 + 48, 512 + 48, 476 + 48]
+    for sample in samples:
+        first, last = sample.source
+        assert sample.ids[first:last] == sample.ids[-sample.run :]
+
+
+def test_too_little_text_is_refused(model, tmp_path):
+    (tmp_path / "short.txt").write_text("Too short.")
+    with pytest.raises(UsageError, match="too little text"):
+        calibration.calibrate(model, calibration.file_samples(model, [tmp_path / "short.txt"]), "x")
+    with pytest.raises(UsageError, match=r"none\.txt cannot be read"):
+        calibration.file_samples(model, [tmp_path / "none.txt"])
+    with pytest.raises(UsageError, match="5 clusters are refused"):
+        calibration.calibrate(model, samples_of(list(range(600))), "x", clusters=5)
+
+
+@pytest.mark.slow
+def test_the_shipped_calibration_is_the_commands(model):
+    shipped = find(model.revision)
+    assert shipped is not None
+    measured = calibration.calibrate(model, calibration.default_samples(model), shipped.measured_on)
+    for name in ("similarity", "retrieval"):
+        torch.testing.assert_close(
+            torch.tensor(getattr(measured, name)), torch.tensor(getattr(shipped, name)), atol=5e-3, rtol=0
+        )
+    assert measured.clusters == shipped.clusters == 1
+    # One KV head each of layers 4, 5 and 6 carries the retrieval of this model.
+    assert [representatives(measured, "retrieval")[layer] for layer in (4, 5)] == [(2,), (3,)]
+
+
+# ---- keeping
+
+
+def test_what_is_saved_is_found_by_revision_before_what_is_shipped(model):
+    shipped = find(model.revision)
+    assert shipped is not None
+    assert shipped.revision == model.revision
+    own = calibration.Calibration(model.revision, "my text", 2, shipped.similarity, shipped.retrieval)
+    assert save(own).parent == paths.calibration_dir()
+    assert find(model.revision) == own
+    assert find("another") is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"similarity": [[[1]]], "retrieval": [[1]], "what": 1}'])
+def test_a_damaged_file_is_named(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UsageError, match=r"x\.json is no calibration"):
+        load(tmp_path / "x.json")
+
+
+def test_a_folder_that_cannot_be_written_is_named(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        save(find(model.revision), tmp_path / "file" / "x.json")
+
+
+def test_the_picture_shows_every_pair_and_marks_the_representatives(model):
+    shipped = find(model.revision)
+    svg = picture(shipped, representatives(shipped, "retrieval"))
+    ElementTree.fromstring(svg)
+    assert len(re.findall("<rect", svg)) == 1 + 8 * 4 * 4
+    assert svg.count('font-size="11">▸') == 8
+
+
+def test_an_unknown_rule_is_refused(model):
+    with pytest.raises(UsageError, match='no rule "best"'):
+        representatives(find(model.revision), "best")
+
+
+# ---- without a calibration
+
+
+def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeypatch):
+    monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
+    session = Session(model, "sync", {"window": 32})
+    assert any("kvchat calibrate bundled" in note for note in session.info.notes)
+    short = list(session.answer([Turn("user", "Hi.")], Sampling(temperature=0, max_new_tokens=2)))
+    assert short
+    assert "calibrated on the first long prompt" in session.snapshot().extras["representative heads"]
+    assert bool(session.attended(0).all())
+    text = " ".join(sentence for _, sentence in zip(range(60), sentences(5), strict=False))
+    list(session.answer([Turn("user", text)], Sampling(temperature=0, max_new_tokens=2)))
+    extras = session.snapshot().extras
+    assert not any("calibrate" in note for note in session.info.notes)
+    assert extras["measured on"].startswith("this prompt")
+    assert len(extras["representative heads"].split()) == 8
+    assert not bool(session.attended(0).all())
+
+
+def test_switching_in_measures_on_what_is_stored(model, monkeypatch):
+    monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
+    session = Session(model)
+    session.prefill([7, 8, 9] * 200)
+    assert session.switch("sync", window=32).params["clusters"] == 1
+    assert session.snapshot().extras["measured on"].startswith("this prompt")
+    session.step(7)
+    assert not bool(session.attended(0).all())
+
+
+# ---- the command
+
+
+def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
+    from kvchat.cli.calibrate import calibrate as command
+
+    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: model)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
+    command("bundled", [text], 2, "retrieval", "cpu", tmp_path / "out.json")
+    printed = capsys.readouterr()
+    assert printed.out.count("representative KV heads") == 8
+    assert "sync mode reads calibrations in" in printed.err
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert (saved["clusters"], saved["revision"]) == (2, model.revision)
+    assert "text.txt" in saved["measured_on"]
+    assert (tmp_path / "out.svg").read_text().startswith("<svg")

@@ -1,0 +1,120 @@
+"""The snapshot and the receipt: what they say is what the store holds and did."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.engine.session import Session
+from kvchat.protocol.messages import MAX_RIBBON_CELLS, RIBBON, Sampling, Turn
+
+STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
+SPECULATIVE = {"budget": 192, "sink": 32, "window": 64}
+
+
+@pytest.fixture
+def session(model):
+    return Session(model)
+
+
+def filled(session: Session, tokens: int, mode: str = "full", **params) -> Session:
+    session.prefill([(7 * i) % 4000 + 10 for i in range(tokens)])
+    session.switch(mode, **params)
+    return session
+
+
+def mean_attended(session: Session) -> float:
+    layers = range(session.info.layers)
+    return sum(float(session.attended(layer).sum()) for layer in layers) / (session.info.layers * session.info.kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("mode", "params"), [("full", {}), ("streaming", STREAMING), ("speculative", SPECULATIVE | {"first_full": False})]
+)
+def test_active_is_the_mean_of_attended_and_the_digits_add_up_to_it(session, mode, params):
+    filled(session, 500, mode, **params)
+    for token in range(12):
+        session.step(token)
+    snapshot = session.snapshot()
+    assert snapshot.active == pytest.approx(mean_attended(session))
+    assert (snapshot.total, snapshot.mode, snapshot.cell_tokens) == (512, mode, 32)
+    assert len(snapshot.ribbon) == len(snapshot.attended) == 16
+    low = sum(int(digit) * 3.2 for digit in snapshot.attended)
+    assert low <= snapshot.active <= low + 16 * 3.2
+    assert set(snapshot.ribbon) <= set(RIBBON)
+
+
+def test_full_is_on_the_device_and_read_everywhere(session):
+    snapshot = filled(session, 100).snapshot()
+    assert (snapshot.ribbon, snapshot.attended, snapshot.active) == ("DDDD", "9999", 100)
+
+
+def test_streaming_shows_sinks_window_and_what_is_out_of_reach(session):
+    filled(session, 300, "streaming", **STREAMING)
+    for token in range(21):
+        session.step(token)
+    snapshot = session.snapshot()
+    assert snapshot.ribbon == "SXXXXXXWWWW"
+    assert snapshot.attended == "90000009999"
+    assert snapshot.extras["dropped"] == 321 - 128
+    assert snapshot.active == 129
+
+
+def test_speculative_shows_what_was_recalled_just_now_and_what_is_on_the_host(session):
+    filled(session, 640, "speculative", **SPECULATIVE)
+    session.step(5)
+    first, second = session.snapshot(), session.snapshot()
+    assert first.ribbon[0] == second.ribbon[0] == "S"
+    assert second.ribbon.endswith("WWW")
+    assert "R" in first.ribbon
+    assert "R" not in second.ribbon  # nothing moved in between
+    assert set(second.ribbon[1:-3]) <= {"D", "H"}
+
+
+def test_cells_grow_with_the_conversation_and_stay_within_the_limit(session, monkeypatch):
+    filled(session, 600)
+    monkeypatch.setattr("kvchat.engine.metrics.MAX_RIBBON_CELLS", 8)
+    snapshot = session.snapshot()
+    assert (snapshot.cell_tokens, len(snapshot.ribbon)) == (96, 7)
+    assert MAX_RIBBON_CELLS == 1024
+
+
+def test_an_empty_store_has_a_snapshot(session):
+    snapshot = session.snapshot()
+    assert (snapshot.total, snapshot.ribbon, snapshot.attended, snapshot.active) == (0, "", "", 0)
+    assert snapshot.tokens_per_s is None
+    assert snapshot.recall_hit_rate is None
+
+
+def test_the_receipt_counts_what_happened(session):
+    session.switch("speculative", **SPECULATIVE)
+    session.prefill([(7 * i) % 4000 + 10 for i in range(400)])
+    session.truncate(0)
+    turns = (Turn("user", "Tell me a short story. " * 60),)
+    events = list(session.answer(turns, Sampling(temperature=0, max_new_tokens=12)))
+    stats, store = events[-1].stats, session._store
+    assert stats.prompt_tokens == events[0].prompt_tokens > 300
+    assert stats.generated_tokens == len(session.token_ids)
+    assert stats.kv_device_bytes == store.device_bytes
+    assert stats.kv_host_bytes == store.host.nbytes
+    assert stats.active_tokens < stats.total_tokens
+    # The first of eight layers is full, the others read the budget at most.
+    assert stats.active_tokens <= (stats.total_tokens + 7 * 192) / 8
+    assert 0 <= stats.recall_hit_rate <= 1
+    assert stats.recalled_bytes >= 0
+    assert stats.decode_tokens_per_s > 0
+    assert stats.prefill_tokens_per_s > 0
+    assert stats.ttft_s > 0
+
+
+def test_recalled_bytes_are_the_blocks_that_moved(session):
+    filled(session, 640, "speculative", **SPECULATIVE, tau=-2)
+    before, moved = session.snapshot().recalled_bytes, 0
+    slots = session._store.slots[-1]
+    for token in range(15):
+        held = [set(row) for row in slots.pages.flatten(0, 1).tolist()]
+        session.step(token + 50)
+        now = [set(row) for row in slots.pages.flatten(0, 1).tolist()]
+        moved += sum(len(b - a) for a, b in zip(held, now, strict=True))
+    k_and_v = 2 * 32 * 64 * 4
+    assert moved > 0
+    assert session.snapshot().recalled_bytes - before == moved * k_and_v

@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import io
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.fake_session import PIECES, FakeSession
+
+from kvchat.engine import worker
+from kvchat.errors import DoesNotFitError
+from kvchat.protocol import messages
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Load,
+    Loaded,
+    Loading,
+    Peek,
+    Peeked,
+    Snapshot,
+    Started,
+    Stop,
+    Switch,
+    Switched,
+    SwitchRefused,
+    Text,
+    Turn,
+)
+
+CHAT = Chat((Turn("user", "hello"),))
+
+
+class Clock:
+    """Moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Child:
+    """A server in a thread, spoken to through pipes."""
+
+    def __init__(self, session: FakeSession, clock: Clock) -> None:
+        stdin, self._stdin = os.pipe()
+        self._stdout, stdout = os.pipe()
+        self.commands, self.events = os.fdopen(self._stdin, "wb"), os.fdopen(self._stdout, "rb", buffering=0)
+        self._ends = os.fdopen(stdin, "rb"), os.fdopen(stdout, "wb")
+        self.server = worker.Server(self._ends[1], session.load, clock)
+        self._threads = [
+            threading.Thread(target=self.server.read, args=(self._ends[0],)),
+            threading.Thread(target=self._run),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        self.server.run()
+        self._ends[1].close()
+
+    def send(self, *commands: Command) -> None:
+        self.commands.write(b"".join(map(messages.encode, commands)))
+        self.commands.flush()
+
+    def until(self, *kinds: type) -> list[messages.Message]:
+        """Events up to and including the first of the given kinds; snapshots only where asked for."""
+        events = []
+        while select.select([self.events], [], [], 10)[0] and (event := messages.read(self.events)) is not None:
+            if not isinstance(event, Snapshot) or Snapshot in kinds:
+                events.append(event)
+            if isinstance(event, kinds):
+                return events
+        raise AssertionError(f"the server said no more after {events}")
+
+    def close(self) -> None:
+        if not self.commands.closed:
+            self.commands.close()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        self.events.close()
+        self._ends[0].close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def session(clock: Clock) -> FakeSession:
+    return FakeSession(on_token=lambda _session, _n: tick(clock, 0.05))
+
+
+@pytest.fixture
+def child(session: FakeSession, clock: Clock) -> Iterator[Child]:
+    child = Child(session, clock)
+    child.send(Load("bundled", mode="speculative", params={"budget": 128}))
+    assert [e.stage for e in child.until(Loaded)[:-1]] == ["importing torch", "reading the weights"]
+    yield child
+    child.close()
+
+
+def tick(clock: Clock, seconds: float) -> None:
+    clock.now += seconds
+
+
+def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: FakeSession) -> None:
+    assert session.loaded == {
+        "model": "bundled",
+        "device": "auto",
+        "dtype": "auto",
+        "mode": "speculative",
+        "mode_params": {},
+        "quantize": "none",
+        "fast": True,
+        "budget": 128,
+    }
+    assert isinstance(child.until(Snapshot)[-1], Snapshot)
+
+
+def test_an_answer_is_started_text_finished(child: Child, session: FakeSession) -> None:
+    child.send(CHAT)
+    events = child.until(Finished)
+    assert isinstance(events[0], Started)
+    assert "".join(e.text for e in events if isinstance(e, Text)) == events[-1].text == "".join(PIECES)
+    assert session.asked == [(CHAT.turns, CHAT.sampling)]
+
+
+def test_text_comes_in_batches_and_always_before_the_next_event(
+    session: FakeSession, child: Child, clock: Clock
+) -> None:
+    session.pieces, session.on_token = ["x"] * 100, lambda _session, _n: tick(clock, 0.001)
+    child.send(CHAT)
+    events = child.until(Finished)
+    texts = [e for e in events if isinstance(e, Text)]
+    assert sum(e.tokens for e in texts) == len("".join(e.text for e in texts)) == 100
+    assert len(texts) <= 2 + 100 * 0.001 / worker.TEXT_S
+
+
+def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
+    output = io.BytesIO()
+    server = worker.Server(output, FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01)).load, clock)
+    server._do(Load())
+    output.seek(0)
+    output.truncate()
+    server._do(CHAT)
+    output.seek(0)
+    snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: messages.read(output), None))
+    assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
+
+
+def test_an_idle_server_sends_snapshots(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "IDLE_SNAPSHOT_S", 0.01)
+    child.send(Stop())  # wakes it
+    for _ in range(3):
+        child.until(Snapshot)
+
+
+def test_stop_in_an_answer_keeps_the_text_so_far(session: FakeSession, child: Child) -> None:
+    def stop_after_two(s: FakeSession, n: int) -> None:
+        if n == 2:
+            child.send(Stop())
+            assert s.cancelled.wait(10)  # by the reader thread, at once
+
+    session.on_token = stop_after_two
+    child.send(CHAT)
+    finished = child.until(Finished)[-1]
+    assert (finished.reason, finished.text) == ("stopped", "The quick")
+
+
+def test_a_stop_that_comes_too_late_stops_nothing(child: Child) -> None:
+    child.send(CHAT)
+    child.until(Finished)
+    child.send(Stop(), Peek(1, 2))
+    child.until(Peeked)
+    child.send(CHAT)
+    assert child.until(Finished)[-1].reason == "eos"
+
+
+def test_switch_and_peek_are_done_between_two_tokens(session: FakeSession, child: Child) -> None:
+    def send_at_two(_session: FakeSession, n: int) -> None:
+        if n == 2:
+            child.send(Switch("streaming", {"budget": 256}), Peek(3, 5))
+            while len(child.server._inbox._commands) < 2:
+                time.sleep(0.001)
+
+    session.on_token = send_at_two
+    child.send(CHAT)
+    events = child.until(Finished)
+    switched = next(i for i, e in enumerate(events) if isinstance(e, Switched))
+    assert events[switched] == Switched("speculative", "streaming", {"budget": 256}, 7, 0, 0.0)
+    assert events[switched + 1] == Peeked(3, 5, "[3:5]")
+    assert "".join(e.text for e in events[:switched] if isinstance(e, Text)) == "The quick brown"
+    assert events[-1].reason == "eos"
+
+
+def test_a_refused_switch_names_the_mode_that_goes_on(session: FakeSession, child: Child) -> None:
+    session.failure = DoesNotFitError("Budget 64 is too small.", "It needs 96.")
+    child.send(Switch("streaming", {"budget": 64}))
+    assert child.until(SwitchRefused)[-1] == SwitchRefused("speculative", "Budget 64 is too small. It needs 96.")
+
+
+def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session: FakeSession, child: Child) -> None:
+    def send_at_one(s: FakeSession, n: int) -> None:
+        if len(s.asked) == 1 and n == 1:
+            child.send(CHAT, Switch("full"))
+            while len(child.server._inbox._commands) < 2:
+                time.sleep(0.001)
+
+    session.on_token = send_at_one
+    child.send(CHAT)
+    first, second = child.until(Finished), child.until(Finished)
+    assert not any(isinstance(e, Switched) for e in first)
+    assert any(isinstance(e, Switched) for e in second)
+
+
+def test_errors_become_failures_and_the_server_goes_on(
+    session: FakeSession, child: Child, capfd: pytest.CaptureFixture[str]
+) -> None:
+    session.error = DoesNotFitError("Too long.", "5 of 4 tokens.", "Shorten it.")
+    child.send(CHAT)
+    assert child.until(Failed)[-1] == Failed("Too long.", "5 of 4 tokens.", "Shorten it.", "DoesNotFitError")
+    session.error = ZeroDivisionError("oh")
+    child.send(CHAT)
+    events = child.until(Failed)
+    assert events[-1] == Failed("The engine failed.", "ZeroDivisionError: oh")
+    assert "".join(e.text for e in events if isinstance(e, Text)) == "The quick"
+    assert "Traceback" in capfd.readouterr().err
+    session.error = None
+    child.send(CHAT)
+    child.until(Finished)
+
+
+def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> FakeSession:
+        raise DoesNotFitError("Too big.")
+
+    session = FakeSession()
+    session.load = refuse
+    child = Child(session, clock)
+    child.send(Load("huge"), CHAT)
+    assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
+    assert child.until(Failed) == [Failed("No model is loaded.", fatal=True)]
+    child.close()
+
+
+def test_closing_stdin_ends_a_running_answer(session: FakeSession, child: Child) -> None:
+    session.pieces = ["x"] * 1_000_000
+
+    def close_at_three(s: FakeSession, n: int) -> None:
+        if n == 3:
+            child.commands.close()
+            assert s.cancelled.wait(10)
+
+    session.on_token = close_at_three
+    child.send(CHAT)
+    assert child.until(Finished)[-1].text == "xxx"
+    child.close()
+    assert session.closed
+
+
+def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFixture[str]) -> None:
+    child.commands.write(b"\xff" * 8)
+    child.close()
+    assert "does not speak kvchat's protocol" in capfd.readouterr().err
+
+
+# ---- the process -----------------------------------------------------------------------------------
+
+SERVE_A_FAKE = """
+import os, sys, time
+import kvchat
+from support.fake_session import FakeSession
+from kvchat.engine import worker
+
+def on_token(session, n):
+    print("a library prints")
+    os.write(1, b"a C library prints")
+    time.sleep({pause})
+
+kvchat.load = FakeSession({pieces}, on_token).load
+worker.main()
+"""
+
+
+def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[bytes]:
+    code = SERVE_A_FAKE.format(pause=pause, pieces=pieces)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=env)
+
+
+def receive(process: subprocess.Popen[bytes], kind: type) -> Event:
+    assert process.stdout
+    while not isinstance(event := messages.read(process.stdout), kind):
+        assert event is not None
+    return event
+
+
+def send(process: subprocess.Popen[bytes], *commands: Command) -> None:
+    assert process.stdin
+    process.stdin.write(b"".join(map(messages.encode, commands)))
+    process.stdin.flush()
+
+
+def test_what_libraries_print_goes_to_stderr() -> None:
+    with start() as process:
+        send(process, Load(), CHAT)
+        receive(process, Finished)
+        _, log = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert b"a library prints" in log
+    assert b"a C library prints" in log
+
+
+@pytest.mark.parametrize("pause", [0.001, 1000.0], ids=["between two tokens", "deep in a step"])
+def test_the_process_ends_with_its_stdin_in_mid_answer(pause: float) -> None:
+    with start(pause, "['x'] * 10_000_000") as process:
+        send(process, Load(), CHAT)
+        receive(process, Started)
+        assert process.stdin
+        process.stdin.close()
+        assert process.wait(10) == (0 if pause < 1 else 1)
+
+
+def test_the_process_ends_quietly_when_nobody_reads_its_events() -> None:
+    with start(0.001, "['x'] * 10_000_000") as process:
+        send(process, Load(), CHAT)
+        receive(process, Started)
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.wait(10) == 0
+        assert b"Error" not in process.stderr.read()

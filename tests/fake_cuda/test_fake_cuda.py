@@ -1,0 +1,142 @@
+"""The stand-in refuses what CUDA refuses, and sees what is not ordered."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+
+import pytest
+import torch
+from engine.generate.test_graphs import mode_of
+from engine.generate.test_runner import loaded, prefilled, token_ids
+from support.fake_cuda.device import Refused, gpu
+from support.fake_cuda.races import Race
+
+from kvchat.engine.generate.graphs import StepGraphs
+from kvchat.engine.generate.runner import Decoder
+from kvchat.kv.memory import host_pool
+from kvchat.kv.transfer import Aside
+
+pytestmark = [pytest.mark.cuda, pytest.mark.stand_in]
+
+
+@pytest.fixture
+def side():
+    return torch.cuda.Stream()
+
+
+def ones(n: int = 8) -> torch.Tensor:
+    return torch.ones(n, device="cuda")
+
+
+def test_operands_on_two_devices_are_refused():
+    with pytest.raises(Refused, match="same device, add: cuda:0 and cpu"):
+        ones() + torch.ones(8)
+    assert (ones() + torch.tensor(1.0)).tolist() == [2.0] * 8
+
+
+def test_a_capture_carries_nothing_out_and_a_replay_does():
+    total, graph = ones(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total.add_(1)
+        doubled = total * 2
+    assert total.tolist() == [1.0] * 8
+    for _ in range(2):
+        graph.replay()
+    assert (total.tolist(), doubled.tolist()) == ([3.0] * 8, [6.0] * 8)
+
+
+@pytest.mark.parametrize("asks", [torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, lambda x: torch.ones(1).to(x)])
+def test_nothing_is_asked_or_sent_while_a_graph_is_captured(asks):
+    one = ones(1)
+    with (
+        pytest.raises(Refused, match="not permitted when stream is capturing"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        asks(one)
+    assert one.item() == 1
+
+
+def test_what_another_stream_writes_is_waited_for(side):
+    shared = ones()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        shared.mul_(3)
+    with pytest.raises(Race, match="wrote in launch"):
+        shared.sum()
+    torch.cuda.current_stream().wait_stream(side)
+    assert shared.sum().item() == 24
+
+
+def test_what_another_stream_reads_is_not_written(side):
+    shared = ones()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        shared.sum()
+    with pytest.raises(Race, match="read in launch"):
+        shared.zero_()
+    torch.cuda.synchronize()
+    shared.zero_()
+
+
+def test_memory_is_given_back_when_all_that_use_it_are_done(side):
+    before, shared = gpu.allocated, ones(1000)
+    assert gpu.allocated == before + 4096
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kept = shared.sum()
+    del shared
+    (hazard,) = gpu.hazards
+    assert "memory of 0 is given back while launch" in hazard
+    gpu.hazards.clear()
+    torch.cuda.synchronize()
+    assert kept.item() == 1000
+
+
+def test_a_capture_ends_when_all_its_streams_have_joined(side):
+    def forked() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            ones()
+
+    with pytest.raises(Refused, match="unjoined work"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        forked()
+
+
+def test_a_copy_across_two_segments_is_refused():
+    region, registrar = host_pool.Region(2 * mmap.PAGESIZE), host_pool.CudaRegistrar(torch.device("cuda", 0))
+    for size in (mmap.PAGESIZE, 2 * mmap.PAGESIZE):
+        region.register(registrar, region.commit(size))
+    assert all(len(piece.cuda()) == mmap.PAGESIZE for piece in region.pieces(0, region.size))
+    with pytest.raises(Refused, match="across two segments"):
+        region.bytes.cuda()
+    region.unregister()
+    assert not gpu.pinned
+
+
+def test_a_recall_that_is_not_waited_for_is_seen(monkeypatch):
+    model = loaded("llama", "cuda", torch.bfloat16)
+    one = Decoder(model, mode_of(model, "speculative-reuse"))
+    one.graphs = StepGraphs(one.store, None)
+    prefilled(one, token_ids(150))
+    one.step(1)
+    monkeypatch.setattr(Aside, "join", lambda self: None)
+    with pytest.raises(Race):
+        list(map(one.step, token_ids(4)))
+
+
+def test_a_conversation_gives_back_all_it_took():
+    model = loaded("llama", "cuda", torch.float32)
+    gc.collect()
+    before = gpu.allocated, dict(gpu.pinned)
+    one = Decoder(model, mode_of(model, "full"))
+    prefilled(one, token_ids(100))
+    for mode in ("speculative", "freeze", "sync", "streaming"):
+        with torch.inference_mode():
+            one.store.switch(mode_of(model, mode))
+        for token in token_ids(4):
+            one.step(token)
+    assert gpu.pinned != before[1]
+    del one
+    gc.collect()
+    assert (gpu.allocated, gpu.pinned) == before

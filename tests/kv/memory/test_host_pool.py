@@ -1,0 +1,443 @@
+"""The host pool: growth in place, pinning segment by segment, and what happens where either is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+import weakref
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import available
+from kvchat.kv.memory import host_pool as host_module
+from kvchat.kv.memory.host_pool import CudaRegistrar, HostPool, Region, Registrar, gather, scatter
+
+CPU = torch.device("cpu")
+GiB = 2**30
+
+
+def geometry(layers: int = 2, kv_heads: int = 2, d: int = 16, page: int = 8, dtype=torch.float32, d_v=None) -> Geometry:
+    return Geometry(layers, 2 * kv_heads, kv_heads, d, d if d_v is None else d_v, dtype, page)
+
+
+class Pins:
+    """A registrar that keeps books; ``fails_at`` is the number of the registration that is refused."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.held: dict[int, int] = {}
+        self.calls = 0
+        self.given_back: list[int] = []
+        self.fails_at = fails_at
+
+    def register(self, address: int, size: int) -> None:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("no more memory may be pinned")
+        assert address % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
+        assert size > 0
+        for start, length in self.held.items():
+            assert address + size <= start or start + length <= address, "segments overlap"
+        ctypes.string_at(address, 1)  # the memory is there
+        self.held[address] = size
+
+    def unregister(self, address: int) -> None:
+        ctypes.string_at(address, 1)  # still
+        del self.held[address]
+        self.given_back.append(address)
+
+    def covers(self, address: int, size: int) -> bool:
+        end = address
+        for start, length in sorted(self.held.items()):
+            if start <= end < start + length:
+                end = start + length
+        return end >= address + size
+
+
+def resident(region: Region) -> int:
+    """Bytes of the region that are memory, as the kernel counts them."""
+    pages = (ctypes.c_ubyte * (region.size // mmap.PAGESIZE))()
+    address, size = ctypes.c_void_p(region.bytes.data_ptr()), ctypes.c_size_t(region.size)
+    assert ctypes.CDLL(None).mincore(address, size, pages) == 0
+    return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
+
+
+def filled(pool: HostPool, tokens: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Append ``tokens`` random tokens to every layer; what was appended."""
+    g, dice = pool.geometry, torch.Generator().manual_seed(seed)
+    pool.reserve(pool.total + tokens)
+    new = []
+    for layer in range(g.layers):
+        k, v = (torch.randn((g.kv_heads, tokens, d), generator=dice).to(g.dtype) for d in (g.d_k, g.d_v))
+        pool.append(layer, pool.total, k.to(pool.device), v.to(pool.device))
+        new.append((k, v))
+    pool.total += tokens
+    return new
+
+
+def same(pool: HostPool, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+    keys, values = pool.dense(layer, pool.total)
+    end = start + k.shape[1]
+    return torch.equal(keys[:, start:end].cpu(), k) and torch.equal(values[:, start:end].cpu(), v)
+
+
+def pool_of(tokens: int, registrar: Registrar | None = None, **kwargs) -> HostPool:
+    return HostPool(geometry(**kwargs), CPU, tokens, registrar)
+
+
+# ---- address space and memory
+
+
+def test_growth_within_the_context_moves_nothing():
+    context = 4992  # whole system pages: nothing is left over
+    pool = pool_of(context)
+    before = [pool.rows(layer).data_ptr() for layer in range(2)]
+    rows, capacities = pool.rows(0), set()
+    written = filled(pool, 100)
+    while pool.total < context:
+        pool.total = min(pool.total + 100, context)
+        assert not pool.reserve(pool.total)
+        capacities.add(pool.capacity)
+    assert not pool.reserve(context + 1), "the token after a full context"
+    assert [pool.rows(layer).data_ptr() for layer in range(2)] == before
+    assert rows.shape == pool.rows(0).shape, "a view made at the start reaches the end"
+    assert len(capacities) > 10
+    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+
+
+def test_beyond_the_context_the_pool_moves_with_what_is_stored():
+    pool = pool_of(300)
+    written = filled(pool, 290)
+    old = weakref.ref(pool._regions[0])
+    assert pool.reserve(pool.reserved + 1)
+    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+    assert old() is None, "the old region is given back"
+    assert not pool.reserve(pool.reserved), "twice the address space: the next tokens move nothing"
+
+
+def test_what_is_new_is_zero():
+    pool = pool_of(0)
+    filled(pool, 120)
+    pool.reserve(1000)
+    for layer in pool.layers:
+        assert not layer[15:].any()
+
+
+def test_reported_bytes_are_the_memory_taken_whatever_is_reserved():
+    pool = pool_of(100_000)
+    pool.reserve(20_000)
+    assert pool.nbytes < pool._regions[0].size
+    assert [resident(region) for region in pool._regions] == [region.committed for region in pool._regions]
+    needed = 20_000 * pool.geometry.token_bytes
+    assert needed <= pool.nbytes <= needed * 1.08
+    pool.truncate(10)
+    assert sum(map(resident, pool._regions)) == pool.nbytes
+
+
+def test_layers_are_as_long_as_there_is_memory():
+    pool = pool_of(10_000)
+    pool.reserve(500)
+    assert all(layer.shape[0] * 8 == pool.capacity for layer in pool.layers)
+    assert 500 <= pool.capacity < 700
+
+
+def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
+    pool = pool_of(100_000)
+    written = filled(pool, 1000)
+    before = pool.capacity, pool.nbytes
+    monkeypatch.setattr(available, "host_free", lambda: 2**20)
+    with pytest.raises(DoesNotFitError, match=r"K/V of 50,\d+ tokens take 0.02 GiB; .* more can be had"):
+        pool.reserve(50_000)
+    with pytest.raises(DoesNotFitError):
+        pool.reserve(200_000)
+    assert (pool.capacity, pool.nbytes, pool.total) == (*before, 1000)
+    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+    monkeypatch.undo()
+    assert not pool.reserve(50_000)
+
+
+def test_with_little_memory_growth_takes_what_is_needed_and_no_more(monkeypatch):
+    pool = pool_of(100_000, Pins())
+    pool.reserve(1000)
+    page_bytes = 8 * pool.geometry.token_bytes
+    monkeypatch.setattr(available, "host_free", lambda: 20 * page_bytes)
+    pool.reserve(pool.capacity + 1)
+    assert pool.capacity <= 1000 * 2 + 20 * 8
+    with pytest.raises(DoesNotFitError):
+        pool.reserve(pool.capacity + 8 * 40)
+
+
+def test_a_move_needs_room_for_one_layer_twice(monkeypatch):
+    pool = pool_of(0, layers=4)
+    filled(pool, 100)
+    more = pool._bytes(1000) * 4 - pool.nbytes
+    monkeypatch.setattr(available, "usable", lambda free: free)
+    monkeypatch.setattr(available, "host_free", lambda: more + pool._regions[0].committed - 1)
+    with pytest.raises(DoesNotFitError):
+        pool.reserve(1000)
+    monkeypatch.setattr(available, "host_free", lambda: more + pool._regions[0].committed)
+    assert pool.reserve(1000)
+
+
+def test_where_address_space_is_short_only_what_is_needed_is_reserved(monkeypatch):
+    real, asked = mmap.mmap, []
+
+    def scarce(fileno, length, *args):
+        asked.append(length)
+        if length > 2**20:
+            raise OSError(12, "Cannot allocate memory")
+        return real(fileno, length, *args)
+
+    monkeypatch.setattr(mmap, "mmap", scarce)
+    pool = pool_of(100_000)
+    assert pool.reserved == pool.capacity
+    written = filled(pool, 500)
+    assert pool.reserve(pool.reserved + 1), "nothing more was reserved, so it moves"
+    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+    with pytest.raises(DoesNotFitError, match="no address space for it: Cannot allocate memory"):
+        pool.reserve(10_000)
+    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+
+
+# ---- pinning
+
+GROWTHS = st.lists(st.integers(1, 700), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    kv_heads=st.integers(1, 5),
+    d=st.sampled_from([4, 6, 16, 40, 128]),
+    d_v=st.sampled_from([None, 4]),
+    page=st.sampled_from([8, 32]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    context=st.sampled_from([0, 500, 6000]),
+    step=st.sampled_from([0, 2**16, 2**28]),
+    growths=GROWTHS,
+)
+def test_segments_are_disjoint_whole_pages_that_cover_what_is_used(
+    layers, kv_heads, d, d_v, page, dtype, context, step, growths
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_module, "STEP_BYTES", step)
+        pins = Pins()
+        pool = HostPool(geometry(layers, kv_heads, d, page, dtype, d_v), CPU, context, pins)
+        written, starts = [], []
+        for seed, tokens in enumerate(growths):
+            addresses = [pool.rows(layer).data_ptr() for layer in range(layers)]
+            fits = pool.total + tokens <= pool.reserved
+            starts.append(pool.total)
+            written.append(filled(pool, tokens, seed))
+            assert fits == (addresses == [pool.rows(layer).data_ptr() for layer in range(layers)])
+            assert pool.pinned
+            assert pool.capacity >= pool.total
+            for layer in range(layers):
+                used = pool.layers[layer]
+                assert pins.covers(used.data_ptr(), used.nbytes)
+            assert sum(pins.held.values()) == pool.nbytes
+        for start, new in zip(starts, written, strict=True):
+            assert all(same(pool, layer, start, *new[layer]) for layer in range(layers))
+        seen = set(pins.held)
+        del pool, used
+        assert not pins.held
+        assert len(pins.given_back) == pins.calls
+        assert seen <= set(pins.given_back)
+
+
+def test_steps_double_up_to_their_bound(monkeypatch):
+    monkeypatch.setattr(host_module, "STEP_BYTES", 2**20)
+    pool = pool_of(100_000, Pins())
+    sizes = [pool.nbytes]
+    for tokens in range(100, 12_000, 10):
+        pool.reserve(tokens)
+        if pool.nbytes != sizes[-1]:
+            sizes.append(pool.nbytes)
+    steps = [after - before for before, after in pairwise(sizes)]
+    assert 2 * sizes[0] <= sizes[1] <= 2.2 * sizes[0]
+    assert max(steps[:-1]) >= 2**20 * 0.9
+    assert all(step <= min(2**20, size) * 1.1 for step, size in zip(steps[1:], sizes[1:], strict=False))
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 7])
+def test_a_refused_segment_leaves_a_pageable_pool_with_everything_in_it(fails_at):
+    pins = Pins(fails_at)
+    pool = HostPool(geometry(), CPU, 400, pins)
+    written, starts, views_changed = [], [], 0
+    for seed in range(8):
+        starts.append(pool.total)
+        was_pinned, fits = pool.pinned, pool.total + 100 <= pool.reserved
+        views_changed = pool.reserve(pool.total + 100)
+        assert views_changed == (not fits or was_pinned != pool.pinned)
+        assert pool.pinned or not pins.held
+        written.append(filled(pool, 100, seed))
+    assert not pool.pinned
+    assert pool.why_pageable == "no more memory may be pinned"
+    assert pool.badges == ("pageable host memory: no more memory may be pinned",)
+    assert pins.calls == fails_at, "it is not tried again"
+    assert not pins.held
+    assert len(pins.given_back) == fails_at - 1
+    for start, new in zip(starts, written, strict=True):
+        assert all(same(pool, layer, start, *new[layer]) for layer in range(2))
+
+
+def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():
+    pins = Pins()
+    region = Region(3 * mmap.PAGESIZE)
+    region.register(pins, region.commit(mmap.PAGESIZE))
+    region.register(pins, region.commit(3 * mmap.PAGESIZE))
+    seen = host_module._CudaArray(region)  # what a tensor of the device holds
+    view = region.bytes[:4]
+    del region
+    assert len(pins.held) == 2
+    del seen
+    assert not pins.held
+    assert view.tolist() == [0, 0, 0, 0], "a view of the CPU keeps the memory"
+
+
+def test_nothing_is_unregistered_at_exit():
+    """By then the driver may be gone; the process' end gives everything back."""
+    code = (
+        "import mmap, sys\nfrom kvchat.kv.memory.host_pool import Region\n"
+        "class Pins:\n"
+        "    def register(self, address, size): pass\n"
+        "    def unregister(self, address): sys.stderr.write('unregistered')\n"
+        "region = Region(mmap.PAGESIZE)\nregion.register(Pins(), region.commit(mmap.PAGESIZE))\n"
+        "region.itself = region\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# ---- reading and writing
+
+
+def test_gathering_and_scattering_are_the_views():
+    pool = pool_of(500)
+    written = filled(pool, 60)[1]
+    index = pool.row_index(torch.tensor([3, 40]), torch.tensor([1, 0]))
+    assert torch.equal(gather(pool.rows(1), index), torch.stack((written[0][1, 3], written[0][0, 40])))
+    assert torch.equal(gather(pool.rows(1), index + 8), torch.stack((written[1][1, 3], written[1][0, 40])))
+    block = gather(pool.blocks(1), torch.tensor([2 * (4 * 2 + 1)]))  # page 4, head 1, K
+    assert torch.equal(block.view(8, 16), written[0][1, 32:40])
+    scatter(pool.rows(1), index, torch.ones(2, 16))
+    assert pool.rows(1)[index].eq(1).all()
+
+
+def test_the_cuda_runtimes_answers(monkeypatch):
+    """Without a GPU: what is asked of the runtime, in which order, and what its refusals become."""
+    said: list[tuple[object, ...]] = []
+    code = {"register": 0}
+
+    class Error(int):
+        pass
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *args: said.append(("register", *args)) or Error(code["register"]),
+        cudaHostUnregister=lambda *args: said.append(("unregister", *args)) or Error(0),
+        cudaGetErrorString=lambda error: f"error {int(error)}",
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append(("synchronize",)))
+    monkeypatch.setattr(host_module, "_device_address", lambda address: address)
+    monkeypatch.setattr(CudaRegistrar, "_clear_error", lambda self: said.append(("clear",)))
+    registrar = CudaRegistrar(torch.device("cuda", 0))
+    registrar.register(4096, 8192)
+    registrar.unregister(4096)
+    assert said == [("register", 4096, 8192, 3), ("synchronize",), ("unregister", 4096)]
+    said.clear()
+    code["register"] = 2
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister: error 2 \(2\)"):
+        registrar.register(4096, 8192)
+    assert said == [("register", 4096, 8192, 3), ("clear",)]
+    said.clear()
+    code["register"] = 0
+    monkeypatch.setattr(host_module, "_device_address", lambda address: None)
+    with pytest.raises(RuntimeError, match="does not see"):
+        registrar.register(4096, 8192)
+    assert said[-1] == ("unregister", 4096)
+
+
+# ---- with a GPU
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.cuda
+def test_the_device_reads_and_writes_the_pool_across_segments(cuda, monkeypatch):
+    monkeypatch.setattr(host_module, "STEP_BYTES", 2**16)
+    pool = HostPool(geometry(kv_heads=3, d=24, d_v=16, dtype=torch.bfloat16), cuda, 5000)
+    assert pool.pinned, pool.why_pageable
+    view, address = pool.rows(0), pool.rows(0).data_ptr()
+    assert address == pool._regions[0].bytes.data_ptr()
+    written = [filled(pool, 500, seed) for seed in range(9)]
+    assert len(pool._regions[0]._registered) > 3
+    assert pool.rows(0).data_ptr() == address
+    torch.cuda.synchronize()
+    for i, new in enumerate(written):
+        assert all(same(pool, layer, 500 * i, *new[layer]) for layer in range(2))
+    index = pool.row_index(torch.arange(4500, device=cuda), torch.tensor(1, device=cuda))
+    assert torch.equal(view.index_select(0, index).cpu(), pool._pages(pool._regions[0]).view(-1, 24)[index.cpu()])
+    assert pool.reserve(6000), "beyond the context it moves"
+    for i, new in enumerate(written):
+        assert all(same(pool, layer, 500 * i, *new[layer]) for layer in range(2))
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_reads_what_was_pinned_after_its_capture(cuda):
+    pool = HostPool(geometry(), cuda, 50_000)
+    filled(pool, 100)
+    out = torch.zeros(1, 16, device=cuda)
+    index = torch.zeros(1, dtype=torch.int64, device=cuda)
+    head = torch.zeros((), dtype=torch.int64, device=cuda)
+    torch.index_select(pool.rows(0), 0, index, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.index_select(pool.rows(0), 0, index, out=out)
+    new = filled(pool, 40_000, seed=1)
+    index.copy_(pool.row_index(torch.tensor([35_000], device=cuda), head))
+    graph.replay()
+    assert torch.equal(out[0].cpu(), new[0][0][0, 34_900])
+
+
+@pytest.mark.cuda
+def test_a_pageable_pool_reads_and_writes_the_same(cuda):
+    pinned, pageable = HostPool(geometry(), cuda, 1000), HostPool(geometry(), cuda, 1000, Pins(fails_at=1))
+    assert pinned.pinned
+    assert not pageable.pinned
+    for pool in (pinned, pageable):
+        filled(pool, 700)
+    index = pinned.row_index(torch.arange(0, 700, 7, device=cuda), torch.tensor(1, device=cuda))
+    for layer in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(pinned.dense(layer, 700), pageable.dense(layer, 700), strict=True))
+        gathered = gather(pageable.rows(layer), index)
+        assert gathered.device == cuda
+        assert torch.equal(gather(pinned.rows(layer), index), gathered)
+        first = index[:5]
+        assert torch.equal(gather(pinned.blocks(layer), first), gather(pageable.blocks(layer), first))
+
+
+@pytest.mark.cuda
+def test_a_refused_registration_leaves_no_error_behind(cuda):
+    registrar = CudaRegistrar(cuda)
+    region = Region(2 * mmap.PAGESIZE)
+    segment = region.commit(region.size)
+    registrar.register(*segment)
+    with pytest.raises(RuntimeError, match="cudaHostRegister"):
+        registrar.register(*segment)  # twice is refused
+    assert torch.ones(3, device=cuda).sum().item() == 3
+    registrar.unregister(segment[0])
+    registrar.register(*segment)
+    registrar.unregister(segment[0])

@@ -1,0 +1,330 @@
+"""A prefill through buffers on the device: the same as on the host, in order, and with what the plan foretells."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kv.modes.test_every_mode import ROWS
+from support.reference import Run, toy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvchat.errors import DoesNotFitError
+from kvchat.kv import manager as store_module
+from kvchat.kv.attention import PREFILL_WORKSPACE
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import budget
+from kvchat.kv.memory import prefill_staging as prefill_module
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.prefill_staging import DirectPrefill, StagedPrefill, prefill_over
+from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.transfer import Aside
+
+CPU = torch.device("cpu")
+GEOMETRY_8B = Geometry(32, 32, 8, 128, 128, torch.bfloat16)
+
+
+def geometry(d_k: int = 8, d_v: int = 8, layers: int = 3, dtype: torch.dtype = torch.float32) -> Geometry:
+    return Geometry(layers, 4, 2, d_k, d_v, dtype, 8)
+
+
+def new_kv(g: Geometry, tokens: int, seed: int, device: torch.device = CPU) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    random = torch.Generator().manual_seed(seed)
+
+    def drawn(d: int) -> torch.Tensor:
+        return torch.randn(tokens, g.kv_heads, d, generator=random).to(device, g.dtype).transpose(0, 1)
+
+    return [(drawn(g.d_k), drawn(g.d_v)) for _ in range(g.layers)]
+
+
+def run(made: type, host: HostPool, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+    """One forward's worth; what attention was given, copied."""
+    tokens = kv[0][0].shape[1]
+    host.reserve(host.total + tokens)
+    prefill = made(host, tokens) if made is StagedPrefill else made(host)
+    seen = [tuple(x.clone() for x in prefill.extended(layer, *each)) for layer, each in enumerate(kv)]
+    prefill.close()
+    host.total += tokens
+    return seen
+
+
+def contents(host: HostPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [host.dense(layer, host.total) for layer in range(host.geometry.layers)]
+
+
+@given(turns=st.lists(st.integers(1, 40), min_size=1, max_size=5), back=st.integers(0, 30), d_v=st.sampled_from([8, 4]))
+@settings(max_examples=50, deadline=None)
+@example([8, 8], 0, 8)
+@example([1, 1, 1], 0, 8)
+def test_staged_is_direct(turns, back, d_v):
+    """With turns of any length, after forgetting some tokens, and whatever the pool's segments."""
+    g = geometry(d_v=d_v)
+    staged, direct = HostPool(g, CPU, context=150), HostPool(g, CPU)
+    for seed, tokens in enumerate(turns):
+        kv = new_kv(g, tokens, seed)
+        for ours, theirs in zip(run(StagedPrefill, staged, kv), run(DirectPrefill, direct, kv), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        for ours, theirs in zip(contents(staged), contents(direct), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        for host in (staged, direct):
+            host.truncate(max(0, host.total - back))
+
+
+def test_the_tail_of_the_last_page_stays_finite():
+    g = geometry()
+    host = HostPool(g, CPU)
+    run(StagedPrefill, host, new_kv(g, 13, 0))
+    assert all(bool(torch.isfinite(layer[:2]).all()) for layer in host.layers)
+    assert not bool(host.layers[0][1].flatten(0, 1)[:, 5:].any())
+
+
+def test_no_copy_goes_across_two_segments_of_the_pool():
+    g = geometry()
+    host = HostPool(g, CPU, context=5000)
+    starts = {0}
+    for tokens in (500, 3000):
+        starts.add(host._regions[0].committed)
+        host.reserve(tokens)
+    pieces = host.pieces(1, 2, 375)
+    first = host.layers[1].data_ptr()
+    assert {piece.data_ptr() - first for piece in pieces} == {2 * g.token_bytes * g.page // g.layers, *starts - {0}}
+    assert torch.equal(torch.cat(pieces), host.layers[1][2:375].flatten().view(torch.uint8))
+
+
+def test_layers_out_of_order_get_their_own():
+    g = geometry()
+    host = HostPool(g, CPU)
+    run(StagedPrefill, host, new_kv(g, 20, 0))
+    earlier = [keys.clone() for keys, _ in contents(host)]
+    host.reserve(23)
+    prefill, kv = StagedPrefill(host, 3), new_kv(g, 3, 1)
+    for layer in (2, 0, 1):
+        keys, _ = prefill.extended(layer, *kv[layer])
+        assert torch.equal(keys[:, :20], earlier[layer])
+
+
+def test_the_host_itself_is_prefilled_without_buffers():
+    assert type(prefill_over(HostPool(geometry(), CPU), 5)) is DirectPrefill
+
+
+@pytest.mark.parametrize(("stored", "new"), [(0, 1), (0, 64), (5, 1), (64, 30), (61, 70)])
+def test_the_plan_foretells_the_buffers(stored, new):
+    g = geometry(d_v=4, dtype=torch.bfloat16)
+    host = HostPool(g, CPU)
+    host.reserve(stored + new)
+    host.total = stored
+    made = StagedPrefill(host, new)
+    assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == budget.staging_bytes(g, stored, new)
+
+
+# ---- order: what runs aside and what runs on the main stream may meet only across a join
+
+
+class Races(TorchDispatchMode):
+    """Notes operations of the main stream on memory that something aside may be using, unless both only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.inside = False
+        self.aside: dict[int, bool] = {}
+        self.copies_aside = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            names = [argument.name for argument in func._schema.arguments]
+            for argument, given_ in zip(func._schema.arguments, args, strict=False):
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                for tensor in (x for x in tree_leaves(given_) if isinstance(x, torch.Tensor)):
+                    self._touch(func, tensor.untyped_storage().data_ptr(), writes, names)
+        return func(*args, **(kwargs or {}))
+
+    def _touch(self, func, storage, writes, names):
+        if self.inside:
+            self.copies_aside += writes
+            self.aside[storage] = self.aside.get(storage, False) or writes
+        elif storage in self.aside and (writes or self.aside[storage]):
+            self.found.append(str(func))
+
+
+@contextmanager
+def watched(monkeypatch):
+    races = Races()
+
+    class Watched(Aside):
+        @contextmanager
+        def __call__(self, *inputs):
+            races.inside = True
+            yield
+            races.inside = False
+
+        def join(self):
+            races.aside.clear()
+
+    monkeypatch.setattr(prefill_module, "Aside", Watched)
+    with races:
+        yield races
+
+
+def test_nothing_meets_across_the_streams_without_a_join(monkeypatch):
+    g = geometry()
+    host = HostPool(g, CPU)
+    with watched(monkeypatch) as races:
+        for seed, tokens in enumerate((20, 13)):
+            run(StagedPrefill, host, new_kv(g, tokens, seed))
+            contents(host)
+    assert races.found == []
+    # Of each layer: what is new there goes out, what was earlier comes in.
+    assert races.copies_aside >= 4 * g.layers
+
+
+def test_a_missing_join_would_be_found(monkeypatch):
+    g = geometry()
+    host = HostPool(g, CPU)
+    with watched(monkeypatch) as races:
+        monkeypatch.setattr(prefill_module.Aside, "join", lambda self: None)
+        run(StagedPrefill, host, new_kv(g, 20, 0))
+    assert races.found
+
+
+# ---- digests come with the prefill
+
+
+def speculative(chunks: tuple[int, ...]) -> Run:
+    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS["speculative"][0], **ROWS["speculative"][1])
+    for tokens in chunks:
+        run.prefill(tokens, chunk=37)
+        run.step(3)
+    return run
+
+
+def assert_digests_right(run: Run) -> None:
+    digests, g = run.store.mode.digests, run.toy.geometry
+    anew = Digests(g, CPU, digests.first)
+    anew.catch_up(run.store.host)
+    pages = g.pages(run.store.total)
+    assert digests.tokens == run.store.total
+    assert torch.equal(digests.data[:, :, :pages], anew.data[:, :, :pages])
+    assert bool((digests.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
+
+
+@pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])
+def test_digests_are_made_of_the_keys_at_hand(chunks):
+    assert_digests_right(speculative(chunks))
+
+
+def test_digests_read_at_most_one_page_back(monkeypatch):
+    run, dense, read = speculative((150,)), HostPool.dense, []
+
+    def noted(self, layer, tokens, page=0):
+        read.append(tokens - page * self.geometry.page)
+        return dense(self, layer, tokens, page)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "prefill_over", StagedPrefill)
+        patch.setattr(HostPool, "dense", noted)
+        run.prefill(100)
+    assert 0 < max(read) <= run.toy.geometry.page
+    assert_digests_right(run)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_digests_of_a_failed_prefill_are_forgotten(after):
+    run = speculative((150,))
+    start = run.store.total
+    with suppress(torch.OutOfMemoryError), run.store.prefill(90):
+        for layer in range(after + 1):
+            run.store.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.facts[layer])
+        raise torch.OutOfMemoryError("no memory")
+    assert run.store.total == start
+    if after % 2:
+        run.store.settle()
+        assert_digests_right(run)
+    run.prefill(20)
+    assert_digests_right(run)
+
+
+# ---- the plan
+
+
+def planned(free: int, stored: int = 0, new: int = 20_000, token_bytes: int = 100_000) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "free_bytes", lambda device: free)
+        return budget.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, CPU)
+
+
+def test_bytes_of_a_prefill_of_an_8b_model():
+    """32K tokens: 134 MB of one layer's K/V, held twice at most, whatever the number of layers."""
+    layer = 32768 * 8 * 2 * 128 * 2
+    assert budget.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
+    assert budget.staging_bytes(GEOMETRY_8B, 32768 - 512, 512) == 2 * layer
+    both = budget.prefill_bytes(GEOMETRY_8B, 24576, 8192, 140_000)
+    assert both == 2 * layer + 8192 * 140_000 + PREFILL_WORKSPACE
+
+
+def test_the_chunk_is_the_largest_of_which_two_would_fit():
+    sizes = {free: planned(free * 10**9) for free in (1, 2, 3, 4, 6, 80)}
+    assert sizes == {1: 512, 2: 4096, 3: 8192, 4: 8192, 6: 16384, 80: 16384}
+
+
+@given(free=st.integers(10**8, 10**11), stored=st.integers(0, 10**5), new=st.integers(1, 10**5))
+def test_a_chunk_fits_or_is_refused(free, stored, new):
+    try:
+        chunk = planned(free, stored, new)
+    except DoesNotFitError:
+        return
+    last = min(chunk, new)
+    assert budget.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000) <= free
+    # Earlier chunks need less: they come after fewer tokens.
+    first = budget.prefill_bytes(GEOMETRY_8B, stored, last, 100_000)
+    assert first <= budget.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000)
+
+
+def test_a_short_prompt_needs_no_more_than_its_tokens():
+    assert planned(310 * 10**6, new=10) == 512
+    with pytest.raises(DoesNotFitError):
+        planned(310 * 10**6, new=512)
+
+
+def test_a_refusal_tells_the_numbers():
+    with pytest.raises(DoesNotFitError) as refused:
+        planned(5 * 10**8, stored=30_000)
+    told = str(refused.value)
+    assert "20,000 tokens after 30,000" in told
+    assert [number for number in ("0.68 GiB", "512 at a time", "0.38 GiB", "0.44 GiB") if number not in told] == []
+
+
+# ---- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("late", ["neither", "aside", "main"])
+def test_a_gpu_stores_and_reads_the_same_however_late_a_stream_is(late, monkeypatch):
+    device, g = torch.device("cuda"), geometry(16, 16, dtype=torch.bfloat16)
+    if late == "aside":
+        plain = prefill_module._copy
+
+        def sleepy(*args, **kwargs):
+            torch.cuda._sleep(20_000_000)
+            plain(*args, **kwargs)
+
+        monkeypatch.setattr(prefill_module, "_copy", sleepy)
+    staged, direct = HostPool(g, device), HostPool(g, CPU)
+    for seed, tokens in enumerate((700, 1, 45, 2000)):
+        on_host = new_kv(g, tokens, seed)
+        theirs = run(DirectPrefill, direct, on_host)
+        staged.reserve(staged.total + tokens)
+        prefill = StagedPrefill(staged, tokens)
+        for layer, each in enumerate(on_host):
+            if late == "main":
+                torch.cuda._sleep(20_000_000)
+            seen = prefill.extended(layer, *(x.to(device, non_blocking=True) for x in each))
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(seen, theirs[layer], strict=True))
+        prefill.close()
+        staged.total += tokens
+    for ours, theirs_ in zip(contents(staged), contents(direct), strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs_, strict=True))

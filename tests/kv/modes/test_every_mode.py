@@ -1,0 +1,165 @@
+"""Every mode against the independent reference: the sets and, under them, dense attention (E2, E3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.reference import KINDS, REFERENCES, Run, toy
+
+from kvchat.config.modes import available_modes
+
+KEENEST = {"score": "prob_max", "smooth": 0.8, "tau": 3.0, "k": 0.5}
+# Freeze's defaults are for long conversations: these let tokens go from the first steps on.
+SMALL = {"min_active": 0, "window": 12, "history": 30, "stagger": 2, "tau": 0.9}
+# One row a mode and setting; parameters are small enough that every set is reduced at the lengths below.
+ROWS = {
+    "full": ("full", {}),
+    "streaming": ("streaming", {"budget": 64, "sink": 4, "R": 8, "sigma": 6, "delta": 5}),
+    "streaming-plain": ("streaming", {"budget": 64, "sink": 4, "R": 1, "sigma": 0, "delta": 0}),
+    "streaming-slack": ("streaming", {"budget": 64, "sink": 7, "R": 4, "sigma": 30, "delta": 3}),
+    "streaming-no-sink": ("streaming", {"budget": 64, "sink": 0}),
+    "streaming-off": ("streaming", {"budget": 64, "sink": 4, "R": 0}),
+    "freeze": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, "k": 1.0}),
+    "freeze-keenest": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, **KEENEST}),
+    "freeze-paper": ("freeze", {"profile": "paper", "window": 12}),
+    "freeze-layers": (
+        "freeze",
+        {**SMALL, "per_layer": True, "moves": 3, "same_step": True, "score": "scaled", "tau": 1.2, "k": 0.7},
+    ),
+    "freeze-ceiling": (
+        "freeze",
+        {**SMALL, "max_active": 70, "wake": False, "tau": 0.5, "k": 0.7, "score": "prob_rel", "smooth": 0.0},
+    ),
+    "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
+    "sync-two": ("sync", {"budget": 70, "window": 9, "m": 4, "rho": 0.3, "clusters": 2, "staggered": True}),
+    "sync-resident": ("sync", {"budget": 80, "window": 16, "m": 5, "offload": False}),
+    "sync-dynamic": ("sync", {"budget": 64, "window": 5, "m": 1, "rho": 0.0}),
+    "speculative": ("speculative", {"budget": 80, "sink": 8, "window": 24, "tau": 0.7}),
+    "speculative-odd": ("speculative", {"budget": 90, "sink": 5, "window": 19, "tau": 0.7, "first_full": False}),
+    "speculative-sync": ("speculative", {"budget": 80, "sink": 3, "window": 17, "tau": 2.0}),
+    "speculative-reuse": ("speculative", {"budget": 80, "sink": 0, "window": 16, "tau": -2.0}),
+    "speculative-no-pages": ("speculative", {"budget": 64, "sink": 20, "window": 44}),
+}
+# The first row of each mode and what is odd, for tests that need not run on all.
+FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
+CORE = [*FIRST.values(), "streaming-slack", "speculative-odd", "sync-two", "freeze-ceiling"]
+GEOMETRIES = {
+    "1x1": {"kv_heads": 1, "group": 1, "page": 4},
+    "1x4": {"kv_heads": 1, "group": 4, "page": 16},
+    "2x3": {"kv_heads": 2, "group": 3, "page": 8, "d_v": 24},
+    "4x2": {"kv_heads": 4, "group": 2, "page": 5, "d_k": 32, "d_v": 8},
+    "interleaved": {"kv_heads": 2, "group": 1, "page": 16, "interleaved": True},
+}
+ROOMY = {"full": {}, "freeze": {"min_active": 1000, "max_active": None}}
+MIXED = ("plain", "window", "softcap", "sinks", "unrotated")
+
+
+def test_every_reference_has_a_row():
+    assert {mode for mode, _ in ROWS.values()} == set(REFERENCES)
+    assert set(REFERENCES) == set(available_modes())
+    assert set(MIXED) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("row", "geometry"), [(row, size) for size in GEOMETRIES for row in (CORE, ROWS)[size == "2x3"]]
+)
+def test_sets_and_outputs_are_the_references(row, geometry):
+    mode, params = ROWS[row]
+    run = Run(toy(("plain", "plain"), **GEOMETRIES[geometry], seed=3), mode, **params)
+    run.prefill(100, chunk=37)
+    run.step(40)
+    run.check()
+    run.prefill(35)
+    run.step(15)
+    run.check()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_windows_caps_and_learned_sinks_are_the_layers_own(row):
+    mode, params = ROWS[row]
+    run = Run(toy(MIXED, page=8), mode, **params)
+    run.prefill(90, chunk=50)
+    run.step(35)
+    run.check()
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_a_long_answer_with_pages_of_32(row):
+    mode, params = ROWS[row]
+    if mode == "speculative":
+        params = {"budget": 160, "sink": 9, "window": 50, "tau": 0.7}
+    run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=32), mode, **params)
+    run.prefill(250)
+    run.step(220)
+    run.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", CORE)
+def test_half_precision_is_dense_attention_under_the_same_sets(row, dtype):
+    mode, params = ROWS[row]
+    run = Run(toy(("plain", "window", "sinks"), page=8, dtype=dtype), mode, **params)
+    run.prefill(120)
+    run.step(30)
+    run.check()
+
+
+@pytest.mark.parametrize("first", [1, 3, 6, 20])
+@pytest.mark.parametrize("row", CORE)
+def test_a_conversation_may_begin_with_less_than_sinks_and_window(row, first):
+    mode, params = ROWS[row]
+    run = Run(toy(("plain", "plain"), page=4), mode, **params)
+    run.prefill(first)
+    run.step(85)
+    run.check()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_budget_above_the_conversation_is_full_mode(row):
+    mode, params = ROWS[row]
+    if "no-pages" in row:
+        return
+    roomy = {**params, **ROOMY.get(mode, {"budget": 1000})}
+    runs = [Run(toy(MIXED, page=8), mode, **roomy), Run(toy(MIXED, page=8), "full")]
+    for run in runs:
+        run.prefill(130, chunk=64)
+    for _ in range(30):
+        for one, other in zip(*(run.step() for run in runs), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+    assert all(bool(run.store.attended(layer).all()) for run in runs for layer in (0, 2, 3, 4))
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_capacity_grows_several_times_within_one_answer(row):
+    mode, params = ROWS[row]
+    run = Run(toy(("plain", "plain"), kv_heads=1, group=1, page=16), mode, **params)
+    capacities = {run.store.host.capacity}
+    run.prefill(3)
+    for _ in range(290):
+        run.step()
+        capacities.add(run.store.host.capacity)
+    run.check()
+    assert len(capacities) >= 3
+
+
+def test_large_sinks_and_windows_outgrow_the_first_capacity():
+    made = toy(("plain", "plain"), kv_heads=1, group=1, page=8)
+    run = Run(made, "speculative", budget=600, sink=200, window=230, tau=0.7)
+    run.prefill(5)
+    run.step(700)
+    run.check()
+    streaming = Run(made, "streaming", budget=300, sink=150, R=8, sigma=4, delta=3)
+    streaming.prefill(5)
+    streaming.step(450)
+    streaming.check()
+
+
+@pytest.mark.parametrize("score", ["raw", "scaled", "prob_rel", "prob_max"])
+def test_a_ceiling_looks_again_at_what_a_prompt_brought_by_the_score_it_was_given(score):
+    params = {"score": score, "tau": 1.0, "k": 0.25, "window": 4, "sink": 0, "min_active": 0, "max_active": 64}
+    run = Run(toy(("plain", "plain"), kv_heads=2, page=8), "freeze", **params, wake=False)
+    run.prefill(64)
+    run.step(5)
+    run.prefill(30)
+    run.step(5)
+    run.check()

@@ -1,0 +1,89 @@
+"""speculative: tau's two ends, counters, what moves, what is refused (E7). The sets themselves: test_modes.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.reference import Run, toy
+
+from kvchat.errors import DoesNotFitError, UsageError
+
+SMALL = {"budget": 80, "sink": 8, "window": 24}
+
+
+def run_of(tau: float, steps: int = 60, **kwargs) -> Run:
+    run = Run(toy(("plain", "plain", "plain"), kv_heads=2, group=2, page=8, **kwargs), "speculative", tau=tau, **SMALL)
+    run.prefill(150)
+    run.step(steps)
+    return run
+
+
+def test_above_one_every_head_is_corrected_at_every_step():
+    run = run_of(2.0, steps=30)
+    assert run.store.recall.counters[2] == run.reference.corrections == 30 * 2 * 2
+
+
+def test_below_minus_one_none_is():
+    assert run_of(-2.0).store.recall.counters[2] == 0
+
+
+def test_between_some_heads_are_and_the_counter_says_which():
+    run = run_of(0.7, steps=60)
+    assert run.store.recall.counters[2] == run.reference.corrections
+    assert 0 < run.reference.corrections < 60 * 2 * 2
+
+
+@pytest.mark.parametrize("tau", [-2.0, 2.0])
+def test_only_the_difference_moves(tau):
+    run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)
+    run.prefill(200)
+    slots, recall = run.store.slots[-1], run.store.recall
+    for _ in range(50):
+        before, moved = [set(row) for row in slots.pages[0].tolist()], int(recall.counters[0])
+        run.step()
+        after = [set(row) for row in slots.pages[0].tolist()]
+        new = sum(len(b - a) for a, b in zip(before, after, strict=True))
+        assert int(recall.counters[0]) - moved == new * slots.geometry.page
+    assert 0 < int(recall.counters[0]) < int(recall.counters[1])
+
+
+def test_a_step_of_reuse_reads_what_the_step_before_chose():
+    """Two runs differ in their last query only: the last step's sets are the same, the next one's are not."""
+    sets = []
+    for other in (0, 500):
+        run = run_of(-2.0, steps=20)
+        run.fresh += other
+        run.step()
+        last = run.store.attended(1)
+        run.step()
+        sets.append((last, run.store.attended(1)))
+    assert torch.equal(sets[0][0], sets[1][0])
+    assert not torch.equal(sets[0][1], sets[1][1])
+
+
+def test_nothing_moves_while_every_page_is_chosen():
+    run = Run(toy(("plain", "plain"), page=8), "speculative", budget=600, sink=8, window=24)
+    run.prefill(200)
+    moved = int(run.store.recall.counters[0])
+    run.step(8)
+    g = run.toy.geometry
+    # In these eight steps the window begins to leave one page.
+    assert int(run.store.recall.counters[0]) - moved == g.kv_heads * g.page
+
+
+def test_covers_says_when_a_token_reads_everything():
+    run = Run(toy(("plain", "plain"), page=8), "speculative", tau=0.7, **SMALL)
+    run.prefill(40)
+    for _ in range(60):
+        run.step()
+        assert run.store.mode.covers(run.store.total) == bool(run.store.attended(1).all())
+
+
+def test_refusals_name_the_numbers():
+    made = toy()
+    with pytest.raises(UsageError, match="64 tokens is smaller than sink \\+ window = 40 \\+ 32 = 72"):
+        Run(made, "speculative", budget=64, sink=40, window=32)
+    with pytest.raises(UsageError, match="at least one page = 32"):
+        Run(made, "speculative", budget=64, sink=4, window=31)
+    with pytest.raises(DoesNotFitError, match="second layer"):
+        Run(toy(("plain",)), "speculative")

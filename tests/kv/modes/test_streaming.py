@@ -1,0 +1,132 @@
+"""streaming against the paper: the table of vectors, the saw-tooth of real steps, the sinks' geometry (E4)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support.reference import Run, toy
+
+from kvchat.config.modes import parse
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.streaming import pruned_length
+
+C = 2048
+# L, R, sigma, delta, L*: the paper's example, Algorithm 1's branches and what follows from them.
+VECTORS = [
+    (2090, 32, 16, 32, 2058),
+    (2079, 32, 16, 32, 2079),
+    (2080, 32, 16, 32, 2048),
+    (2080, 32, 16, 8, 2064),
+    (4000, 32, 16, 32, 2064),
+    (2090, 32, 16, 0, 2048),
+    (2064, 16, 32, 8, 2056),
+    (2048, 1, 0, 0, 2048),
+    (2049, 1, 0, 0, 2048),
+    (9999, 0, 16, 32, 9999),
+]
+
+
+@pytest.mark.parametrize(("length", "r", "sigma", "delta", "expected"), VECTORS)
+def test_the_papers_vectors(length, r, sigma, delta, expected):
+    assert int(pruned_length(torch.tensor(length), C, r, sigma, delta)) == expected
+
+
+def test_many_lengths_at_once():
+    lengths = torch.tensor([2079, 2080, 4000])
+    assert pruned_length(lengths, C, 32, 16, 32).tolist() == [2079, 2048, 2064]
+
+
+def lengths_of(run: Run, steps: int) -> list[int]:
+    """Tokens that each of the next steps reads, the new one included."""
+    lengths = []
+    for _ in range(steps):
+        run.step()
+        lengths.append(int(run.store.attended(0)[0].sum()))
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("params", "peak", "valley"),
+    [
+        ({"R": 16, "sigma": 32, "delta": 8}, 80, 73),  # staged: from C + R down by 8
+        ({"R": 16, "sigma": 4, "delta": 8}, 80, 69),  # sigma wins: down to C + 4
+        ({"R": 16, "sigma": 32, "delta": 0}, 80, 65),  # hard: down to C
+        ({"R": 16, "sigma": 32, "delta": 16}, 80, 65),  # delta >= R: no slack
+        ({"R": 1, "sigma": 0, "delta": 0}, 65, 65),  # plain StreamingLLM
+        ({"R": 4, "sigma": 10, "delta": 1}, 68, 68),  # every step drops one from C + R
+    ],
+)
+def test_the_saw_tooth_of_real_steps(params, peak, valley):
+    run = Run(toy(("plain",), kv_heads=1, group=1, page=8), "streaming", budget=64, sink=4, **params)
+    run.prefill(60)
+    first = lengths_of(run, 100)
+    assert first[: peak - 60] == list(range(61, peak + 1))
+    steady = lengths_of(run, 60)
+    assert (max(steady), min(steady)) == (peak, valley)
+    assert {b - a for a, b in itertools.pairwise(steady)} <= {1, valley - peak}
+
+
+def test_a_long_chunk_is_pruned_at_once():
+    run = Run(toy(("plain",), kv_heads=1, group=1), "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
+    run.prefill(500)
+    assert run.store.mode.cached() == 64 + 8
+    assert lengths_of(run, 10)[:9] == [*range(73, 81), 73]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sinks_lie_directly_before_the_first_kept_token(interleaved):
+    made = toy(("plain", "unrotated"), kv_heads=2, group=1, interleaved=interleaved)
+    run = Run(made, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2)
+    run.prefill(300)
+    run.step(150)
+    first = min(run.reference.kept[4:])
+    (slots,) = run.store.slots
+    # The content of the sinks, rotated in float64 to where the compacted cache has them.
+    expected = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
+    torch.testing.assert_close(slots.keys(0)[:, :4], expected, atol=5e-6, rtol=0)
+    assert torch.equal(slots.keys(1)[:, :4], run.keys[1][:, :4])
+
+
+def test_bfloat16_sinks_are_rounded_once_however_many_prunes_there_were():
+    made = toy(("plain",), dtype=torch.bfloat16)
+    run = Run(made, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0)
+    run.prefill(80)
+    run.step(300)
+    first = min(run.reference.kept[4:])
+    (slots,) = run.store.slots
+    exact = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
+    assert float((slots.keys(0)[:, :4] - exact).abs().max()) < 0.05
+
+
+def test_no_jump_at_position_20000():
+    """The reference rotates in float64 from content, so a float32 angle or a cumulative rotation would show here."""
+    made = toy(("plain", "plain"), kv_heads=1, group=1, ids=20100)
+    run = Run(made, "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
+    run.store_only(20000)
+    run.step(60)
+    run.check()
+
+
+def test_sinks_of_a_system_prompt_and_defaults():
+    geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
+
+    def resolved(preamble, **params):
+        return build(parse("streaming", params), geometry, traits, preamble).resolved()
+
+    assert resolved(0).items() >= {"budget": 256, "sink": 4, "window": 252, "R": 64, "sigma": 64, "delta": 16}.items()
+    assert resolved(40)["sink"] == 40
+    assert resolved(500)["sink"] == 64
+    assert resolved(500, sink=7)["sink"] == 7
+    assert resolved(0, window=100)["budget"] == 104
+
+
+def test_what_cannot_be_is_refused():
+    geometry = toy().geometry
+    with pytest.raises(UsageError, match="sink \\+ window"):
+        build(parse("streaming", {"budget": 64, "sink": 64}), geometry, ModelTraits(8192, (None,) * 3))
+    with pytest.raises(DoesNotFitError, match="change with the length"):
+        build(parse("streaming", {}), geometry, ModelTraits(8192, (None,) * 3, "They change with the length."))

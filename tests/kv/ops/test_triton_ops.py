@@ -1,0 +1,149 @@
+"""Every mode with the kernels against the independent reference, step by step, with the invariants of the store."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kv.modes.test_every_mode import FIRST, ROWS
+from support.reference import Run, assert_near, dense, toy
+
+from kvchat.config.modes import parse
+from kvchat.kv.manager import Store
+from kvchat.kv.modes import build
+from kvchat.kv.ops.triton_ops import TritonVerbs
+
+CPU = torch.device("cpu")
+# Beside the first row of each mode, what uses other kernels: no page is speculated, a table for each layer.
+CASES = [*FIRST.values(), "speculative-sync", "freeze-layers"]
+
+
+def with_kernels(run):
+    verbs = TritonVerbs(run.store.geometry, run.store.host, CPU)
+    verbs.ctas, verbs.programs = 2, 4
+    run.store.verbs = run.store.recall.verbs = verbs
+    return run
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("row", CASES)
+def test_sets_and_outputs_are_the_references(row):
+    mode, params = ROWS[row]
+    kinds = ("plain", "window") if row in FIRST.values() else ("plain", "sinks")
+    run = with_kernels(Run(toy(kinds, d_k=20, d_v=24, page=8, seed=3), mode, **params))
+    run.prefill(100, chunk=60)
+    run.step(18)
+    run.prefill(30)
+    run.step(4)
+    run.check()
+    moves = mode not in ("full", "streaming")
+    assert bool(run.store.recall.counters[0] > 0) == moves
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_switch_in_the_middle_with_softcaps_and_bfloat16():
+    made = toy(("plain", "softcap"), page=8, dtype=torch.bfloat16)
+    run = with_kernels(Run(made, "full"))
+    run.prefill(90)
+    for row in ("speculative", "freeze", "sync"):
+        mode, params = ROWS[row]
+        run.switch(mode, **params)
+        run.step(3)
+    run.check()
+
+
+# ---- on a GPU
+
+STEPS = 400
+PROMPT = 1500
+WIDE = {
+    "full": {},
+    "streaming": {"budget": 256, "sink": 4, "R": 8, "sigma": 6, "delta": 5},
+    "freeze": {"min_active": 0, "window": 32, "tau": 0.9, "history": 30, "stagger": 2},
+    "sync": {"budget": 400, "window": 64, "m": 5, "staggered": True},
+    "speculative": {"budget": 512, "sink": 32, "window": 96, "tau": 0.7},
+}
+
+
+class Gpu:
+    """A store on the GPU that decodes the tokens of a ``Toy``; its recall may run on the model's stream, too."""
+
+    def __init__(self, made, mode, one_stream=False):
+        self.made, g = made, made.geometry
+        self.device = torch.device("cuda")
+        rotation = dataclasses.replace(made.rotations[0], inv_freq=made.rotations[0].inv_freq.to(self.device))
+        traits = dataclasses.replace(made.traits, rotations=(rotation,) * g.layers)
+        self.facts = [
+            facts if facts.sinks is None else dataclasses.replace(facts, sinks=facts.sinks.to(self.device))
+            for facts in made.facts
+        ]
+        self.store = Store(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
+        assert self.store.verbs.name == "triton"
+        if one_stream:
+            self.store.recall.aside._stream = None
+        self.total = 0
+
+    def qkv(self, layer, ids):
+        parts = self.made.qkv(layer, [i % 1024 for i in ids], ids[0])
+        return (x.to(self.device) for x in parts)
+
+    def prefill(self, n):
+        ids = list(range(self.total, self.total + n))
+        with self.store.prefill(n):
+            for layer, facts in enumerate(self.facts):
+                self.store.attention(layer, *self.qkv(layer, ids), facts)
+        self.total += n
+        self.store.settle()
+
+    def step(self):
+        ids = [self.total]
+        with self.store.step(), self.store.layers():
+            out = [self.store.attention(i, *self.qkv(i, ids), facts) for i, facts in enumerate(self.facts)]
+        self.total += 1
+        return torch.stack(out)
+
+
+def wide(dtype, kinds=("plain", "window", "softcap", "sinks")):
+    return toy(kinds, kv_heads=4, group=4, d_k=128, d_v=128, page=32, dtype=dtype)
+
+
+def check_outputs(gpu, outputs):
+    """Dense attention over what was read, in float64."""
+    for layer, facts in enumerate(gpu.facts):
+        query, _, _ = gpu.qkv(layer, [gpu.total - 1])
+        keys, values = gpu.store.host.dense(layer, gpu.total)
+        expected = dense(query[:, 0], keys, values, gpu.store.attended(layer), facts)
+        assert_near(outputs[layer][:, 0], expected, gpu.made.geometry.dtype, f"layer {layer}")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", WIDE)
+def test_a_long_answer_on_the_gpu(mode, dtype):
+    gpu = Gpu(wide(dtype), mode)
+    gpu.prefill(PROMPT)
+    for step in range(STEPS):
+        outputs = gpu.step()
+        if step % 40 == 0 and mode != "streaming":  # which rotates its sinks
+            check_outputs(gpu, outputs)
+    gpu.store.check_integrity()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["speculative", "sync"])
+def test_a_stream_beside_the_models_changes_no_bit(mode):
+    made = wide(torch.bfloat16)
+    both = [Gpu(made, mode, one_stream=alone) for alone in (False, True)]
+    for gpu in both:
+        gpu.prefill(PROMPT)
+    for step in range(STEPS):
+        forked, alone = (gpu.step() for gpu in both)
+        assert torch.equal(forked, alone), f"step {step}"
+    one, other = (gpu.store for gpu in both)
+    assert torch.equal(one.recall.counters, other.recall.counters)
+    assert int(one.recall.counters[0]) > 0
+    for mine, theirs in zip(one.slots, other.slots, strict=True):
+        assert torch.equal(mine.table, theirs.table)
+        assert torch.equal(mine.pages, theirs.pages)
+        assert torch.equal(mine.kv, theirs.kv)

@@ -1,0 +1,71 @@
+"""What the kernels prove of themselves: right ones pass in every shape, a wrong or a broken one is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.random_stores import SHAPES, geometry_of
+
+from kvchat.kv.ops import verify
+from kvchat.kv.ops.triton import append, attend, recall, select
+
+
+@pytest.fixture(autouse=True)
+def tried_anew():
+    verify.failure.cache_clear()
+    yield
+    verify.failure.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_right_kernels_pass(shape, dtype, device):
+    assert verify.failure(geometry_of(shape, dtype), device) == ""
+
+
+def nothing(*_args, **_options):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "named"),
+    [
+        (append, "append", "append"),
+        (append, "widen", "widen"),
+        (select, "open_pages", "open_pages"),
+        (recall, "move_pages", "move_pages"),
+        (recall, "move_tokens", "move_tokens"),
+        (recall, "move_shared", "move_shared"),
+    ],
+)
+def test_a_kernel_that_does_nothing_is_named(module, kernel, named, device, monkeypatch):
+    monkeypatch.setattr(module, kernel, nothing)
+    failure = verify.failure(geometry_of("plain", torch.float16), device)
+    assert failure.startswith("wrong results on this machine: ")
+    assert named in failure
+
+
+@pytest.mark.parametrize("verb", ["page_scores", "turned", "choose"])
+def test_a_wrong_choice_is_named(verb, device, monkeypatch):
+    right = getattr(select, verb)
+    monkeypatch.setattr(select, verb, lambda *args: right(*args) * 0)
+    assert verb in verify.failure(geometry_of("wide", torch.float16), device)
+
+
+def test_wrong_attention_is_named(device, monkeypatch):
+    right = attend.attend
+
+    def late(slots, layer, position, query, facts, *rest):
+        return right(slots, layer, position, query.roll(1, 0), facts, *rest)
+
+    monkeypatch.setattr(attend, "attend", late)
+    failure = verify.failure(geometry_of("wide", torch.bfloat16), device)
+    assert failure.startswith("wrong results on this machine: attend")
+
+
+def test_what_triton_raises_is_told(device, monkeypatch):
+    def fails(*_args, **_options):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(append, "append", fails)
+    assert verify.failure(geometry_of("plain", torch.float16), device) == "RuntimeError: Failed to find C compiler."

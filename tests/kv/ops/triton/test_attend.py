@@ -1,0 +1,107 @@
+"""attend: stock torch operations in float32 are the measure, whatever the dtype of what is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.random_stores import LAYERS, SHAPES, assert_near, fill_table, geometry_of, noise, sides
+
+from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.memory.device_slots import EMPTY, Layout
+
+KINDS = {
+    "plain": {},
+    "window": {"window": 60},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 60, "softcap": 2.0, "sinks": True},
+}
+TOKENS = 150
+
+
+def facts_of(kind, g, device):
+    extra = dict(KINDS[kind])
+    if "sinks" in extra:
+        extra["sinks"] = noise(7, device, g.dtype, g.q_heads)
+    return LayerFacts(g.d_k**-0.5, **extra)
+
+
+def layouts(heads):
+    shared, own = Layout(0, LAYERS, 0, 150), Layout(0, LAYERS, 9, 30, pages=3, shared=False)
+    some = tuple(tuple(sorted({layer % heads, heads - 1})) for layer in range(LAYERS)) if heads > 2 else ((0,),) * 2
+    return [shared, own, *(dataclasses.replace(layout, heads=some) for layout in (shared, own))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [
+        *((shape, "all", dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)),
+        *(("plain", kind, torch.float16) for kind in KINDS),
+    ],
+    ids=str,
+)
+def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
+    if dtype is torch.float32 and device.type == "cuda":
+        pytest.skip("the GPU's matrix products round float32")
+    g = geometry_of(shape, dtype)
+    shared, own, *picked = layouts(g.kv_heads)
+    for seed, layout in enumerate([shared, own, *picked] if shape == "plain" else [shared, picked[1]]):
+        query = noise(seed, device, dtype, g.q_heads, g.d_k)
+        found = []
+        for side in sides(g, device, layout, tokens=TOKENS, seed=seed, exact=True):
+            slots, facts = side.slots[0], facts_of(kind, side.verbs.geometry, device)
+            asked = query.to(slots.kv.dtype)
+            attended, weights = side.verbs.attend(slots, 1, asked, facts, True)
+            alone, none = side.verbs.attend(slots, 0, asked, facts, False)
+            assert none is None
+            assert attended.dtype == alone.dtype == slots.kv.dtype
+            total = torch.ones(slots.n, device=device)
+            counted = (torch.arange(slots.n, device=device) % 3 > 0).float()
+            weights.add_shares(total, counted, counted.sum())
+            found.append(([attended, alone, weights.best(), total], slots))
+        for expected, measured in zip(*(tensors for tensors, _ in found), strict=True):
+            assert_near(measured, expected, dtype)
+        (_, expected), (_, measured) = found
+        assert int(measured.active) == int(expected.active) > 0
+        assert torch.equal(measured.read, expected.read)
+
+
+def test_slots_that_may_not_be_read_may_hold_anything(device):
+    g = geometry_of("wide", torch.bfloat16)
+    _, side = sides(g, device, Layout(0, LAYERS, 0, 96), tokens=TOKENS)
+    (slots,) = side.slots
+    slots.kv[:, :, :, slots.table[0, 0] == EMPTY] = torch.nan
+    attended, weights = side.verbs.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
+    assert bool(attended.isfinite().all())
+    assert torch.equal(weights.best()[0] == 0, slots.table[0, 0] == EMPTY)
+
+
+def test_a_head_that_may_read_nothing_attends_to_nothing(device):
+    g = geometry_of("plain", torch.float16)
+    _, side = sides(g, device, Layout(0, LAYERS, 0, 40, shared=False), tokens=TOKENS)
+    (slots,) = side.slots
+    slots.table[0, 1] = EMPTY
+    attended, weights = side.verbs.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
+    assert bool(attended[0].any())
+    assert not bool(attended[1].any())
+    assert not bool(weights.best()[1].any())
+    total = torch.zeros(slots.n, device=device)
+    weights.add_shares(total, torch.ones_like(total), torch.tensor(5.0, device=device))
+    assert bool(total.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("programs", [1, 7, 1000])
+def test_any_number_of_programs_comes_to_the_same(programs, dtype, device):
+    g = geometry_of("plain", dtype)
+    expected, measured = sides(g, device, Layout(0, LAYERS, 0, 900), tokens=1000, exact=True)
+    measured.verbs.programs = programs
+    for side in (expected, measured):
+        fill_table(side.slots[0], 1000, seed=3)
+    query, facts = noise(1, device, dtype, g.q_heads, g.d_k), LayerFacts(0.3)
+    one = expected.verbs.attend(expected.slots[0], 0, query.float(), facts, False)[0]
+    others = [measured.verbs.attend(measured.slots[0], 0, query, facts, False)[0] for _ in range(2)]
+    assert_near(others[0], one, dtype)
+    assert torch.equal(*others)

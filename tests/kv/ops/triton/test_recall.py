@@ -1,0 +1,124 @@
+"""recall: the rows that stock torch operations move, bit for bit, no other, and counted alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.random_stores import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides
+
+from kvchat.kv.memory.device_slots import EMPTY, Layout
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.triton import recall
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def some(seed, device, low, high, *shape):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator).to(device)
+
+
+def picked(layout_heads, heads):
+    return tuple((layer % heads, heads - 1) for layer in range(LAYERS)) if layout_heads and heads > 2 else None
+
+
+def moved_alike(both, move):
+    """``move`` of each layer on both sides: the same slots, the same counts."""
+    for side in both:
+        side.counters = torch.tensor([3, 5], device=side.slots[0].table.device)
+        for layer in range(LAYERS):
+            move(side, layer)
+    expected, measured = both
+    assert torch.equal(measured.slots[0].kv, expected.slots[0].kv)
+    assert measured.counters.tolist() == expected.counters.tolist()
+    return expected.counters.tolist()
+
+
+@pytest.mark.parametrize("ctas", [1, 5])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages(shape, dtype, ctas, device):
+    g = geometry_of(shape, dtype)
+    heads = picked(ctas == 5, g.kv_heads)
+    layout = Layout(0, LAYERS, 5, 20, pages=6, shared=False, heads=heads)
+    both = sides(g, device, layout, tokens=16 * g.page)
+    both[1].verbs.ctas = ctas
+    resident = some(1, device, -1, 16, layout.width(g), 6)
+    placed = torch.where(
+        some(2, device, 0, 3, *resident.shape) == 0, resident, some(3, device, -1, 16, *resident.shape)
+    )
+    counts = moved_alike(both, lambda s, layer: s.verbs.move_pages(s.slots[0], layer, placed, resident, s.counters))
+    assert counts[0] > 3
+    still = moved_alike(both, lambda s, layer: s.verbs.move_pages(s.slots[0], layer, placed, placed, s.counters))
+    assert still[0] == 3
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens(shape, dtype, device):
+    g = geometry_of(shape, dtype)
+    heads = picked(dtype is torch.float16, g.kv_heads)
+    layout = Layout(0, LAYERS, 5, 100, shared=False, heads=heads)
+    both = sides(g, device, layout, tokens=150)
+    resident = some(1, device, -1, 150, layout.width(g), 70)
+    changes = some(2, device, 0, 3, *resident.shape) == 0
+    placed = torch.where(changes, some(3, device, -1, 150, *resident.shape), resident)
+    moved_alike(both, lambda s, layer: s.verbs.move_tokens(s.slots[0], layer, 7, placed, resident, s.counters))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_shared_by_layers_and_heads(shape, dtype, device):
+    g = geometry_of(shape, dtype)
+    both = sides(g, device, Layout(0, LAYERS, 0, 100, loose=True), tokens=150)
+    targets = torch.randperm(100, generator=torch.Generator().manual_seed(4))[:45].to(device)
+    positions, taken = some(5, device, 0, 150, 45), some(6, device, 0, 2, 45) == 1
+    for side in both:
+        side.verbs.move_shared(side.slots[0], positions, targets, taken)
+    assert torch.equal(both[1].slots[0].kv, both[0].slots[0].kv)
+
+
+def test_a_pageable_pool_is_left_to_torch(device, monkeypatch):
+    g = geometry_of("plain", torch.float16)
+    _, side = sides(g, device, Layout(0, LAYERS, 5, 20, pages=6, shared=False), tokens=60)
+    monkeypatch.setattr(HostPool, "pinned", property(lambda _: False))
+    monkeypatch.setattr(recall, "_move_pages", None)
+    monkeypatch.setattr(recall, "_move_tokens", None)
+    monkeypatch.setattr(recall, "_move_shared", None)
+    monkeypatch.setattr("kvchat.kv.ops.triton.append._append", None)
+    (slots,), verbs = side.slots, side.verbs
+    slots.admit(verbs.position)
+    verbs.begin_step(verbs.position)
+    verbs.append([slots], 0, *(noise(0, device, g.dtype, g.kv_heads, d) for d in (g.d_k, g.d_v)))
+    counters, wanted = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((2, 6), dtype=torch.int64)
+    verbs.move_pages(slots, 0, wanted.to(device), slots.pages_of(0), counters)
+    verbs.move_tokens(slots, 0, 50, wanted.to(device), slots.pages_of(0), counters)
+    assert counters.tolist() == [12 * g.page + 12] * 2
+
+
+def test_the_fewest_programs_that_are_nearly_the_fastest():
+    assert recall.calibrate_ctas({1: 8.5, 2: 16.6, 4: 29.3, 8: 48.2, 16: 49.4, 32: 49.6}) == 8
+    assert recall.calibrate_ctas({1: 5.0, 2: 5.1}) == 1
+
+
+@pytest.mark.cuda
+def test_recall_is_measured_in_little_time_and_moves_what_it_says(device):
+    pages, p, d = 64, 32, 128
+    source = torch.randn(pages, 2, p, d).half().pin_memory()
+    target = torch.zeros(2, pages, p, d, dtype=torch.float16, device=device)
+    rates = recall.recall_rates(source, target)
+    assert torch.equal(target.cpu(), source.transpose(0, 1))
+    assert all(rate > 1e8 for rate in rates.values())
+    assert recall.measured_ctas(torch.device("cuda", 0)) in recall.CTAS
+
+
+def test_what_is_empty_stays_as_it_is(device):
+    g = geometry_of("one", torch.bfloat16)
+    _, side = sides(g, device, Layout(0, LAYERS, 5, 20, pages=2, shared=False))
+    (slots,) = side.slots
+    before, nothing = slots.kv.clone(), torch.full((1, 2), EMPTY, device=device)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    side.verbs.move_pages(slots, 0, nothing, slots.pages_of(0), counters)
+    side.verbs.move_tokens(slots, 0, 0, nothing, torch.full_like(nothing, 3), counters)
+    assert torch.equal(slots.kv, before)
+    assert counters.tolist() == [0, 0]

@@ -1,0 +1,408 @@
+"""The store in every mode: switches, truncation, failures, growth, order of recall, turns, bytes (E8 to E11)."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from kv.memory.test_host_pool import resident
+from kv.modes.test_every_mode import CORE, MIXED, ROWS
+from support.reference import Run, toy
+
+from kvchat.config.modes import available_modes
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.manager import Store
+from kvchat.kv.memory import available, budget
+from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.ops.torch_ops import Verbs
+from kvchat.kv.transfer import Recall
+
+PLAIN = ("plain", "plain")
+
+
+def stored(store: Store) -> list[torch.Tensor]:
+    return [torch.stack(store.host.dense(layer, store.total)).clone() for layer in range(store.geometry.layers)]
+
+
+def tensors_of(store: Store) -> set[int]:
+    """Storages of all tensors reachable from the store, with facts and rotations left out."""
+    found, seen, todo = {}, {id(store)}, [store]
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, torch.Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            continue
+        inside = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+        inside += list(thing) if isinstance(thing, list | tuple) else []
+        inside += list(thing.values()) if isinstance(thing, dict) else []
+        for one in inside:
+            if id(one) not in seen and type(one).__name__ not in ("LayerFacts", "ModelTraits", "module", "Rotation"):
+                seen.add(id(one))
+                todo.append(one)
+    return found
+
+
+# ---- E8: a storm of switches
+
+
+def storm(run: Run, switches: int, seed: int) -> list[str]:
+    """Random switches with a few steps between them; the modes that were entered."""
+    dice, entered = random.Random(seed), []
+    for _ in range(switches):
+        mode, params = ROWS[dice.choice(list(ROWS))]
+        run.switch(mode, **params)
+        run.step(dice.choice([0, 0, 1, 2]))
+        entered.append(mode)
+    return entered
+
+
+def test_a_hundred_switches_change_no_stored_byte_and_leave_no_device_byte():
+    run, calm = (Run(toy(MIXED, page=8), "full") for _ in range(2))
+    for one in (run, calm):
+        one.prefill(150)
+        one.step(5)
+    before = stored(run.store)
+    entered = storm(run, 99, seed=1)
+    run.switch("full")
+    assert set(entered) == set(available_modes())
+    run.check()
+    calm.step(len(run.ids) - len(calm.ids))
+    calm.switch("full")
+    # The toy's layers do not depend on each other, so all of them equal the undisturbed run's, not layer 0 only.
+    for layer, (one, other) in enumerate(zip(stored(run.store), stored(calm.store), strict=True)):
+        assert torch.equal(one, other)
+        assert torch.equal(one[:, :, :155], before[layer])
+    assert_same_memory(run.store, calm.store)
+
+
+def assert_same_memory(one: Store, other: Store) -> None:
+    gc.collect()
+    assert one.device_bytes == other.device_bytes
+    assert sorted(tensors_of(one).values()) == sorted(tensors_of(other).values())
+    alive = [thing for thing in gc.get_objects() if type(thing) is Slots]
+    assert len(alive) == len(one.slots) + len(other.slots)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_switches_leave_no_device_byte_behind(row):
+    mode, params = ROWS[row]
+    run, fresh = (Run(toy(PLAIN, page=8), mode, **params) for _ in range(2))
+    fresh.prefill(120)
+    run.prefill(120)
+    for other, given in ROWS.values():
+        run.switch(other, **given)
+    run.switch(mode, **params)
+    fresh.switch(mode, **params)
+    assert_same_memory(run.store, fresh.store)
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_a_switch_in_an_empty_store_and_right_after_a_prefill(row):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), "full")
+    run.switch(mode, **params)
+    run.prefill(1)
+    run.step(3)
+    run.prefill(130)
+    run.switch("full")
+    run.switch(mode, **params)
+    run.step(20)
+    run.check()
+
+
+def test_a_switch_tells_what_moved():
+    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming-plain"][1])
+    run.prefill(200)
+    g = run.toy.geometry
+    assert run.switch("full") == 200 * g.token_bytes
+    assert run.switch("streaming", **ROWS["streaming-plain"][1]) == 64 * g.token_bytes
+
+
+def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
+    run = Run(toy(PLAIN, page=8), "speculative", **ROWS["speculative"][1])
+    run.prefill(200)
+    run.step(10)
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 0)
+    with pytest.raises(DoesNotFitError, match=r"full mode does not fit.*GiB"):
+        run.store.switch(run.mode("full"))
+    run.step(10)
+    run.check()
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_memory_that_runs_out_in_a_switch_leaves_the_old_mode(row, monkeypatch):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(200)
+    run.step(10)
+    new = run.mode("full")
+    monkeypatch.setattr(new, "fill", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.store.switch(new)
+    run.reference.enter(len(run.ids))  # the old mode was entered anew, with all that may be read
+    run.step(10)
+    run.check()
+
+
+def out_of_memory(*_args, **_kwargs):
+    raise torch.OutOfMemoryError("no memory left")
+
+
+# ---- truncation
+
+
+@pytest.mark.parametrize("to", [0, 3, 17, 100, 158, 159])
+@pytest.mark.parametrize("row", CORE)
+def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(135)
+    run.step(25)
+    run.truncate(to)
+    run.check()
+    if to % 2 or not to:
+        run.prefill(7)
+    run.step(30)
+    run.check()
+
+
+# ---- failures
+
+
+def fail_in_step(run: Run) -> None:
+    with run.store.step(), run.store.layers():
+        for i in range(2):
+            run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.facts[i])
+        out_of_memory()
+
+
+def fail_in_prefill(run: Run) -> None:
+    with run.store.prefill(2):
+        run.store.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.facts[0])
+        out_of_memory()
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(120)
+    run.step(20)
+    before = stored(run.store)
+    with pytest.raises(torch.OutOfMemoryError):
+        fail_in_step(run)
+    assert run.store.total == 140
+    assert all(torch.equal(a, b) for a, b in zip(stored(run.store), before, strict=True))
+    if mode != "streaming":  # what was kept before the step is kept after it, and nothing else
+        run.reference.enter(140)
+    run.step(20)
+    run.check()
+
+
+def step_alone(run: Run) -> None:
+    """A step without the reference, which knows nothing of what an aborted one left in scores and queries."""
+    with run.store.step(), run.store.layers():
+        for i in range(2):
+            run.store.attention(i, *run.toy.qkv(i, [900], run.store.total), run.toy.facts[i])
+
+
+CHANGES = [(Verbs, "move_shared"), (Verbs, "move_pages"), (Verbs, "move_tokens"), (Recall, "end_step")]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("where", CHANGES, ids=lambda where: where[1])
+@pytest.mark.parametrize("row", CORE)
+def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, where, early, monkeypatch):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(120)
+    run.step(20)
+    owner, name = where
+    genuine = getattr(owner, name)
+
+    def cut(*args):
+        if not early:
+            genuine(*args)
+        raise KeyboardInterrupt
+
+    for _ in range(10):
+        before = stored(run.store)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(owner, name, cut)
+            step_alone(run)
+        assert int(run.store.position) == run.store.total
+        run.store.check_integrity()
+        for now, then in zip(stored(run.store), before, strict=True):
+            assert torch.equal(now[:, :, : then.shape[2]], then)
+        step_alone(run)
+        run.store.check_integrity()
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, monkeypatch):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(120)
+    run.step(20)
+    before = [(slots.table >= 0).sum() for slots in run.store.slots]
+    with monkeypatch.context() as patch:
+        patch.setattr(Verbs, "move_picked", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            fail_in_step(run)
+    with run.store.step():
+        held = [(slots.table >= 0).sum() for slots in run.store.slots]
+        with run.store.layers():
+            for i in range(2):
+                run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.facts[i])
+    run.store.check_integrity()
+    assert all(now >= 0.8 * then for now, then in zip(held, before, strict=True))
+
+
+def test_a_prefill_that_fails_stores_nothing():
+    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming"][1])
+    run.prefill(120)
+    with pytest.raises(torch.OutOfMemoryError):
+        fail_in_prefill(run)
+    run.store.settle(120)
+    run.reference.enter(120)
+    run.step(20)
+    run.check()
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
+    params = ROWS[mode][1]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(100)
+    while run.store.total < run.store.capacity:
+        run.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, "grown", out_of_memory)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError), run.store.step(), run.store.layers():
+                pass
+    run.step(20)
+    run.check()
+
+
+def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
+    run = Run(toy(PLAIN, page=8), "full")
+    run.prefill(120)
+    while run.store.total < run.store.host.capacity:
+        run.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(available, "host_free", lambda: 0)
+        with pytest.raises(DoesNotFitError, match="GiB more can be had"), run.store.step(), run.store.layers():
+            pass
+    run.step(20)
+    run.check()
+
+
+# ---- E9: recall in any order and time
+
+NEVER_RECALL = {row for row, (mode, _) in ROWS.items() if mode in ("full", "streaming")}
+NEVER_RECALL |= {"sync-resident", "speculative-no-pages"}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in NEVER_RECALL])
+def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
+    mode, params = ROWS[row]
+    plain, run = (Run(toy(PLAIN, page=8, kv_heads=4), mode, **params) for _ in range(2))
+    plain.prefill(150)
+    expected = [plain.step() for _ in range(40)]
+    copy, dice = Verbs._copy, torch.Generator().manual_seed(0)
+
+    def shuffled(self, host, slots, source, v_source, target, v_target):
+        order = torch.randperm(len(source), generator=dice)
+        time.sleep(0.0005)
+        for part in order.tensor_split(3):
+            copy(self, host, slots, source[part], v_source, target[part], v_target)
+
+    monkeypatch.setattr(Verbs, "_copy", shuffled)
+    run.prefill(150)
+    moved = run.store.recall.moved_bytes()
+    for step in expected:
+        assert all(torch.equal(a, b) for a, b in zip(step, run.step(), strict=True))
+    run.check()
+    assert run.store.recall.moved_bytes() > moved
+
+
+# ---- E10: turns
+
+
+def test_turns_are_one_prefill_of_the_transcript():
+    turns, once = (Run(toy(MIXED, page=8), "full") for _ in range(2))
+    turns.prefill(50, chunk=20)
+    turns.step(30)
+    turns.prefill(40)
+    turns.step(25)
+    once.prefill(145)
+    assert all(torch.equal(a, b) for a, b in zip(stored(turns.store), stored(once.store), strict=True))
+    for a, b in zip(turns.step(), once.step(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_the_next_turns_prefill_is_exact_in_every_mode(row):
+    """Run checks every prefill against everything stored; here the turns alternate often."""
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    for turn in range(12):
+        run.prefill(1 + 7 * turn % 40, chunk=16)
+        run.step(5)
+    run.check()
+
+
+# ---- E11: bytes
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
+@pytest.mark.parametrize("row", ROWS)
+def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8, **kwargs), mode, **params)
+    run.prefill(300)
+    store = run.store
+    allocated = sum(tensors_of(store).values())
+    # The host pool's storages are address space: what counts of them is the memory they hold.
+    for region in store.host._regions:
+        allocated += resident(region) - region.size
+    reported = store.device_bytes + store.host.nbytes
+    small = store.query.nbytes + store.pinned.nbytes + 4096  # last queries, flags by position, counters
+    assert reported <= allocated <= reported * 1.01 + small
+    assert abs(store.mode.nbytes(store.capacity) - store.device_bytes) <= 0.01 * store.device_bytes
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_device_bytes_stay_flat_once_the_budget_is_full(row):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(700)
+    before = run.store.device_bytes
+    run.step(50)
+    grew = run.store.device_bytes - before
+    if mode == "streaming" and params.get("R") != 0:
+        assert grew == 0
+    assert grew <= 50 * run.toy.geometry.token_bytes * 2
+
+
+def test_a_step_in_an_empty_store():
+    run = Run(toy(PLAIN), "full")
+    run.step(3)
+    run.check()
+
+
+def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_verbs(monkeypatch):
+    run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24)
+    run.prefill(150)
+    before = run.store.verbs
+    monkeypatch.setattr(run.store.host, "why_pageable", "no more memory may be pinned")
+    monkeypatch.setattr(run.store.host, "reserve", lambda tokens: True)
+    run.step(20)
+    assert run.store.verbs is not before
+    assert run.store.recall.verbs is run.store.verbs
+    run.check()

@@ -1,0 +1,106 @@
+"""Compiles every kernel for a GPU that need not be there, by the launches of ``TritonVerbs`` itself; run as a program.
+
+Arguments: compute capability (80), dtype (bfloat16) and the size of a head. Prints one JSON object: a list for each
+kernel, of shared memory in bytes and how many 16-byte loads there are in each of its variants. A conversation that
+grows a little must do with what was compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import Layout, Slots
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.ops.triton_ops import TritonVerbs
+
+CPU = torch.device("cpu")
+HEADS, GROUP, LAYERS = 8, 4, 2
+TOKENS, LATER = 28_000, 29_000
+
+
+def compile_instead_of_launching(capability):
+    """What each launch would run, by kernel."""
+    target = GPUTarget("cuda", capability, 32)
+    driver.set_active(
+        SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    )
+    compiled, run = {}, JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.setdefault(self.fn.__name__, {})[id(kernel)] = kernel
+        return kernel
+
+    JITFunction.run = compile_only
+    return compiled
+
+
+def launch_everything(dtype, d, tokens):
+    g = Geometry(LAYERS, HEADS * GROUP, HEADS, d, d, dtype)
+    verbs = TritonVerbs(g, HostPool(g, CPU), CPU)
+    position = torch.tensor(tokens)
+    verbs.begin_step(position)
+    query, key = (torch.zeros(heads, 1, d, dtype=dtype)[:, 0] for heads in (HEADS * GROUP, HEADS))
+    digests = Digests(g, CPU)
+    digests.reserve(tokens)
+    verbs.widen(digests, 0, torch.zeros(1, dtype=torch.int64), key)
+    scores = verbs.page_scores(query, digests.of(0), 0.1)
+    flagged = verbs.turned(query, query, 0.8)
+    everything = Layout(0, LAYERS, 0, tokens)
+    followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
+    pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
+    plain, odd = LayerFacts(0.1), LayerFacts(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
+    counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :2]  # of the second row: not aligned
+    for layout, facts in ((everything, odd), (followers, odd), (pages, plain)):
+        slots, layer = Slots(layout, g, CPU), int(tokens == LATER)
+        verbs.append([slots], layer, key, key)
+        for weigh in (False, True):
+            _, weights = verbs.attend(slots, layer, query, facts, weigh)
+        weights.best()
+        weights.add_shares(torch.zeros(slots.n), torch.zeros(slots.n), torch.zeros(()))
+        held = slots.pages_of(layer)
+        if layout.pages:
+            verbs.open_pages(slots, slice(0, 1), 4, position)
+            verbs.move_pages(slots, layer, held.clone(), held, counters)
+            verbs.move_tokens(slots, layer, 5, held.clone(), held, counters)
+        else:
+            many = torch.zeros(64, dtype=torch.int64)
+            verbs.move_shared(slots, many, many, many > 0)
+    candidates = Candidates.between(1, position, digests.pages)
+    for flags in (None, flagged):
+        verbs.choose(scores, candidates, held, flags)
+    verbs.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))
+
+
+def main():
+    capability, dtype, d = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])
+    compiled = compile_instead_of_launching(capability)
+    launch_everything(dtype, d, TOKENS)
+    before = {name: set(variants) for name, variants in compiled.items()}
+    launch_everything(dtype, d, LATER)
+    assert before == {name: set(variants) for name, variants in compiled.items()}, "compiled anew"
+    found = {
+        name: [(kernel.metadata.shared, wide_loads(kernel.asm["ptx"])) for kernel in variants.values()]
+        for name, variants in compiled.items()
+    }
+    assert all("cubin" in kernel.asm for variants in compiled.values() for kernel in variants.values())
+    json.dump(found, sys.stdout)
+
+
+def wide_loads(ptx):
+    return sum((".v4.b32" in line and "ld.global" in line) or "cp.async.cg" in line for line in ptx.splitlines())
+
+
+if __name__ == "__main__":
+    main()

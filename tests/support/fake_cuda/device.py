@@ -1,0 +1,361 @@
+"""Tensors on the stand-in, and what it does with each of torch's operations and each kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from support.fake_cuda import attention, races
+from support.fake_cuda.tape import WAITS, carry_out_again
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
+# May take an index in host memory.
+INDEXES = ("index", "index_put_", "index_put", "_index_put_impl_")
+# Touch only the rows that their index picks.
+PICKS = ("index_select", "index_copy_", "index_fill_")
+INTEGER_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+
+
+class Refused(RuntimeError):
+    """What CUDA would have said."""
+
+
+class Hold:
+    """Something that a weak reference can be made to, which a tensor does not like."""
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the stand-in; ``inner`` has its elements."""
+
+    inner: torch.Tensor
+    hold: Hold
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> OnGpu:
+        """``inner`` as a tensor on the GPU."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=GPU,
+            requires_grad=requires_grad,
+        )
+        made.inner = inner
+        made.hold = gpu.hold(inner)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return gpu.operation(func, args, kwargs or {})
+
+    def tolist(self) -> list:
+        gpu.wait("tolist")
+        return self.inner.tolist()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def numpy(self, *, force: bool = False):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"OnGpu({self.inner!r})"
+
+    def __deepcopy__(self, memo: dict) -> OnGpu:
+        return OnGpu(self.inner.clone())
+
+
+class Everywhere(TorchDispatchMode):
+    """Sees operations that have no operand on the GPU: what makes tensors there, and copies."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return gpu.operation(func, args, kwargs or {})
+
+
+class Numbered(TorchFunctionMode):
+    """Names ``cuda`` by its number, which torch without CUDA cannot ask for, and attends as torch with CUDA does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.cuda:
+            return args[0].to(GPU)
+        if func is torch.Tensor.new_tensor and isinstance(args[0], OnGpu):
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, "device": GPU, **(kwargs or {})})
+        kwargs = {key: _numbered(value) for key, value in (kwargs or {}).items()}
+        if kwargs.pop("pin_memory", False):
+            made = func(*args, **kwargs)
+            gpu.pin(made.untyped_storage())
+            return made
+        if func is torch._C._nn.scaled_dot_product_attention and set(map(type, args)) <= {OnGpu}:
+            fused = attention.fused(*args, **kwargs)
+            if fused is not None:
+                return fused
+        return func(*map(_numbered, args), **kwargs)
+
+
+def _numbered(value: Any) -> Any:
+    return GPU if isinstance(value, str | torch.device) and str(value) == "cuda" else value
+
+
+class Tape:
+    """What was launched while a graph was captured."""
+
+    def __init__(self) -> None:
+        self._launches: list[Callable[[], None]] = []
+        self.order = races.Order()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def will_write(self, tensor: torch.Tensor) -> None:
+        """Keep what ``tensor`` (an inner one) holds, unless it was kept already."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._before:
+            self._before[storage.data_ptr()] = (storage, storage.clone())
+
+    def add(self, launch: Callable[[], None]) -> None:
+        self._launches.append(launch)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        self._before.clear()
+
+    def replay(self) -> None:
+        if gpu.tape is not None:
+            raise Refused("a graph is replayed while another is captured")
+        with torch.inference_mode(), _disable_current_modes():
+            for launch in self._launches:
+                launch()
+
+
+class Gpu:
+    """State of the stand-in: what is allocated, what is pinned, the capture in progress."""
+
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+        self.impatient = False
+        self.hazards: list[str] = []
+        self.allocated = self.peak = 0
+        self.pinned: dict[int, int] = {}
+        # The last is current: a capture has an order of its own.
+        self.orders = [races.Order()]
+        self.streams: list[Any] = []
+        self._holders: Counter[int] = Counter()
+        self._aliases: set[int] = set()
+
+    @property
+    def order(self) -> races.Order:
+        """What is ordered so far, of the capture in progress where there is one."""
+        return self.orders[-1]
+
+    @property
+    def stream(self) -> object:
+        """The number of the current stream."""
+        return self.streams[-1].cuda_stream
+
+    # ---- operations
+
+    def operation(self, func, args: tuple, kwargs: dict) -> Any:
+        """Carry out one of torch's operations."""
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with Everywhere():  # in inference mode it comes before it is taken apart
+                return func.decompose(*args, **kwargs)
+        name, schema = func.overloadpacket.__name__, func._schema
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_gpu = [leaf for leaf in leaves if isinstance(leaf, OnGpu)]
+        wanted = kwargs.get("device")
+        here = torch.device(wanted).type == "cuda" if wanted is not None else bool(on_gpu)
+        if not on_gpu and not here:
+            if any(map(self.addresses, leaves)):
+                self._note(name, schema, args, kwargs, None, races.HOST)
+            return func(*args, **kwargs)
+        self._refuse(name, leaves, on_gpu, here)
+        func = attention.REPLACED.get(name, func)
+        inner_args, inner_kwargs = tree_map(inner_of, args), tree_map(inner_of, kwargs)
+        run = functools.partial(func, *inner_args, **inner_kwargs)
+        if self.tape is not None:
+            self._keep(schema, inner_args, inner_kwargs)
+        result = run()
+        if self.tape is not None:
+            self.tape.add(functools.partial(carry_out_again, run, result, (inner_args, inner_kwargs)))
+        outer = self._outer(schema, args, kwargs, result, here)
+        self._note(name, schema, args, kwargs, outer, self.stream)
+        return outer
+
+    def launch(self, name: str, run: Callable[[], races.Touched], tensors: list[torch.Tensor]) -> None:
+        """Carry out a kernel on ``tensors`` (inner ones); ``run`` tells what it touched."""
+        if self.tape is not None:
+            for tensor in tensors:
+                self.tape.will_write(tensor)
+            self.tape.add(run)
+        self.order.launch(self.stream, name, races.of_kernel(run(), tensors))
+
+    def _note(self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object) -> None:
+        """Note what one of torch's operations reads and writes."""
+        if any(spec.alias_info is not None and not spec.alias_info.is_write for spec in schema.returns):
+            return  # a view touches nothing
+        if "empty" in name:
+            return
+        reads, writes = [], []
+        for position, spec in enumerate(schema.arguments):
+            given = kwargs.get(spec.name, args[position] if position < len(args) else None)
+            found = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and self.addresses(leaf)]
+            (writes if spec.alias_info is not None and spec.alias_info.is_write else reads).extend(found)
+        known = {id(leaf) for leaf in writes}
+        made = [leaf for leaf in tree_leaves(outer) if isinstance(leaf, OnGpu)]
+        writes += [leaf for leaf in made if id(leaf) not in known]
+        picked = (args[1], inner_of(args[2])) if name in PICKS else None
+        accesses = [
+            races.of_tensor(inner_of(leaf), mine is writes, picked if picked and leaf is args[0] else None)
+            for mine in (reads, writes)
+            for leaf in mine
+            if leaf.numel()
+        ]
+        self.order.launch(who, name, accesses)
+        waits = not kwargs.get("non_blocking") and not (name == "copy_" and args[2:] and args[2])
+        if name.startswith(WAITS) or (name in COPIES and not made and waits):
+            self.order.host_waits([who])
+
+    def wait(self, what: str, for_whom: list[int] | None = None) -> None:
+        """The host waits for streams, or all of them."""
+        if self.tape is not None:
+            raise Refused(f"operation not permitted when stream is capturing: {what}")
+        if self.impatient:
+            raise Refused(f"called a synchronizing CUDA operation: {what}")
+        self.order.host_waits(for_whom)
+
+    def _refuse(self, name: str, leaves: list, on_gpu: list, here: bool) -> None:
+        off = [leaf for leaf in leaves if not isinstance(leaf, OnGpu)]
+        if name.startswith(WAITS):
+            self.wait(name, [])
+        if name in COPIES:
+            if off or not here:
+                self.wait(f"{name} between host and device", [])
+                for tensor in off:
+                    self._one_segment(tensor)
+            return
+        if self.tape is not None and any(leaf.dim() for leaf in off):
+            self.wait(f"{name} with an operand in host memory", [])
+        beside = [leaf for leaf in off if leaf.dim() or name.startswith((*INDEXES, "index_", "gather", "scatter"))]
+        if on_gpu and beside and name not in INDEXES:
+            raise Refused(f"Expected all tensors to be on the same device, {name}: cuda:0 and cpu")
+        if name in INDEXES and off and not isinstance(leaves[0], OnGpu):
+            raise Refused("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        if name in INTEGER_PRODUCTS and not on_gpu[0].is_floating_point():
+            raise Refused(f'"{name}" not implemented for integers')
+
+    def _one_segment(self, tensor: torch.Tensor) -> None:
+        """A copy may not go across two segments of memory that were pinned apart."""
+        first = tensor.data_ptr()
+        last = first + max(0, sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
+        last = first + (last - first) * tensor.element_size()
+        segments = [next((a for a, size in self.pinned.items() if a <= x < a + size), None) for x in (first, last)]
+        if tensor.numel() and segments[0] != segments[1]:
+            raise Refused("invalid argument: a copy across two segments of pinned memory")
+
+    def _keep(self, schema, args: tuple, kwargs: dict) -> None:
+        assert self.tape is not None
+        for position, spec in enumerate(schema.arguments):
+            if spec.alias_info is not None and spec.alias_info.is_write:
+                given = kwargs.get(spec.name, args[position] if position < len(args) else None)
+                for tensor in tree_leaves(given):
+                    if isinstance(tensor, torch.Tensor):
+                        self.tape.will_write(tensor)
+
+    def _outer(self, schema, args: tuple, kwargs: dict, result: Any, here: bool) -> Any:
+        """The result on the GPU; what an operation in place returns is the tensor it was given."""
+        given = {id(leaf.inner): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OnGpu)}
+
+        def outer(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) in given:
+                return given[id(value)]
+            if not here:
+                return value
+            return OnGpu(value)
+
+        # A view is what its base is, an inference tensor or none, whatever the mode it was made in.
+        views = [leaf for leaf in given.values() if any(r.alias_info is not None for r in schema.returns)]
+        with torch.inference_mode(views[0].is_inference()) if views else nullcontext():
+            return tree_map(outer, result)
+
+    # ---- memory
+
+    def hold(self, tensor: torch.Tensor) -> Hold:
+        """Count what holds an allocation: it is given back when nothing of the GPU's does, whatever a tape keeps."""
+        hold, storage = Hold(), tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if not size or address in self._aliases:
+            return hold
+        if not self._holders[address]:
+            self.allocated += -(-size // 512) * 512
+            self.peak = max(self.peak, self.allocated)
+            self.order.made(address, size, self.stream)
+        self._holders[address] += 1
+        weakref.finalize(hold, self._let_go, address, size, self.order).atexit = False
+        return hold
+
+    def _let_go(self, address: int, size: int, order: races.Order) -> None:
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            self.allocated -= -(-size // 512) * 512
+            self.hazards += filter(None, [order.freed(address)])
+            self._forget(address)  # what a capture made may have been used outside
+
+    def _forget(self, address: int) -> None:
+        """The address may become another allocation's."""
+        for order in self.orders:
+            order.shadows.pop(address, None)
+
+    def pin(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` is in host memory, and the device may address it."""
+        self.pinned[storage.data_ptr()] = storage.nbytes()
+        weakref.finalize(storage, self.unpin, storage.data_ptr())
+
+    def unpin(self, address: int) -> bool:
+        """The device may no longer address what was pinned at ``address``; False if nothing was."""
+        self._aliases.discard(address)
+        self._forget(address)
+        return self.pinned.pop(address, None) is not None
+
+    def addresses(self, tensor: torch.Tensor) -> bool:
+        """May the device read ``tensor`` by its address?"""
+        return isinstance(tensor, OnGpu) or any(
+            start <= tensor.data_ptr() < start + size for start, size in self.pinned.items()
+        )
+
+    def alias(self, interface: dict) -> OnGpu:
+        """Pinned host memory as the device sees it."""
+        (size,), (address, _) = interface["shape"], interface["data"]
+        self._aliases.add(address)
+        buffer = (ctypes.c_uint8 * size).from_address(address)
+        return OnGpu(torch.frombuffer(buffer, dtype=torch.uint8))
+
+
+def inner_of(leaf: Any) -> Any:
+    if isinstance(leaf, OnGpu):
+        return leaf.inner
+    return CPU if isinstance(leaf, torch.device) else leaf
+
+
+gpu = Gpu()

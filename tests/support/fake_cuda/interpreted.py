@@ -1,0 +1,72 @@
+"""Triton's kernels on the stand-in: interpreted, with what they touch noted."""
+
+from __future__ import annotations
+
+import torch
+from support.fake_cuda import races
+from support.fake_cuda.device import Refused, gpu, inner_of
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime import interpreter
+
+from kvchat.engine.model.fusion import kernels
+from kvchat.kv.ops.triton import recall
+
+# Elements of an operand from which on torch's own operations stand for the fast path's kernels.
+LARGE = 2**16
+
+
+def install() -> None:
+    """Launch kernels on the stand-in."""
+    plain = interpreter.GridExecutor.__call__
+
+    def call(self, *args, **kwargs):
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not all(map(gpu.addresses, operands)):
+            raise Refused("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        args, kwargs = tree_map(inner_of, args), tree_map(inner_of, kwargs)
+
+        def run() -> races.Touched:
+            with _disable_current_modes(), loads_and_stores.noting() as touched:
+                plain(self, *args, **kwargs)
+            return touched
+
+        gpu.launch(self.fn.__name__, run, [inner_of(operand) for operand in operands])
+
+    interpreter.GridExecutor.__call__ = call
+    interpreter._interpreter = loads_and_stores = races.Interpreter(interpreter._interpreter)
+    recall.measured_ctas = lambda device: recall.DEFAULT_CTAS  # nothing to be measured
+    _large_products_are_not_interpreted()
+
+
+def _large_products_are_not_interpreted() -> None:
+    """It would take minutes for a model that is not tiny."""
+    project, gated, rotate = kernels.project, kernels.gated, kernels.rotate
+
+    def normalised(x, norm, eps):
+        return x if norm is None else functional.rms_norm(x.float(), x.shape[-1:], norm.float(), eps)
+
+    def some_project(x, weight, bias=None, norm=None, eps=0.0, residual=None):
+        if weight.numel() < LARGE:
+            return project(x, weight, bias, norm, eps, residual)
+        out = functional.linear(normalised(x, norm, eps).float(), weight.float())
+        return sum((t.float() for t in (bias, residual) if t is not None), out).to(x.dtype)
+
+    def some_gated(x, gate, up, norm=None, eps=0.0):
+        if gate.numel() < LARGE:
+            return gated(x, gate, up, norm, eps)
+        x32 = normalised(x, norm, eps).float()
+        return (functional.silu(x32 @ gate.float().t()) * (x32 @ up.float().t())).to(x.dtype)
+
+    def some_rotate(query, key, cos, sin):
+        if query.numel() < LARGE:
+            return rotate(query, key, cos, sin)
+        return tuple(_turned(x.float(), cos.float(), sin.float()).to(x.dtype).contiguous() for x in (query, key))
+
+    kernels.project, kernels.gated, kernels.rotate = some_project, some_gated, some_rotate
+
+
+def _turned(x, cos, sin):
+    low, high = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]

@@ -1,0 +1,168 @@
+"""What torch.cuda has: streams, events, graphs, the runtime."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from support.fake_cuda import races
+from support.fake_cuda.device import GPU, Refused, Tape, gpu
+
+NAME, TOTAL = "stand-in for a GPU", 8 * 2**30
+
+
+class Stream:
+    """A stream; work is carried out when it is given, and races are told by what waits for what."""
+
+    numbers = itertools.count()
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = GPU
+        self.cuda_stream = next(self.numbers)
+
+    def wait_stream(self, other: Stream) -> None:
+        gpu.order.waits(self.cuda_stream, other.cuda_stream)
+
+    def wait_event(self, event: Event) -> None:
+        gpu.order.reaches(self.cuda_stream, event.clock)
+
+    def synchronize(self) -> None:
+        gpu.wait("synchronize", [self.cuda_stream])
+
+    def __enter__(self) -> Stream:
+        gpu.streams.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gpu.streams.pop()
+
+
+class Event:
+    """An event; its times mean nothing."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self.clock: races.Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = gpu.order.now((stream or gpu.streams[-1]).cuda_stream)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or gpu.streams[-1]).wait_event(self)
+
+    def synchronize(self) -> None:
+        gpu.wait("synchronize", [])
+        gpu.order.reaches(races.HOST, self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
+
+
+gpu.streams.append(Stream())  # the one that is current at first
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``"""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.tape: Tape | None = None
+
+    def replay(self) -> None:
+        if self.tape is None:
+            raise Refused("Called CUDAGraph::replay without a preceding successful capture.")
+        gpu.order.as_one(self.tape.order, gpu.stream, "a graph")
+        self.tape.replay()
+
+
+@contextmanager
+def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
+    """``torch.cuda.graph``"""
+    gpu.wait("capture begin")  # torch waits for all that was launched
+    gpu.tape = tape = Tape()
+    gpu.orders.append(tape.order)
+    try:
+        with stream or Stream() as origin:
+            yield
+            if left := gpu.order.unjoined(origin.cuda_stream):
+                raise Refused(f"capturing stream has unjoined work: {left}")
+    finally:
+        gpu.tape = None
+        gpu.orders.pop()
+        tape.undo()
+    graph.tape = tape
+
+
+class On:
+    """``torch.cuda.device``; there is only one."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Runtime:
+    """``torch.cuda.cudart()``"""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if any(a < address + size and address < a + taken for a, taken in gpu.pinned.items()):
+            return 712
+        gpu.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if gpu.unpin(address) else 713
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return {712: "part or all of the requested memory range is already mapped"}.get(int(code), "unknown error")
+
+
+class Generator(torch.Generator):
+    """Random numbers for any device, from the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls)
+
+
+def replaced() -> dict[str, Any]:
+    """What stands for the attributes of ``torch.cuda``."""
+    properties = SimpleNamespace(name=NAME, total_memory=TOTAL, multi_processor_count=1, major=9, minor=0, uuid="0")
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": lambda device=None: (TOTAL - gpu.allocated, TOTAL),
+        "memory_allocated": lambda device=None: gpu.allocated,
+        "memory_reserved": lambda device=None: gpu.allocated,
+        "max_memory_allocated": lambda device=None: gpu.peak,
+        "reset_peak_memory_stats": lambda device=None: setattr(gpu, "peak", gpu.allocated),
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: gpu.wait("synchronize"),
+        "set_sync_debug_mode": lambda mode: setattr(gpu, "impatient", mode == "error"),
+        "current_stream": lambda device=None: gpu.streams[-1],
+        "set_stream": lambda stream: None,
+        "stream": lambda stream: stream,
+        "device": On,
+        "device_of": On,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capturing,
+        "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: gpu.tape is not None,
+        "cudart": Runtime,
+        "_sleep": lambda cycles: None,
+    }

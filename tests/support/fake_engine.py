@@ -1,0 +1,239 @@
+"""An engine without a model: speaks the protocol on stdin and stdout, scripted by the prompt.
+
+``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
+stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some words back; any other prompt gets
+``ANSWER``. Budget 64 is refused.
+``FAKE_LOAD=crash`` crashes while loading, ``FAKE_LOAD=wait`` loads until stdin closes, ``FAKE_GPU`` adds a GPU and
+``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_BADGES`` are its badges, with ``|`` between them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from kvchat.protocol import messages
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Finished,
+    Gpu,
+    Load,
+    Loaded,
+    Loading,
+    Peek,
+    Peeked,
+    Prefilled,
+    Rebuild,
+    Rebuilt,
+    Recovered,
+    Snapshot,
+    Started,
+    Stats,
+    Stop,
+    Switch,
+    Switched,
+    SwitchRefused,
+    Text,
+    Withdrawn,
+)
+
+ANSWER = """Section 3 sets out the **payment terms**:
+
+1. invoices are due within *30 days*
+2. late payment costs `1.5 %` a month
+
+```python
+def interest(amount, months):
+    return amount * 1.015 ** months - amount
+```
+
+| month | interest |
+|-------|---------:|
+| 1     |    15.00 |
+| 2     |    30.23 |
+
+That is all there is to it.
+"""
+WORDS = ("the", "window", "moves", "and", "older", "pages", "rest", "on", "the", "host")
+BUDGETED = {"budget": 512, "sink": 16, "window": 64}
+
+
+class FakeEngine:
+    """Tokens are words; ``total`` grows by the words stored."""
+
+    def __init__(self) -> None:
+        self.commands: queue.Queue[Command | None] = queue.Queue()
+        self.mode, self.params = "full", {}
+        self.total = 0
+        self.stored: list[str] = []
+        self.speed = 58.2
+        self.recalled = 0
+
+    def serve(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+        while (command := self.commands.get()) is not None:
+            if isinstance(command, Load):
+                self.load(command)
+            elif isinstance(command, Chat):
+                self.chat(command)
+            else:
+                self.between(command)
+
+    def _listen(self) -> None:
+        while (message := messages.read(sys.stdin.buffer)) is not None:
+            self.commands.put(message)  # type: ignore[arg-type]
+        self.commands.put(None)
+
+    def load(self, command: Load) -> None:
+        self.mode, self.params = command.mode, dict(command.params)
+        send(Loading("starting torch"))
+        send(Loading("reading the weights"))
+        if os.environ.get("FAKE_LOAD") == "crash":
+            die(5)
+        if os.environ.get("FAKE_LOAD") == "wait":
+            while self.commands.get() is not None:
+                pass
+            sys.exit(0)
+        send(
+            Loaded(
+                "kvchat-pocket", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, self.mode, self.params
+            )
+        )
+        send(self.snapshot())
+
+    def chat(self, command: Chat) -> None:
+        prompt = command.turns[-1].content
+        words = " ".join(turn.content for turn in command.turns).split()
+        send(Started(len(words), min(self.total, len(words))))
+        if prompt == "crash":
+            sys.stderr.write("RuntimeError: the fake engine was told to crash\n")
+            die(3)
+        if prompt == "waver":
+            self.waver()
+            return
+        if prompt == "fail":
+            send(
+                messages.Failed(
+                    "The prompt is too long.", f"It has {len(words)} tokens.", "Shorten it.", "DoesNotFitError"
+                )
+            )
+            return
+        self.stored = words * (int(os.environ.get("FAKE_REPEAT", "1")))
+        self.total = len(self.stored)
+        self.answer(prompt, len(words))
+
+    def waver(self) -> None:
+        send(Text("It begins well | and then it goes wrong", 8))
+        send(Recovered("RR", "entropy", 3.4, 40))
+        send(Withdrawn(len(" and then it goes wrong"), 5))
+        send(Text(" and ends well.", 3))
+        send(Finished("eos", "It begins well | and ends well.", Stats(3, 0, 6, 20)))
+
+    def answer(self, prompt: str, prompt_tokens: int) -> None:
+        begun, said, reason, before = time.monotonic(), [], "eos", self.mode
+        for piece in pieces(prompt):
+            said.append(piece)
+            self.stored.append(piece.strip())
+            self.total += 1
+            send(Text(piece, 1))
+            if len(said) % 8 == 0:
+                self.recalled += 4096 * (self.mode == "speculative")
+                send(self.snapshot())
+            if not self.between_tokens(prompt):
+                reason = "stopped"
+                break
+        seconds = max(time.monotonic() - begun, 1e-6)
+        stats = Stats(
+            prompt_tokens, 0, len(said), self.total, self.active(), 0.41, 900.0, len(said) / seconds, 2**20, 2**22,
+            self.recalled, 0.94 if self.recalled else None, 3, ({"from": before},) if before != self.mode else (),
+        )  # fmt: skip
+        send(self.snapshot())
+        send(Finished(reason, "".join(said), stats))
+
+    def between_tokens(self, prompt: str) -> bool:
+        """Handle what was sent meanwhile; False after ``Stop``."""
+        wait = {"slow": 0.01, "hold": 3600.0}.get(prompt, 0.0)
+        try:
+            command = self.commands.get(timeout=wait) if wait else self.commands.get_nowait()
+        except queue.Empty:
+            return True
+        if command is None:
+            sys.exit(0)
+        return not isinstance(command, Stop) and (self.between(command) or self.between_tokens(prompt))
+
+    def between(self, command: Command) -> None:
+        if isinstance(command, Switch):
+            self.switch(command)
+        elif isinstance(command, Rebuild):
+            send(Prefilled(12, 12))
+            send(Rebuilt(12, 0.25))
+        elif isinstance(command, Peek):
+            send(Peeked(command.start, command.end, " ".join(self.stored[command.start : command.end])))
+
+    def switch(self, command: Switch) -> None:
+        mode = command.mode or self.mode
+        if command.params.get("budget") == 64:
+            send(SwitchRefused(self.mode, "Budget 64 is smaller than sink 16 plus window 64 plus one page of 32."))
+            return
+        before, self.mode = self.mode, mode
+        kept = {} if mode == "full" else {**BUDGETED, **self.params}
+        self.params = {**kept, **command.params}
+        moved = 3 * 2**20 if mode == "full" else 0
+        send(Switched(before, mode, self.params, self.total, moved, 0.01, 120 if before == "streaming" else 0))
+        send(self.snapshot())
+
+    def active(self) -> float:
+        return float(min(self.total, self.params.get("budget", self.total)))
+
+    def snapshot(self) -> Snapshot:
+        speculative = self.mode == "speculative"
+        return Snapshot(
+            self.mode, self.params, self.active(), self.total, 16384, 2**20, 2**22, 86 * 2**20, None, None,
+            Gpu("NVIDIA H200", 6 * 2**30, 140 * 2**30, None, 45, 61, None) if os.environ.get("FAKE_GPU") else None,
+            self.speed + self.total % 7 if self.total else None, 0.41 if self.total else None,
+            4096.0 if speculative else 0.0, self.recalled, 0.94 if speculative else None, 3 if speculative else 0,
+            0.8 if speculative else None, 1.8 if speculative else None, ribbon=ribbon(self.total, self.mode),
+            prices=tuple(messages.Price(m, 3 * 2**20, 2**22, 0.0042) for m in ("streaming", "speculative")),
+            extras={"pages a step": 1.5, "heads corrected": 3} if speculative else {},
+            badges=tuple(filter(None, os.environ.get("FAKE_BADGES", "").split("|"))),
+        )  # fmt: skip
+
+
+def ribbon(total: int, mode: str) -> str:
+    """A plausible picture: sinks, a window, and between them what the mode does with the rest."""
+    cells = -(-total // 32)
+    if mode == "full":
+        return "D" * cells
+    middle = "X" if mode == "streaming" else "H"
+    states = ["S"] + [("D" if i % 9 == 4 else "R" if i % 17 == 7 else middle) for i in range(1, cells)]
+    if mode == "streaming":
+        states = ["S"] + ["X"] * (cells - 1)
+    return "".join(states[: max(cells - 3, 1)] + ["W"] * min(3, max(cells - 1, 0)))[:cells]
+
+
+def pieces(prompt: str) -> Iterator[str]:
+    """The answer's tokens."""
+    if prompt in ("slow", "hold"):
+        yield from (f"{WORDS[i % 10]} " for i in range(10_000))
+    else:
+        yield from re.findall(r"\s*\S+", ANSWER)
+
+
+def send(event: messages.Event) -> None:
+    sys.stdout.buffer.write(messages.encode(event))
+    sys.stdout.buffer.flush()
+
+
+def die(code: int) -> None:
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    FakeEngine().serve()

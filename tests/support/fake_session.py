@@ -1,0 +1,108 @@
+"""A session without a model: says given pieces, one a token, and keeps the contract of ``kvchat.Session``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvchat.config import modes
+from kvchat.errors import KvchatError
+from kvchat.protocol.messages import (
+    Event,
+    Finished,
+    Loaded,
+    Prefilled,
+    Rebuilt,
+    Sampling,
+    Snapshot,
+    Started,
+    Stats,
+    Switched,
+    Text,
+    Turn,
+)
+
+PIECES = ("The", " quick", " brown", " fox", " jumps")
+
+
+class FakeSession:
+    """``on_token(session, n)`` runs before piece n; ``failure`` is raised by a switch, ``error`` after two pieces."""
+
+    def __init__(
+        self,
+        pieces: Sequence[str] = PIECES,
+        on_token: Callable[[FakeSession, int], None] = lambda session, n: None,
+        failure: KvchatError | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        self.pieces, self.on_token, self.failure, self.error = pieces, on_token, failure, error
+        self.mode = "full"
+        self.params: dict[str, Any] = {}
+        self.token_ids: list[int] = []
+        self.asked: list[tuple[tuple[Turn, ...], Sampling]] = []
+        self.switches: list[dict[str, Any]] = []
+        self.cancelled = threading.Event()
+        self.closed = False
+        self.loaded: dict[str, Any] = {}
+        self.withdrawable = 0
+        self.notes: tuple[str, ...] = ()
+
+    def load(
+        self, model: str = "bundled", progress: Callable[[str], None] = lambda stage: None, **given: Any
+    ) -> FakeSession:
+        """Stands in for ``kvchat.load``."""
+        progress("reading the weights")
+        self.loaded = {"model": model, **given}
+        self.mode = given.get("mode", "full")
+        return self
+
+    @property
+    def info(self) -> Loaded:
+        return Loaded("fake", "Fake", 1, "cpu", "float32", 4096, 2, 2, 32, 64, self.mode, self.params, self.notes)
+
+    def answer(
+        self, turns: Sequence[Turn], sampling: Sampling, between: Callable[[int], None] | None = None
+    ) -> Iterator[Event]:
+        self.cancelled.clear()
+        self.asked.append((tuple(turns), sampling))
+        self.token_ids, self.switches = [], []
+        yield Started(7, 0)
+        yield Prefilled(7, 7)
+        for n, piece in enumerate(self.pieces):
+            if between:
+                between(n)
+            self.on_token(self, n)
+            if self.error and n == 2:
+                raise self.error
+            if self.cancelled.is_set():
+                break
+            self.token_ids.append(100 + n)
+            yield Text(piece, 1)
+        stats = Stats(prompt_tokens=7, generated_tokens=len(self.token_ids), switches=tuple(self.switches))
+        text = "".join(self.pieces[: len(self.token_ids)])
+        yield Finished("stopped" if self.cancelled.is_set() else "eos", text, stats)
+
+    def rebuild(self) -> Iterator[Event]:
+        yield Prefilled(5, 5)
+        yield Rebuilt(5, 0.1)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def switch(self, mode: str = "", **params: Any) -> Switched:
+        if self.failure:
+            raise self.failure
+        before, self.mode = self.mode, mode or self.mode
+        self.params = modes.parse(self.mode, params).model_dump(exclude_unset=True)
+        self.switches.append({"after": len(self.token_ids), "mode": self.mode})
+        return Switched(before, self.mode, self.params, 7, 0, 0.0)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.mode, self.params, 7.0, 7, 4096, 64, 64)
+
+    def text(self, start: int, end: int) -> str:
+        return f"[{start}:{end}]"
+
+    def close(self) -> None:
+        self.closed = True

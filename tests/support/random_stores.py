@@ -1,0 +1,91 @@
+"""Stores of random K/V, twice the same: one for stock torch operations, one for the kernels."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.torch_ops import Verbs
+from kvchat.kv.ops.triton_ops import TritonVerbs
+
+LAYERS = 2
+# In float32 only rounding differs; the interpreter alone has it.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SHAPES = {
+    "plain": {"heads": 2, "group": 2, "d_k": 32, "d_v": 32, "page": 8},
+    "one": {"heads": 1, "group": 1, "d_k": 16, "d_v": 16, "page": 32},
+    "wide": {"heads": 2, "group": 5, "d_k": 128, "d_v": 128, "page": 32},
+    "odd": {"heads": 3, "group": 8, "d_k": 80, "d_v": 48, "page": 8},
+    "many": {"heads": 8, "group": 1, "d_k": 24, "d_v": 96, "page": 8},
+}
+
+
+def geometry_of(shape: str, dtype: torch.dtype) -> Geometry:
+    s = SHAPES[shape]
+    return Geometry(LAYERS, s["heads"] * s["group"], s["heads"], s["d_k"], s["d_v"], dtype, s["page"])
+
+
+@dataclass
+class Side:
+    """A host pool of ``tokens`` tokens, slots of each layout, and the verbs for them."""
+
+    verbs: Verbs
+    host: HostPool
+    slots: list[Slots]
+
+
+def sides(
+    g: Geometry, device: torch.device, *layouts: Layout, tokens: int = 150, seed: int = 0, exact: bool = False
+) -> tuple[Side, Side]:
+    """The same K/V twice: for stock torch operations, in float32 if they are to be ``exact``, and for the kernels."""
+    single = Geometry(g.layers, g.q_heads, g.kv_heads, g.d_k, g.d_v, torch.float32, g.page)
+    expected = _side(single if exact else g, g.dtype, device, layouts, tokens, seed, Verbs)
+    measured = _side(g, g.dtype, device, layouts, tokens, seed, TritonVerbs)
+    measured.verbs.ctas, measured.verbs.programs = 3, 5
+    return expected, measured
+
+
+def noise(seed: int, device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+def fill_table(slots: Slots, tokens: int, seed: int, share: float = 0.7) -> None:
+    """Random distinct tokens in a ``share`` of the slots of each table."""
+    dice = random.Random(seed)
+    for row in slots.table.view(-1, slots.n):
+        held = min(tokens, int(share * slots.n))
+        where = torch.tensor(dice.sample(range(slots.n), held), device=row.device)
+        row.fill_(EMPTY)
+        row[where] = torch.tensor(dice.sample(range(tokens), held), dtype=torch.int32, device=row.device)
+
+
+def assert_near(measured: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """To the rounding of ``dtype``, relative to the largest expected element."""
+    assert measured.shape == expected.shape
+    assert bool(measured.isfinite().all())
+    error = (measured.float() - expected.float()).abs().max()
+    assert error <= TOLERANCE[dtype] * max(1.0, float(expected.abs().max())), f"off by {float(error):.3g}"
+
+
+def _side(g, rounded, device, layouts, tokens, seed, kind) -> Side:
+    host = HostPool(g, device)
+    host.reserve(tokens + 1)
+    for layer in range(g.layers):
+        k = noise(seed + layer, device, rounded, g.kv_heads, tokens, g.d_k).to(g.dtype)
+        v = noise(seed + layer + 50, device, rounded, g.kv_heads, tokens, g.d_v).to(g.dtype)
+        host.append(layer, 0, k, v)
+    host.total = tokens
+    slots = [Slots(layout, g, device) for layout in layouts]
+    for i, each in enumerate(slots):
+        each.kv.copy_(noise(seed + 90 + i, device, rounded, *each.kv.shape))
+        fill_table(each, tokens, seed)
+    verbs = kind(g, host, device)
+    verbs.begin_step(torch.tensor(tokens, device=device))
+    return Side(verbs, host, slots)
