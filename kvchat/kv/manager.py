@@ -23,7 +23,7 @@ from kvchat.kv.memory.device_slots import Slots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
-from kvchat.kv.ops.torch_ops import verbs_for
+from kvchat.kv.ops.torch_ops import choose_ops
 from kvchat.kv.transfer import Recall
 from kvchat.protocol.messages import Price
 
@@ -42,8 +42,8 @@ class Store:
         self.geometry = g
         self.device = device
         self.host = HostPool(g, device, mode.traits.context)
-        self.verbs = verbs_for(g, self.host, device)
-        self.recall = Recall(g, self.verbs, device)
+        self.ops = choose_ops(g, self.host, device)
+        self.recall = Recall(g, self.ops, device)
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
@@ -111,7 +111,7 @@ class Store:
         for slots in self.slots:
             slots.begin_step()
         self._queries = list(self.query)
-        self.verbs.begin_step(self.position)
+        self.ops.begin_step(self.position)
         self.mode.begin_step(self.position)
         yield
         torch.stack(self._queries, out=self.query)  # one kernel for all layers
@@ -189,10 +189,10 @@ class Store:
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
         places = self._places[layer]
-        self.verbs.append(places, layer, key, value)
+        self.ops.append(places, layer, key, value)
         self.mode.before(layer, query, key, facts)
         weigh = self.mode.weighs(layer)
-        parts = [self.verbs.attend(slots, layer, query, facts, weigh) for slots in places]
+        parts = [self.ops.attend(slots, layer, query, facts, weigh) for slots in places]
         self._queries[layer] = query
         self.mode.after(layer, query, [weights for _, weights in parts if weights], facts)
         return self._joined(layer, [attended for attended, _ in parts])
@@ -331,7 +331,7 @@ class Store:
 
     def _reserve(self, tokens: int) -> None:
         if self.host.reserve(tokens) and not self.host.pinned:
-            self.verbs = self.recall.verbs = verbs_for(self.geometry, self.host, self.device)
+            self.ops = self.recall.ops = choose_ops(self.geometry, self.host, self.device)
         more = self.host.reserved - len(self.pinned)
         if more > 0:
             self.pinned = torch.nn.functional.pad(self.pinned, (0, more))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Slots
-from kvchat.kv.ops.torch_ops import Verbs
+from kvchat.kv.ops.torch_ops import TorchOps
 
 
 class Aside:
@@ -64,9 +64,9 @@ class Recall:
     corrected; the second row is what was counted aside, for two streams may not add to the same number.
     """
 
-    def __init__(self, geometry: Geometry, verbs: Verbs, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
         self.geometry = geometry
-        self.verbs = verbs
+        self.ops = verbs
         self.aside = Aside(device)
         self.tally = torch.zeros((2, 3), dtype=torch.int64, device=device)
         self.filled_bytes = 0
@@ -82,7 +82,7 @@ class Recall:
     def pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
         began = time.perf_counter()
-        self.verbs.move_pages(slots, layer, placed, resident, self.tally[int(self.aside.inside), :2])
+        self.ops.move_pages(slots, layer, placed, resident, self.tally[int(self.aside.inside), :2])
         resident.copy_(placed)
         self._seconds += time.perf_counter() - began
 
@@ -92,7 +92,7 @@ class Recall:
         -1 in either is an empty slot. The tables are the caller's business.
         """
         began = time.perf_counter()
-        self.verbs.move_tokens(slots, layer, first, placed, resident, self.tally[int(self.aside.inside), :2])
+        self.ops.move_tokens(slots, layer, first, placed, resident, self.tally[int(self.aside.inside), :2])
         self._seconds += time.perf_counter() - began
 
     def tokens(self, slots: Slots, wanted: Tensor) -> None:
@@ -107,7 +107,7 @@ class Recall:
             t = 0 if slots.layout.shared else layer - slots.layout.first
             head, slot = changed[t].expand(width, -1).nonzero(as_tuple=True)
             position = wanted[t].expand(width, -1)[head, slot].long()
-            self.verbs.move_picked(slots, layer, head, position, slot)
+            self.ops.move_picked(slots, layer, head, position, slot)
             self.filled_bytes += 2 * position.numel() * g.row_bytes
         slots.table.copy_(wanted)
         self.filled_seconds += time.perf_counter() - began
@@ -120,7 +120,7 @@ class Recall:
         table = slots.table[0, 0]
         entries = torch.where(taken, positions.to(torch.int32), table.index_select(0, targets))
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))
-        self.verbs.move_shared(slots, positions, targets, taken)
+        self.ops.move_shared(slots, positions, targets, taken)
         self._seconds += time.perf_counter() - began
 
     def moved_bytes(self) -> int:
@@ -134,6 +134,6 @@ class Recall:
 
     def end_step(self) -> None:
         """Close the books of one decode step."""
-        if self.verbs.compact:  # a GPU works on its own time
+        if self.ops.skip_unchanged:  # a GPU works on its own time
             self.step_seconds.append(self._seconds)
         self._seconds = 0.0

@@ -39,9 +39,9 @@ def eager(decoder: Decoder) -> Decoder:
 
 def late(decoder: Decoder) -> Decoder:
     """What is recalled comes up to some milliseconds late."""
-    verbs, dice = decoder.store.verbs, random.Random(0)
+    ops, dice = decoder.store.ops, random.Random(0)
     for name in ("move_pages", "move_tokens", "choose"):
-        setattr(verbs, name, delayed(getattr(verbs, name), dice))
+        setattr(ops, name, delayed(getattr(ops, name), dice))
     return decoder
 
 
@@ -62,7 +62,7 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
     for each in (one, other):
         prefilled(each, token_ids(150))
     same_steps(one, other, later_ids(300))
-    assert one.store.verbs.name == ("torch" if dtype is torch.float32 else "triton")
+    assert one.store.ops.name == ("torch" if dtype is torch.float32 else "triton")
     assert not one.graphs.refusal
     assert not one.graphs.prepares
 

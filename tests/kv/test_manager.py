@@ -18,7 +18,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import Store
 from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.device_slots import Slots
-from kvchat.kv.ops.torch_ops import Verbs
+from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.transfer import Recall
 
 PLAIN = ("plain", "plain")
@@ -210,7 +210,7 @@ def step_alone(run: Run) -> None:
             run.store.attention(i, *run.toy.qkv(i, [900], run.store.total), run.toy.facts[i])
 
 
-CHANGES = [(Verbs, "move_shared"), (Verbs, "move_pages"), (Verbs, "move_tokens"), (Recall, "end_step")]
+CHANGES = [(TorchOps, "move_shared"), (TorchOps, "move_pages"), (TorchOps, "move_tokens"), (Recall, "end_step")]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
@@ -250,7 +250,7 @@ def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, mon
     run.step(20)
     before = [(slots.table >= 0).sum() for slots in run.store.slots]
     with monkeypatch.context() as patch:
-        patch.setattr(Verbs, "move_picked", out_of_memory)
+        patch.setattr(TorchOps, "move_picked", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             fail_in_step(run)
     with run.store.step():
@@ -314,7 +314,7 @@ def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
     plain, run = (Run(toy(PLAIN, page=8, kv_heads=4), mode, **params) for _ in range(2))
     plain.prefill(150)
     expected = [plain.step() for _ in range(40)]
-    copy, dice = Verbs._copy, torch.Generator().manual_seed(0)
+    copy, dice = TorchOps._copy, torch.Generator().manual_seed(0)
 
     def shuffled(self, host, slots, source, v_source, target, v_target):
         order = torch.randperm(len(source), generator=dice)
@@ -322,7 +322,7 @@ def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
         for part in order.tensor_split(3):
             copy(self, host, slots, source[part], v_source, target[part], v_target)
 
-    monkeypatch.setattr(Verbs, "_copy", shuffled)
+    monkeypatch.setattr(TorchOps, "_copy", shuffled)
     run.prefill(150)
     moved = run.store.recall.moved_bytes()
     for step in expected:
@@ -399,10 +399,10 @@ def test_a_step_in_an_empty_store():
 def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_verbs(monkeypatch):
     run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24)
     run.prefill(150)
-    before = run.store.verbs
+    before = run.store.ops
     monkeypatch.setattr(run.store.host, "why_pageable", "no more memory may be pinned")
     monkeypatch.setattr(run.store.host, "reserve", lambda tokens: True)
     run.step(20)
-    assert run.store.verbs is not before
-    assert run.store.recall.verbs is run.store.verbs
+    assert run.store.ops is not before
+    assert run.store.recall.ops is run.store.ops
     run.check()

@@ -66,20 +66,20 @@ def unwatched_room(store: Store) -> Iterator[None]:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
     mode, params = ROWS[row]
-    run, compact = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
-    run.store.verbs.compact = False
-    for one in (run, compact):
+    run, skip_unchanged = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
+    run.store.ops.skip_unchanged = False
+    for one in (run, skip_unchanged):
         one.prefill(150)
         one.step()
     shapes, slots = {}, run.store.slots[0].n
     for i in range(40):
         ops, outputs = watched(run, [300 + i])
         phase = run.store.mode.phase()
-        compact.fresh = 300 + i
-        for one, other in zip(outputs, compact.step(), strict=True):
+        skip_unchanged.fresh = 300 + i
+        for one, other in zip(outputs, skip_unchanged.step(), strict=True):
             assert torch.equal(one[:, 0], other)
         for layer in range(run.toy.geometry.layers):
-            assert torch.equal(run.store.attended(layer), compact.store.attended(layer))
+            assert torch.equal(run.store.attended(layer), skip_unchanged.store.attended(layer))
         if run.store.slots[0].n == slots:
             assert shapes.setdefault(phase, ops) == ops
         else:
@@ -99,7 +99,7 @@ def test_a_step_reads_no_host_memory_beyond_what_is_stored(row, monkeypatch):
     """What is not committed yet is not pinned: a GPU that reads it ends the process."""
     mode, params = ROWS[row]
     run = Run(toy(MIXED, page=8), mode, **params)
-    run.store.verbs.compact = False
+    run.store.ops.skip_unchanged = False
     run.prefill(150)
     gathered, g = [], run.toy.geometry
 

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU that need not be there, by the launches of ``TritonVerbs`` itself; run as a program.
+"""Compiles every kernel for a GPU that need not be there, by the launches of ``TritonOps`` itself; run as a program.
 
 Arguments: compute capability (80), dtype (bfloat16) and the size of a head. Prints one JSON object: a list for each
 kernel, of shared memory in bytes and how many 16-byte loads there are in each of its variants. A conversation that
@@ -22,7 +22,7 @@ from kvchat.kv.memory.device_slots import Layout, Slots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import Digests
 from kvchat.kv.ops.selection import Candidates
-from kvchat.kv.ops.triton_ops import TritonVerbs
+from kvchat.kv.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
 HEADS, GROUP, LAYERS = 8, 4, 2
@@ -48,15 +48,15 @@ def compile_instead_of_launching(capability):
 
 def launch_everything(dtype, d, tokens):
     g = Geometry(LAYERS, HEADS * GROUP, HEADS, d, d, dtype)
-    verbs = TritonVerbs(g, HostPool(g, CPU), CPU)
+    ops = TritonOps(g, HostPool(g, CPU), CPU)
     position = torch.tensor(tokens)
-    verbs.begin_step(position)
+    ops.begin_step(position)
     query, key = (torch.zeros(heads, 1, d, dtype=dtype)[:, 0] for heads in (HEADS * GROUP, HEADS))
     digests = Digests(g, CPU)
     digests.reserve(tokens)
-    verbs.widen(digests, 0, torch.zeros(1, dtype=torch.int64), key)
-    scores = verbs.page_scores(query, digests.of(0), 0.1)
-    flagged = verbs.turned(query, query, 0.8)
+    ops.widen(digests, 0, torch.zeros(1, dtype=torch.int64), key)
+    scores = ops.page_scores(query, digests.of(0), 0.1)
+    flagged = ops.turned(query, query, 0.8)
     everything = Layout(0, LAYERS, 0, tokens)
     followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
@@ -64,23 +64,23 @@ def launch_everything(dtype, d, tokens):
     counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :2]  # of the second row: not aligned
     for layout, facts in ((everything, odd), (followers, odd), (pages, plain)):
         slots, layer = Slots(layout, g, CPU), int(tokens == LATER)
-        verbs.append([slots], layer, key, key)
+        ops.append([slots], layer, key, key)
         for weigh in (False, True):
-            _, weights = verbs.attend(slots, layer, query, facts, weigh)
+            _, weights = ops.attend(slots, layer, query, facts, weigh)
         weights.best()
         weights.add_shares(torch.zeros(slots.n), torch.zeros(slots.n), torch.zeros(()))
         held = slots.pages_of(layer)
         if layout.pages:
-            verbs.open_pages(slots, slice(0, 1), 4, position)
-            verbs.move_pages(slots, layer, held.clone(), held, counters)
-            verbs.move_tokens(slots, layer, 5, held.clone(), held, counters)
+            ops.open_pages(slots, slice(0, 1), 4, position)
+            ops.move_pages(slots, layer, held.clone(), held, counters)
+            ops.move_tokens(slots, layer, 5, held.clone(), held, counters)
         else:
             many = torch.zeros(64, dtype=torch.int64)
-            verbs.move_shared(slots, many, many, many > 0)
+            ops.move_shared(slots, many, many, many > 0)
     candidates = Candidates.between(1, position, digests.pages)
     for flags in (None, flagged):
-        verbs.choose(scores, candidates, held, flags)
-    verbs.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))
+        ops.choose(scores, candidates, held, flags)
+    ops.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))
 
 
 def main():

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.ops.torch_ops import Verbs
-from kvchat.kv.ops.triton_ops import TritonVerbs
+from kvchat.kv.ops.torch_ops import TorchOps
+from kvchat.kv.ops.triton_ops import TritonOps
 
 LAYERS = 2
 # In float32 only rounding differs; the interpreter alone has it.
@@ -33,9 +33,9 @@ def geometry_of(shape: str, dtype: torch.dtype) -> Geometry:
 
 @dataclass
 class Side:
-    """A host pool of ``tokens`` tokens, slots of each layout, and the verbs for them."""
+    """A host pool of ``tokens`` tokens, slots of each layout, and the ops for them."""
 
-    verbs: Verbs
+    ops: TorchOps
     host: HostPool
     slots: list[Slots]
 
@@ -45,9 +45,9 @@ def sides(
 ) -> tuple[Side, Side]:
     """The same K/V twice: for stock torch operations, in float32 if they are to be ``exact``, and for the kernels."""
     single = Geometry(g.layers, g.q_heads, g.kv_heads, g.d_k, g.d_v, torch.float32, g.page)
-    expected = _side(single if exact else g, g.dtype, device, layouts, tokens, seed, Verbs)
-    measured = _side(g, g.dtype, device, layouts, tokens, seed, TritonVerbs)
-    measured.verbs.ctas, measured.verbs.programs = 3, 5
+    expected = _side(single if exact else g, g.dtype, device, layouts, tokens, seed, TorchOps)
+    measured = _side(g, g.dtype, device, layouts, tokens, seed, TritonOps)
+    measured.ops.ctas, measured.ops.programs = 3, 5
     return expected, measured
 
 
@@ -86,6 +86,6 @@ def _side(g, rounded, device, layouts, tokens, seed, kind) -> Side:
     for i, each in enumerate(slots):
         each.kv.copy_(noise(seed + 90 + i, device, rounded, *each.kv.shape))
         fill_table(each, tokens, seed)
-    verbs = kind(g, host, device)
-    verbs.begin_step(torch.tensor(tokens, device=device))
-    return Side(verbs, host, slots)
+    ops = kind(g, host, device)
+    ops.begin_step(torch.tensor(tokens, device=device))
+    return Side(ops, host, slots)

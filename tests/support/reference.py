@@ -191,7 +191,7 @@ class StreamingReference(FullReference):
         return mask
 
     def keys(self, layer: int) -> Tensor:
-        """The compact cache: sinks directly before the first kept recent token; everyone else where they were."""
+        """The skip_unchanged cache: sinks directly before the first kept recent token; everyone else where they were."""
         keys, sink = self.run.keys[layer].double().clone(), self.p["sink"]
         recents = [position for position in self.kept if position >= sink]
         first = recents[0] if recents else len(self.run.ids) - 1

@@ -61,7 +61,7 @@ class Decoder:
     @property
     def badges(self) -> tuple[str, ...]:
         """Warnings about how it runs, for ``Snapshot.badges``."""
-        return *self.store.host.badges, *self.store.verbs.badges, *self.graphs.badges
+        return *self.store.host.badges, *self.store.ops.badges, *self.graphs.badges
 
     def prefill(self, ids: Sequence[int]) -> Generator[tuple[Sequence[int], Tensor | None]]:
         """Store ``ids`` chunk by chunk; yields each chunk when it is stored, with the last one the logits ``[vocab]``.

@@ -124,7 +124,7 @@ class Speculative(Mode):
     def before(self, layer: int, query: Tensor, key: Tensor, facts: LayerFacts) -> None:
         if layer < self.first:
             return
-        self.store.verbs.widen(self.digests, layer, self._page, key)
+        self.store.ops.widen(self.digests, layer, self._page, key)
         if self.k:
             self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
 
@@ -151,16 +151,16 @@ class Speculative(Mode):
         return self.parameters.model_dump() | {"budget": self.budget, "sink": self.sink, "window": self.window}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        return self.store.verbs.page_scores(query, self.digests.of(layer), self.store.scaling(layer))
+        return self.store.ops.page_scores(query, self.digests.of(layer), self.store.scaling(layer))
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
         """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
-        return self.store.verbs.choose(scores, candidates, self.slots.pages_of(layer), flagged)
+        return self.store.ops.choose(scores, candidates, self.slots.pages_of(layer), flagged)
 
     def _correct(self, layer: int, query: Tensor) -> Tensor:
         """Recall now, for the heads whose query turned; the pages' scores."""
-        verbs = self.store.verbs
-        flagged = verbs.turned(query, self.store.query[layer], self.parameters.tau)
+        ops = self.store.ops
+        flagged = ops.turned(query, self.store.query[layer], self.parameters.tau)
         self._flags.append(flagged)
         scores = self._scores(layer, query)
         self._recall(layer, self.choose(layer, scores, self._now, flagged))
@@ -178,7 +178,7 @@ class Speculative(Mode):
         self.store.recall.pages(self.slots, layer, placed, self.slots.pages_of(layer))
 
     def _open(self, layers: slice, last: Tensor) -> None:
-        self.store.verbs.open_pages(self.slots, layers, self.sink, last)
+        self.store.ops.open_pages(self.slots, layers, self.sink, last)
 
     def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""

@@ -1,7 +1,7 @@
 """The verbs of a decode step - append, attend, select, recall - in stock torch operations.
 
-The reference, and what runs on a CPU and wherever Triton does not. ``triton_ops`` has the same verbs as Triton kernels,
-held against these; ``verbs_for`` is the one place that chooses. All shapes are fixed but for what moves on a CPU: there
+The reference, and what runs on a CPU and wherever Triton does not. ``triton_ops`` has the same ops as Triton kernels,
+held against these; ``choose_ops`` is the one place that chooses. All shapes are fixed but for what moves on a CPU: there
 the rows that changed are picked out first, which is free; a GPU would have to be asked for their number.
 """
 
@@ -22,21 +22,21 @@ from kvchat.kv.modes.page_bounds import Digests
 from kvchat.kv.ops.selection import Candidates, page_scores, place, top_pages, turned
 
 
-class Verbs:
-    """What a step does with the host pool and slots. ``compact`` picks out the rows that move."""
+class TorchOps:
+    """What a step does with the host pool and slots. ``skip_unchanged`` picks out the rows that move."""
 
     name = "torch"
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
         self.geometry = geometry
         self.host = host
-        self.compact = device.type == "cpu"
+        self.skip_unchanged = device.type == "cpu"
         self._heads = torch.arange(geometry.kv_heads, device=device)
 
     @property
     def badges(self) -> tuple[str, ...]:
         """What is to be known about what a step runs with."""
-        stock = self._heads.is_cuda and self.name == Verbs.name and self.host.pinned
+        stock = self._heads.is_cuda and self.name == TorchOps.name and self.host.pinned
         refusal = triton_refusal(self.geometry, self._heads.device) if stock else None
         return (f"no Triton kernels: {refusal}",) if refusal else ()
 
@@ -172,7 +172,7 @@ class Verbs:
 
         Without picking them out, rows that do not change get once more what they hold.
         """
-        if self.compact or not self.host.pinned:
+        if self.skip_unchanged or not self.host.pinned:
             self._copy(host, slots, source[changed], v_source, target[changed], v_target)
             return
         both = torch.cat((target.flatten(), target.flatten() + v_target))
@@ -193,13 +193,13 @@ class Verbs:
         return torch.stack((key, value))
 
 
-def verbs_for(geometry: Geometry, host: HostPool, device: torch.device) -> Verbs:
-    """The verbs for a device: Triton's where it runs, else stock torch operations; only those take a pageable pool."""
+def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
+    """The ops for a device: Triton's where it runs, else stock torch operations; only those take a pageable pool."""
     if device.type == "cuda" and host.pinned and not triton_refusal(geometry, device):
-        from kvchat.kv.ops.triton_ops import TritonVerbs
+        from kvchat.kv.ops.triton_ops import TritonOps
 
-        return TritonVerbs(geometry, host, device)
-    return Verbs(geometry, host, device)
+        return TritonOps(geometry, host, device)
+    return TorchOps(geometry, host, device)
 
 
 def triton_refusal(geometry: Geometry, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""The verbs of ``kvchat.kv.ops.torch_ops`` as Triton kernels: same tensors in, same tensors out.
+"""The ops of ``kvchat.kv.ops.torch_ops`` as Triton kernels: same tensors in, same tensors out.
 
 Everything runs on the stream that is current, allocates only there, and asks the device nothing, so that a step can be
 captured in a CUDA graph and recall can run beside the model. What changes from step to step is in tensors, what changes
@@ -22,7 +22,7 @@ from kvchat.kv.memory.device_slots import Slots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import Digests
 from kvchat.kv.ops.selection import Candidates
-from kvchat.kv.ops.torch_ops import Verbs
+from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton import append, attend, recall, select
 
 # Programs of one attention: a few for each of a GPU's multiprocessors, so that none waits for long.
@@ -30,8 +30,8 @@ PROGRAMS_PER_UNIT = 4
 PROGRAMS_ON_A_CPU = 64
 
 
-class TritonVerbs(Verbs):
-    """Verbs for bfloat16 and float16 on a CUDA device, and for any dtype in Triton's interpreter.
+class TritonOps(TorchOps):
+    """TorchOps for bfloat16 and float16 on a CUDA device, and for any dtype in Triton's interpreter.
 
     ``ctas`` programs recall, at most ``programs`` attend, in tiles of ``tile`` elements. A pageable host pool is not
     the device's to address: what touches it is then left to stock torch operations.

@@ -18,8 +18,8 @@ from kvchat.kv.memory.device_slots import Layout, Slots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import Digests
 from kvchat.kv.ops.selection import Candidates
-from kvchat.kv.ops.torch_ops import Verbs
-from kvchat.kv.ops.triton_ops import TritonVerbs
+from kvchat.kv.ops.torch_ops import TorchOps
+from kvchat.kv.ops.triton_ops import TritonOps
 
 PAGES = 8
 # Relative L2 error. Rounding to bfloat16 makes about 0.005; a wrong mask or row makes more than 0.1.
@@ -32,7 +32,7 @@ def failure(geometry: Geometry, device: torch.device) -> str:
     g = replace(geometry, layers=1, spare=geometry.page)
     try:
         with torch.inference_mode():
-            expected, measured = (outcomes(kind, g, device) for kind in (Verbs, TritonVerbs))
+            expected, measured = (outcomes(kind, g, device) for kind in (TorchOps, TritonOps))
             wrong = [name for name in expected if not error(measured[name], expected[name]) <= TOLERANCE]
     except Exception as raised:  # noqa: BLE001  # Triton raises whatever its compiler, a C compiler or the driver does
         return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0][:200]}"
@@ -47,50 +47,50 @@ def error(measured: Tensor, expected: Tensor) -> float:
     return float((measured - expected).norm() / expected.norm().clamp(min=1e-9))
 
 
-def outcomes(kind: type[Verbs], g: Geometry, device: torch.device) -> dict[str, Tensor]:
+def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[str, Tensor]:
     """What each verb does with the same random numbers; order within a head's slots is nobody's business."""
     p, tokens = g.page, PAGES * g.page
     noise = _Noise(g.dtype, device)
     keys, values, query = noise(g.kv_heads, tokens, g.d_k), noise(g.kv_heads, tokens, g.d_v), noise(g.q_heads, g.d_k)
     host = HostPool(g, device, tokens)
     host.append(0, 0, keys, values)
-    verbs, position = kind(g, host, device), torch.tensor(tokens, device=device)
+    ops, position = kind(g, host, device), torch.tensor(tokens, device=device)
     slots = Slots(Layout(0, 1, p, p, pages=2, shared=False), g, device)
-    verbs.begin_step(position)
+    ops.begin_step(position)
     slots.admit(position)
-    verbs.append([slots], 0, noise(g.kv_heads, g.d_k), noise(g.kv_heads, g.d_v))
+    ops.append([slots], 0, noise(g.kv_heads, g.d_k), noise(g.kv_heads, g.d_v))
     stored = host.dense(0, tokens + 1, PAGES)
     found = {"append": torch.cat((slots.kv.flatten(), *(part.flatten() for part in stored)))}
 
     digests = Digests(g, device)
     digests.renew(0, 0, keys)
-    verbs.widen(digests, 0, torch.tensor([PAGES - 1], device=device), 4 * noise(g.kv_heads, g.d_k))
+    ops.widen(digests, 0, torch.tensor([PAGES - 1], device=device), 4 * noise(g.kv_heads, g.d_k))
     found["widen"] = digests.of(0)[:, PAGES - 1].clone()
-    found["page_scores"] = verbs.page_scores(query, digests.of(0), g.d_k**-0.5)[..., :PAGES]
+    found["page_scores"] = ops.page_scores(query, digests.of(0), g.d_k**-0.5)[..., :PAGES]
     signs = torch.tensor([1 - 2 * (row // g.group % 2) for row in range(g.q_heads)], device=device)
-    flagged = verbs.turned(query, query * signs[:, None], 0.5)
+    flagged = ops.turned(query, query * signs[:, None], 0.5)
     found["turned"] = flagged
     scores = noise(g.kv_heads, g.group, digests.pages).float()
     candidates = Candidates.between(1, position // p - 2, digests.pages)
     counters = torch.zeros(2, dtype=torch.int64, device=device)
     for heads in (flagged, None):
-        placed = verbs.choose(scores, candidates, slots.pages_of(0), heads)
-        verbs.move_pages(slots, 0, placed, slots.pages_of(0), counters)
+        placed = ops.choose(scores, candidates, slots.pages_of(0), heads)
+        ops.move_pages(slots, 0, placed, slots.pages_of(0), counters)
         slots.pages_of(0).copy_(placed)
     found["choose"], found["move_pages"] = slots.pages_of(0).sort().values, counters
-    verbs.open_pages(slots, slice(0, 1), p, position - p)
+    ops.open_pages(slots, slice(0, 1), p, position - p)
     found["open_pages"] = slots.table.sort().values
-    attended, weights = verbs.attend(slots, 0, query, LayerFacts(g.d_k**-0.5), True)
+    attended, weights = ops.attend(slots, 0, query, LayerFacts(g.d_k**-0.5), True)
     assert weights is not None
     shares = torch.zeros(slots.n, device=device)
     weights.add_shares(shares, torch.ones_like(shares), shares.new_tensor(slots.n))
     found |= {"attend": attended, "weights": weights.best().sort().values, "shares": shares.sum()}
 
     some = torch.arange(p, device=device).expand(g.kv_heads, -1) * 3
-    verbs.move_tokens(slots, 0, slots.offset, some.contiguous(), torch.full_like(some, -1), counters)
+    ops.move_tokens(slots, 0, slots.offset, some.contiguous(), torch.full_like(some, -1), counters)
     found["move_tokens"] = slots.kv[:, :, :, slots.offset : slots.offset + p]
     loose = Slots(Layout(0, 1, 0, 2 * p, loose=True), g, device)
-    verbs.move_shared(loose, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
+    ops.move_shared(loose, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
     return found | {"move_shared": loose.kv}
 
 

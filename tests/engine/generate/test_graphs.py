@@ -47,7 +47,7 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[Decoder, Deco
     one, other = Decoder(model, mode_of(model, row), recorder), Decoder(model, mode_of(model, row))
     for each in (one, other):
         # What moves is not picked out, as on a GPU.
-        each.store.verbs.compact = False
+        each.store.ops.skip_unchanged = False
         prefilled(each, prompt)
     return one, other, recorder
 
@@ -172,7 +172,7 @@ def test_a_result_is_the_callers():
 def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
     def answer(recorder: bool) -> tuple[list[str], str]:
         session = Session(model)
-        session._store.verbs.compact = False
+        session._store.ops.skip_unchanged = False
         if recorder:
             session._decoder.graphs = StepGraphs(session._store, TapeRecorder(session._store.buffers))
 

@@ -12,7 +12,7 @@ from support.reference import Run, assert_near, dense, toy
 from kvchat.config.modes import parse
 from kvchat.kv.manager import Store
 from kvchat.kv.modes import build
-from kvchat.kv.ops.triton_ops import TritonVerbs
+from kvchat.kv.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
 # Beside the first row of each mode, what uses other kernels: no page is speculated, a table for each layer.
@@ -20,9 +20,9 @@ CASES = [*FIRST.values(), "speculative-sync", "freeze-layers"]
 
 
 def with_kernels(run):
-    verbs = TritonVerbs(run.store.geometry, run.store.host, CPU)
-    verbs.ctas, verbs.programs = 2, 4
-    run.store.verbs = run.store.recall.verbs = verbs
+    ops = TritonOps(run.store.geometry, run.store.host, CPU)
+    ops.ctas, ops.programs = 2, 4
+    run.store.ops = run.store.recall.ops = verbs
     return run
 
 
@@ -79,7 +79,7 @@ class Gpu:
             for facts in made.facts
         ]
         self.store = Store(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
-        assert self.store.verbs.name == "triton"
+        assert self.store.ops.name == "triton"
         if one_stream:
             self.store.recall.aside._stream = None
         self.total = 0

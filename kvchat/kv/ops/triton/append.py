@@ -66,7 +66,7 @@ def _widen(digests, page, key, pages, key_stride, D_K: tl.constexpr, COLS: tl.co
 def append(
     slots: Slots, host_rows: Tensor, layer: int, position: Tensor, key: Tensor, value: Tensor, g: Geometry
 ) -> None:
-    """``Verbs.append`` for the heads of ``slots``; columns that pad a narrower K or V stay as they are."""
+    """``TorchOps.append`` for the heads of ``slots``; columns that pad a narrower K or V stay as they are."""
     key, value = with_dense_rows(key), with_dense_rows(value)
     heads = slots.heads_of(layer)
     shape = slots.heads is not None, g.kv_heads, g.page, g.d, g.d_k, g.d_v, padded(g.d)
@@ -78,7 +78,7 @@ def append(
 
 
 def widen(digests: Digests, layer: int, page: Tensor, keys: Tensor) -> None:
-    """``Verbs.widen``"""
+    """``TorchOps.widen``"""
     keys, of_layer = with_dense_rows(keys), digests.of(layer)
     heads, d_k = keys.shape
     _widen[(heads,)](of_layer, page, keys, of_layer.shape[1], keys.stride(0), d_k, padded(d_k), num_warps=1)

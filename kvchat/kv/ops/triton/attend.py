@@ -245,7 +245,7 @@ def attend(
     programs: int,
     tile: int,
 ) -> tuple[Tensor, Weights | None]:
-    """``Verbs.attend`` in tiles of ``tile`` elements, split over at most ``programs`` programs.
+    """``TorchOps.attend`` in tiles of ``tile`` elements, split over at most ``programs`` programs.
 
     A head that may read nothing attends to nothing: 0.
     """

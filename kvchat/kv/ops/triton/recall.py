@@ -167,7 +167,7 @@ def _move_shared(
 def move_pages(
     host_blocks: Tensor, slots: Slots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
 ) -> None:
-    """``Verbs.move_pages`` by ``ctas`` programs."""
+    """``TorchOps.move_pages`` by ``ctas`` programs."""
     placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
     pairs = placed.numel()
     shape = slots.heads is not None, g.kv_heads, g.page, g.d, padded(pairs), _piece(g.page * g.d)
@@ -186,7 +186,7 @@ def move_tokens(
     counters: Tensor,
     ctas: int,
 ) -> None:
-    """``Verbs.move_tokens`` by twice ``ctas`` programs."""
+    """``TorchOps.move_tokens`` by twice ``ctas`` programs."""
     placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
     width, length = placed.shape
     grid = (min(TOKEN_CTAS * ctas, width * triton.cdiv(length, TOKENS)),)
@@ -196,7 +196,7 @@ def move_tokens(
 
 
 def move_shared(host_rows: Tensor, slots: Slots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
-    """``Verbs.move_shared`` for one layer."""
+    """``TorchOps.move_shared`` for one layer."""
     m, heads, g = len(positions), slots.heads_of(layer), slots.geometry
     tensors = host_rows, slots.rows(layer), positions, targets, taken.view(torch.uint8), heads
     if m:

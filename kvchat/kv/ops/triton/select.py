@@ -189,7 +189,7 @@ def choosable(pages: int, k: int) -> bool:
 
 
 def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None) -> Tensor:
-    """``Verbs.choose`` where it is ``choosable``; programs of heads that are not ``flagged`` leave at once."""
+    """``TorchOps.choose`` where it is ``choosable``; programs of heads that are not ``flagged`` leave at once."""
     heads, group, pages = scores.shape
     k = resident.shape[1]
     resident = resident.contiguous()
@@ -205,7 +205,7 @@ def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Te
 
 
 def open_pages(slots: Slots, layers: slice, first: int, last: Tensor) -> None:
-    """``Verbs.open_pages``"""
+    """``TorchOps.open_pages``"""
     pages, table = slots.pages[layers], slots.table[layers]
     k = pages.shape[2]
     if pages.numel():

@@ -29,12 +29,12 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
         for side in sides(g, device, *places, tokens=45):
             for slots in side.slots:
                 slots.kv.zero_()
-                slots.admit(side.verbs.position)
+                slots.admit(side.ops.position)
             for layer in range(LAYERS):
                 # As the model gives them: heads beside each other, or not.
                 k = noise(layer, device, dtype, 1, g.kv_heads, g.d_k + layer)[0, :, : g.d_k]
                 v = noise(layer + 9, device, dtype, g.d_v, g.kv_heads).t()
-                side.verbs.append(side.slots, layer, k, v)
+                side.ops.append(side.slots, layer, k, v)
             written.append([*side.host.layers, *(slots.kv for slots in side.slots)])
         for expected, measured in zip(*written, strict=True):
             assert torch.equal(measured, expected)
@@ -45,11 +45,11 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
 def test_a_digest_widens(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = (Digests(g, device) for _ in range(2))
-    verbs = sides(g, device)
-    for side, digests in zip(verbs, (expected, measured), strict=True):
+    ops = sides(g, device)
+    for side, digests in zip(ops, (expected, measured), strict=True):
         digests.reserve(100)
         for token, page in enumerate((0, 3, 3, 1, 3)):
             keys = noise(token, device, dtype, g.kv_heads, g.d_k)
-            side.verbs.widen(digests, 1, torch.tensor([page], device=device), keys)
+            side.ops.widen(digests, 1, torch.tensor([page], device=device), keys)
     assert torch.equal(measured.data, expected.data)
     assert bool((measured.of(1)[:, 3] > -100).all())

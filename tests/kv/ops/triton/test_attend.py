@@ -51,10 +51,10 @@ def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
         query = noise(seed, device, dtype, g.q_heads, g.d_k)
         found = []
         for side in sides(g, device, layout, tokens=TOKENS, seed=seed, exact=True):
-            slots, facts = side.slots[0], facts_of(kind, side.verbs.geometry, device)
+            slots, facts = side.slots[0], facts_of(kind, side.ops.geometry, device)
             asked = query.to(slots.kv.dtype)
-            attended, weights = side.verbs.attend(slots, 1, asked, facts, True)
-            alone, none = side.verbs.attend(slots, 0, asked, facts, False)
+            attended, weights = side.ops.attend(slots, 1, asked, facts, True)
+            alone, none = side.ops.attend(slots, 0, asked, facts, False)
             assert none is None
             assert attended.dtype == alone.dtype == slots.kv.dtype
             total = torch.ones(slots.n, device=device)
@@ -73,7 +73,7 @@ def test_slots_that_may_not_be_read_may_hold_anything(device):
     _, side = sides(g, device, Layout(0, LAYERS, 0, 96), tokens=TOKENS)
     (slots,) = side.slots
     slots.kv[:, :, :, slots.table[0, 0] == EMPTY] = torch.nan
-    attended, weights = side.verbs.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
+    attended, weights = side.ops.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
     assert bool(attended.isfinite().all())
     assert torch.equal(weights.best()[0] == 0, slots.table[0, 0] == EMPTY)
 
@@ -83,7 +83,7 @@ def test_a_head_that_may_read_nothing_attends_to_nothing(device):
     _, side = sides(g, device, Layout(0, LAYERS, 0, 40, shared=False), tokens=TOKENS)
     (slots,) = side.slots
     slots.table[0, 1] = EMPTY
-    attended, weights = side.verbs.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
+    attended, weights = side.ops.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
     assert bool(attended[0].any())
     assert not bool(attended[1].any())
     assert not bool(weights.best()[1].any())
@@ -97,11 +97,11 @@ def test_a_head_that_may_read_nothing_attends_to_nothing(device):
 def test_any_number_of_programs_comes_to_the_same(programs, dtype, device):
     g = geometry_of("plain", dtype)
     expected, measured = sides(g, device, Layout(0, LAYERS, 0, 900), tokens=1000, exact=True)
-    measured.verbs.programs = programs
+    measured.ops.programs = programs
     for side in (expected, measured):
         fill_table(side.slots[0], 1000, seed=3)
     query, facts = noise(1, device, dtype, g.q_heads, g.d_k), LayerFacts(0.3)
-    one = expected.verbs.attend(expected.slots[0], 0, query.float(), facts, False)[0]
-    others = [measured.verbs.attend(measured.slots[0], 0, query, facts, False)[0] for _ in range(2)]
+    one = expected.ops.attend(expected.slots[0], 0, query.float(), facts, False)[0]
+    others = [measured.ops.attend(measured.slots[0], 0, query, facts, False)[0] for _ in range(2)]
     assert_near(others[0], one, dtype)
     assert torch.equal(*others)

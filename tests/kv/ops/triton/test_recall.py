@@ -42,14 +42,14 @@ def test_pages(shape, dtype, ctas, device):
     heads = picked(ctas == 5, g.kv_heads)
     layout = Layout(0, LAYERS, 5, 20, pages=6, shared=False, heads=heads)
     both = sides(g, device, layout, tokens=16 * g.page)
-    both[1].verbs.ctas = ctas
+    both[1].ops.ctas = ctas
     resident = some(1, device, -1, 16, layout.width(g), 6)
     placed = torch.where(
         some(2, device, 0, 3, *resident.shape) == 0, resident, some(3, device, -1, 16, *resident.shape)
     )
-    counts = moved_alike(both, lambda s, layer: s.verbs.move_pages(s.slots[0], layer, placed, resident, s.counters))
+    counts = moved_alike(both, lambda s, layer: s.ops.move_pages(s.slots[0], layer, placed, resident, s.counters))
     assert counts[0] > 3
-    still = moved_alike(both, lambda s, layer: s.verbs.move_pages(s.slots[0], layer, placed, placed, s.counters))
+    still = moved_alike(both, lambda s, layer: s.ops.move_pages(s.slots[0], layer, placed, placed, s.counters))
     assert still[0] == 3
 
 
@@ -63,7 +63,7 @@ def test_tokens(shape, dtype, device):
     resident = some(1, device, -1, 150, layout.width(g), 70)
     changes = some(2, device, 0, 3, *resident.shape) == 0
     placed = torch.where(changes, some(3, device, -1, 150, *resident.shape), resident)
-    moved_alike(both, lambda s, layer: s.verbs.move_tokens(s.slots[0], layer, 7, placed, resident, s.counters))
+    moved_alike(both, lambda s, layer: s.ops.move_tokens(s.slots[0], layer, 7, placed, resident, s.counters))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -74,7 +74,7 @@ def test_tokens_shared_by_layers_and_heads(shape, dtype, device):
     targets = torch.randperm(100, generator=torch.Generator().manual_seed(4))[:45].to(device)
     positions, taken = some(5, device, 0, 150, 45), some(6, device, 0, 2, 45) == 1
     for side in both:
-        side.verbs.move_shared(side.slots[0], positions, targets, taken)
+        side.ops.move_shared(side.slots[0], positions, targets, taken)
     assert torch.equal(both[1].slots[0].kv, both[0].slots[0].kv)
 
 
@@ -86,13 +86,13 @@ def test_a_pageable_pool_is_left_to_torch(device, monkeypatch):
     monkeypatch.setattr(recall, "_move_tokens", None)
     monkeypatch.setattr(recall, "_move_shared", None)
     monkeypatch.setattr("kvchat.kv.ops.triton.append._append", None)
-    (slots,), verbs = side.slots, side.verbs
-    slots.admit(verbs.position)
-    verbs.begin_step(verbs.position)
-    verbs.append([slots], 0, *(noise(0, device, g.dtype, g.kv_heads, d) for d in (g.d_k, g.d_v)))
+    (slots,), ops = side.slots, side.ops
+    slots.admit(ops.position)
+    ops.begin_step(ops.position)
+    ops.append([slots], 0, *(noise(0, device, g.dtype, g.kv_heads, d) for d in (g.d_k, g.d_v)))
     counters, wanted = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((2, 6), dtype=torch.int64)
-    verbs.move_pages(slots, 0, wanted.to(device), slots.pages_of(0), counters)
-    verbs.move_tokens(slots, 0, 50, wanted.to(device), slots.pages_of(0), counters)
+    ops.move_pages(slots, 0, wanted.to(device), slots.pages_of(0), counters)
+    ops.move_tokens(slots, 0, 50, wanted.to(device), slots.pages_of(0), counters)
     assert counters.tolist() == [12 * g.page + 12] * 2
 
 
@@ -118,7 +118,7 @@ def test_what_is_empty_stays_as_it_is(device):
     (slots,) = side.slots
     before, nothing = slots.kv.clone(), torch.full((1, 2), EMPTY, device=device)
     counters = torch.zeros(2, dtype=torch.int64, device=device)
-    side.verbs.move_pages(slots, 0, nothing, slots.pages_of(0), counters)
-    side.verbs.move_tokens(slots, 0, 0, nothing, torch.full_like(nothing, 3), counters)
+    side.ops.move_pages(slots, 0, nothing, slots.pages_of(0), counters)
+    side.ops.move_tokens(slots, 0, 0, nothing, torch.full_like(nothing, 3), counters)
     assert torch.equal(slots.kv, before)
     assert counters.tolist() == [0, 0]

@@ -17,8 +17,8 @@ from kvchat.kv.ops.triton.select import MOST_CHOSEN, MOST_PAGES
 NEAR = 1e-6  # relative: weights that rounding cannot tell apart
 
 
-def verbs_of(shape, device, dtype=torch.float32):
-    return [side.verbs for side in sides(geometry_of(shape, dtype), device, exact=True)]
+def ops_of(shape, device, dtype=torch.float32):
+    return [side.ops for side in sides(geometry_of(shape, dtype), device, exact=True)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -31,10 +31,10 @@ def test_page_scores(shape, dtype, device):
     digests.catch_up(expected.host)
     full = g.pages(290)
     query = noise(1, device, dtype, g.q_heads, g.d_k)
-    scores = measured.verbs.page_scores(query, digests.of(1), 0.3)
+    scores = measured.ops.page_scores(query, digests.of(1), 0.3)
     assert scores.dtype == torch.float32
     assert not bool(scores.isnan().any())
-    exact = expected.verbs.page_scores(query.float(), digests.of(1)[:, :full].float(), 0.3)
+    exact = expected.ops.page_scores(query.float(), digests.of(1)[:, :full].float(), 0.3)
     assert_near(scores[:, :, :full], exact, torch.float32)
 
 
@@ -42,7 +42,7 @@ def test_page_scores(shape, dtype, device):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_turned_heads(shape, dtype, device):
     g = geometry_of(shape, dtype)
-    expected, measured = verbs_of(shape, device, dtype)
+    expected, measured = ops_of(shape, device, dtype)
     query = noise(1, device, dtype, g.q_heads, g.d_k)
     turn = torch.linspace(0, 2, g.q_heads, device=device)[:, None]
     before = (query + turn * noise(2, device, dtype, g.q_heads, g.d_k)).to(dtype)
@@ -76,14 +76,14 @@ def check_choice(scores, candidates, resident, flagged, placed):
 
 @pytest.mark.parametrize(("pages", "k"), [(5, 3), (3, 9), (70, 1), (200, 20), (1000, 70), (9, 9)])
 def test_the_best_pages_are_chosen_and_what_stays_does_not_move(pages, k, device):
-    _, verbs = verbs_of("odd", device)
+    _, ops = ops_of("odd", device)
     resident = torch.full((3, k), EMPTY, device=device)
     for step in range(4):
         scores = 3 * noise(step, device, torch.float32, 3, 8, pages)
         flagged = None if step % 2 == 0 else torch.arange(3, device=device) != 1
         last = torch.tensor(pages * (step + 1) // 4, device=device)
         candidates = Candidates.between(min(1, step), last, pages)
-        placed = verbs.choose(scores, candidates, resident, flagged)
+        placed = ops.choose(scores, candidates, resident, flagged)
         assert placed.dtype == torch.int64
         check_choice(scores.cpu(), Candidates.between(min(1, step), last.cpu(), pages), resident, flagged, placed)
         resident = placed
@@ -94,7 +94,7 @@ def test_the_best_pages_are_chosen_and_what_stays_does_not_move(pages, k, device
 def test_equal_weights_and_weights_of_zero(data):
     """Where weights tie or underflow there are still as many pages as wanted, none twice."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _, verbs = verbs_of("one", device)
+    _, ops = ops_of("one", device)
     pages, k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 12))
     levels = data.draw(st.lists(st.sampled_from([0.0, 1.0, -500.0]), min_size=pages, max_size=pages))
     held = data.draw(st.permutations(range(pages)))[:k]
@@ -102,21 +102,21 @@ def test_equal_weights_and_weights_of_zero(data):
     first, last = data.draw(st.integers(0, 5)), torch.tensor(data.draw(st.integers(-1, pages)), device=device)
     scores = torch.tensor(levels, device=device).view(1, 1, -1)
     candidates = Candidates.between(first, last, pages)
-    check_choice(scores, candidates, resident, None, verbs.choose(scores, candidates, resident))
+    check_choice(scores, candidates, resident, None, ops.choose(scores, candidates, resident))
 
 
 def test_the_same_sets_as_stock_torch_operations(device):
-    expected, measured = verbs_of("many", device)
+    expected, measured = ops_of("many", device)
     scores = noise(5, device, torch.float32, 8, 1, 120)
     candidates = Candidates.between(2, torch.tensor(110, device=device), 120)
     resident = torch.full((8, 16), EMPTY, device=device)
-    for verbs in (expected, measured):
-        chosen = verbs.choose(scores, candidates, resident)
+    for ops in (expected, measured):
+        chosen = ops.choose(scores, candidates, resident)
         assert torch.equal(chosen.sort(1).values, expected.choose(scores, candidates, resident).sort(1).values)
 
 
 def test_what_one_program_cannot_choose_is_left_to_torch(device, monkeypatch):
-    _, verbs = verbs_of("one", device)
+    _, ops = ops_of("one", device)
     calls = []
     monkeypatch.setattr(
         "kvchat.kv.ops.torch_ops.top_pages", lambda *args: calls.append(1) or selection.top_pages(*args)
@@ -124,7 +124,7 @@ def test_what_one_program_cannot_choose_is_left_to_torch(device, monkeypatch):
     for pages, k, asked in ((MOST_PAGES + 1, 4, 1), (500, MOST_CHOSEN + 1, 2), (300, 4, 2)):
         resident = torch.full((1, k), EMPTY, device=device)
         candidates = Candidates.between(0, torch.tensor(pages, device=device), pages)
-        placed = verbs.choose(noise(0, device, torch.float32, 1, 1, pages), candidates, resident)
+        placed = ops.choose(noise(0, device, torch.float32, 1, 1, pages), candidates, resident)
         assert bool((placed >= 0).all())
         assert len(calls) == asked
 
@@ -137,5 +137,5 @@ def test_open_pages(device):
         for side in both:
             (slots,) = side.slots
             slots.pages.copy_((torch.arange(slots.pages.numel()) * 5 % 13 - 1).view(slots.pages.shape))
-            side.verbs.open_pages(slots, layers, first, torch.tensor(last, device=device))
+            side.ops.open_pages(slots, layers, first, torch.tensor(last, device=device))
         assert torch.equal(both[1].slots[0].table, both[0].slots[0].table)
