@@ -25,7 +25,7 @@ from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.modes.sync_heads import RULES, Calibration, default_clusters, roles
 
 TOP = 64
@@ -103,7 +103,7 @@ class Recorder:
         """Similarity ``[layers, H, H]`` and retrieval ``[layers, H]`` over what was read."""
         return self._overlap.cpu() / self._read, self._mass.cpu() / self._read
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
         """Dense causal attention in float32, one KV head at a time: ``[H_q, n, d]``."""
         heads, group = key.shape[0], query.shape[0] // key.shape[0]
         parts, pooled = [], []
@@ -130,7 +130,7 @@ def _top_sets(weights: Tensor) -> Tensor:
     return torch.zeros_like(weights).scatter_(1, weights.topk(TOP, 1).indices, 1.0)
 
 
-def _weights(query: Tensor, key: Tensor, facts: LayerFacts, rows: slice) -> Tensor:
+def _weights(query: Tensor, key: Tensor, facts: AttentionSpec, rows: slice) -> Tensor:
     """Attention of ``query [G, n, d_k]`` over ``key [n, d_k]`` of one KV head: ``[G, n, n]``, float32."""
     scores = query.float() @ key.float().T * facts.scaling
     if facts.softcap is not None:

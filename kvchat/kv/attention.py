@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 
 # Elements of one block of prefill scores (all heads) and of a mask: they bound what a prefill's attention takes.
 SCORE_BLOCK = 2**24
@@ -65,7 +65,7 @@ class Weights:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts, sinks: Tensor | None = None
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One token's attention over slots.
 
@@ -86,7 +86,7 @@ def attend(
 
 
 def attend_prefill(
-    query: Tensor, keys: Tensor, values: Tensor, start: int, facts: LayerFacts, kernel: Kernel | None = None
+    query: Tensor, keys: Tensor, values: Tensor, start: int, facts: AttentionSpec, kernel: Kernel | None = None
 ) -> Tensor:
     """Exact attention of new tokens over everything stored.
 
@@ -121,7 +121,7 @@ def attend_prefill(
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _fastest(query: Tensor, keys: Tensor, values: Tensor, facts: LayerFacts) -> Kernel:
+def _fastest(query: Tensor, keys: Tensor, values: Tensor, facts: AttentionSpec) -> Kernel:
     if facts.softcap is not None or facts.sinks is not None:
         return Kernel.SCORES
     if query.device.type != "cuda":
@@ -144,12 +144,12 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
     return F.scaled_dot_product_attention(*args, scale=scaling, enable_gqa=True)[0]
 
 
-def _masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts) -> Tensor:
+def _masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: AttentionSpec) -> Tensor:
     args = *_grouped(query, keys, values), bias[None, None]
     return F.scaled_dot_product_attention(*args, scale=facts.scaling).flatten(0, 1)
 
 
-def _scored(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: LayerFacts) -> Tensor:
+def _scored(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: AttentionSpec) -> Tensor:
     heads, (q_heads, n, _) = keys.shape[0], query.shape
     packed = query.reshape(heads, -1, query.shape[-1])
     scores = _capped(torch.bmm(packed, keys.transpose(1, 2)).mul_(facts.scaling), facts)
@@ -175,7 +175,7 @@ def _rows(limit: int, before: int) -> int:
     return max(1, (math.isqrt(before**2 + 4 * limit) - before) // 2)
 
 
-def _capped(scores: Tensor, facts: LayerFacts) -> Tensor:
+def _capped(scores: Tensor, facts: AttentionSpec) -> Tensor:
     return scores if facts.softcap is None else torch.tanh(scores / facts.softcap) * facts.softcap
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class LayerFacts:
+class AttentionSpec:
     """One layer's attention rule; compared by identity, because a tensor has no truth value.
 
     ``scaling`` multiplies q·k. With ``window`` a query at position q may attend to position kv only if

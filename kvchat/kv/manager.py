@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import attend_prefill
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import budget
 from kvchat.kv.memory.device_slots import Slots
@@ -47,7 +47,7 @@ class Store:
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
-        self.facts: list[LayerFacts | None] = [None] * g.layers
+        self.specs: list[AttentionSpec | None] = [None] * g.layers
         self.slots: list[Slots] = []
         self.steps = 0
         self._active_before = 0
@@ -172,22 +172,22 @@ class Store:
 
     # ---- what the model's attention calls
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
-        self.facts[layer] = facts
+        self.specs[layer] = facts
         if self._prefill is not None:
             return self._attend_prefill(self._prefill, layer, query, key, value, facts)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], facts).unsqueeze(1)
 
     def _attend_prefill(
-        self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts
+        self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec
     ) -> Tensor:
         self.query[layer].copy_(query[:, -1])
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
         return attend_prefill(query, keys, values, self.total, facts)
 
-    def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+    def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
         places = self._places[layer]
         self.ops.append(places, layer, key, value)
         self.mode.before(layer, query, key, facts)
@@ -219,7 +219,7 @@ class Store:
 
     def scaling(self, layer: int) -> float:
         """The layer's attention scale; 1/sqrt(d_k) before the model first told."""
-        facts = self.facts[layer]
+        facts = self.specs[layer]
         return facts.scaling if facts else self.geometry.d_k**-0.5
 
     @property
@@ -232,7 +232,7 @@ class Store:
 
         After a prefill that is all; after a switch, what the next token will read.
         """
-        g, facts = self.geometry, self.facts[layer]
+        g, facts = self.geometry, self.specs[layer]
         seen = torch.full((g.kv_heads, self.total + 1), not self._decoded_last, device=self.device)
         if self._decoded_last:
             for slots in self._places[layer]:
@@ -258,7 +258,7 @@ class Store:
         for layer in range(self.geometry.layers):
             shared = all(slots.layout.shared for slots in self._places[layer])
             same_as = self._places[layer][0].layout.first if shared else layer
-            facts = self.facts[layer]
+            facts = self.specs[layer]
             alike[same_as, facts.window if facts else None] += 1
         counts = torch.zeros(self.total, dtype=torch.int64, device=self.device)
         for (layer, _), times in alike.items():

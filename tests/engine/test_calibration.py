@@ -18,10 +18,10 @@ from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.protocol.messages import Sampling, Turn
 
-FACTS = LayerFacts(1.0)
+FACTS = AttentionSpec(1.0)
 
 
 def fake(kv_heads: int = 3, **more) -> LoadedModel:

@@ -10,7 +10,7 @@ from support.reference import TOLERANCE, dense
 
 from kvchat.kv import attention
 from kvchat.kv.attention import Kernel, attend_prefill
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 
 SIZES = st.integers(1, 48)
 
@@ -22,7 +22,7 @@ def drawn(heads: int, group: int, n: int, start: int, d_k: int, d_v: int, dtype:
     return [torch.randn(n, h, d, generator=random).to(dtype).transpose(0, 1) for h, n, d in shapes]
 
 
-def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, facts: LayerFacts) -> torch.Tensor:
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, facts: AttentionSpec) -> torch.Tensor:
     keys = torch.arange(k.shape[1])
     rows = []
     for i in range(q.shape[1]):
@@ -33,8 +33,8 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, fact
     return torch.stack(rows, 1)
 
 
-def facts_of(window: int | None, softcap: float | None, sinks: bool, q_heads: int) -> LayerFacts:
-    return LayerFacts(0.3, window, softcap, torch.linspace(-1, 1, q_heads) if sinks else None)
+def facts_of(window: int | None, softcap: float | None, sinks: bool, q_heads: int) -> AttentionSpec:
+    return AttentionSpec(0.3, window, softcap, torch.linspace(-1, 1, q_heads) if sinks else None)
 
 
 @given(
@@ -122,7 +122,7 @@ def test_a_gpu_is_exact_and_takes_no_more_than_it_says(start, d, dtype, facts):
     layer = facts_of(*facts, 8)
     q, k, v = (x.cuda() for x in drawn(2, 4, 1500, start, d, d, dtype))
     sinks = None if layer.sinks is None else layer.sinks.cuda()
-    on_device = LayerFacts(layer.scaling, layer.window, layer.softcap, sinks)
+    on_device = AttentionSpec(layer.scaling, layer.window, layer.softcap, sinks)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -40,7 +40,7 @@ def tensors_of(store: Store) -> set[int]:
         inside += list(thing) if isinstance(thing, list | tuple) else []
         inside += list(thing.values()) if isinstance(thing, dict) else []
         for one in inside:
-            if id(one) not in seen and type(one).__name__ not in ("LayerFacts", "ModelTraits", "module", "Rotation"):
+            if id(one) not in seen and type(one).__name__ not in ("AttentionSpec", "ModelTraits", "module", "Rotation"):
                 seen.add(id(one))
                 todo.append(one)
     return found

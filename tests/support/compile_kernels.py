@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout, Slots
 from kvchat.kv.memory.host_pool import HostPool
@@ -60,7 +60,7 @@ def launch_everything(dtype, d, tokens):
     everything = Layout(0, LAYERS, 0, tokens)
     followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
-    plain, odd = LayerFacts(0.1), LayerFacts(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
+    plain, odd = AttentionSpec(0.1), AttentionSpec(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
     counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :2]  # of the second row: not aligned
     for layout, facts in ((everything, odd), (followers, odd), (pages, plain)):
         slots, layer = Slots(layout, g, CPU), int(tokens == LATER)

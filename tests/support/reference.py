@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import parse
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import Store
 from kvchat.kv.modes import build
@@ -43,7 +43,7 @@ class Toy:
     """
 
     geometry: Geometry
-    facts: tuple[LayerFacts, ...]
+    facts: tuple[AttentionSpec, ...]
     rotations: tuple[Rotation | None, ...]
     contents: tuple[Tensor, Tensor, Tensor]
 
@@ -87,11 +87,11 @@ def toy(
     freq = 100.0 ** -(torch.arange(d_k // 4, dtype=torch.float64) / (d_k // 4))
     rotation = Rotation(freq, interleaved, offset=d_k // 4)
 
-    def facts(kind: str) -> LayerFacts:
+    def facts(kind: str) -> AttentionSpec:
         extra = dict(KINDS[kind])
         if "sinks" in extra:
             extra["sinks"] = torch.randn(geometry.q_heads, generator=random).to(dtype)
-        return LayerFacts(d_k**-0.5, **extra)
+        return AttentionSpec(d_k**-0.5, **extra)
 
     def content(heads: int, d: int) -> Tensor:
         return torch.randn(len(kinds), heads, ids, d, generator=random, dtype=torch.float64)
@@ -125,13 +125,13 @@ def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
     return out
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, facts: LayerFacts) -> Tensor:
+def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, facts: AttentionSpec) -> Tensor:
     """Attention of one token in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``."""
     values = values.double().repeat_interleave(len(query) // len(values), 0)
     return (softmax(query, keys, mask, facts)[:, None] @ values)[:, 0]
 
 
-def softmax(query: Tensor, keys: Tensor, mask: Tensor, facts: LayerFacts) -> Tensor:
+def softmax(query: Tensor, keys: Tensor, mask: Tensor, facts: AttentionSpec) -> Tensor:
     """The weights of ``dense``, ``[H_q, T]``."""
     group = query.shape[0] // keys.shape[0]
     keys, mask = (x.repeat_interleave(group, 0) for x in (keys.double(), mask))

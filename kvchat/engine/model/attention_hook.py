@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.errors import EngineError, ModelError
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 
 NAME = "kvchat"
 
@@ -31,7 +31,7 @@ KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 class KeyValueManager(Protocol):
     """Keeps the K/V of one conversation and attends to it."""
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
         """Take the new tokens' ``key`` [H, n, d_k] and ``value`` [H, n, d_v], already rotated, and attend.
 
         ``query`` is [H_q, n, d_k]; the result is [H_q, n, d_v] in the query's dtype. ``facts`` is the same object at
@@ -41,7 +41,7 @@ class KeyValueManager(Protocol):
 
 
 _manager: ContextVar[KeyValueManager] = ContextVar("kvchat_manager")
-_facts: WeakKeyDictionary[nn.Module, LayerFacts] = WeakKeyDictionary()
+_facts: WeakKeyDictionary[nn.Module, AttentionSpec] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -91,7 +91,7 @@ def attention(
         _refuse_unknown(module, attention_mask, kwargs)
     facts = _facts.get(module)
     if facts is None:
-        facts = _facts[module] = _layer_facts(module, query.shape[-1], kwargs)
+        facts = _facts[module] = _spec_of(module, query.shape[-1], kwargs)
     manager = _manager.get(None)
     if manager is None:
         raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
@@ -100,14 +100,14 @@ def attention(
     return attended.transpose(0, 1)[None].contiguous(), None
 
 
-def _layer_facts(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> LayerFacts:
+def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSpec:
     """What a layer's first call says about it; it says the same at every later one."""
     if kwargs.get("dropout"):
         raise _refusal(module, "drops attention weights at random: the model is in training mode")
     if getattr(module, "is_causal", True) is False:
         raise _refusal(module, "attends to later tokens")
     scaling = kwargs.get("scaling")
-    return LayerFacts(
+    return AttentionSpec(
         scaling=d_k**-0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),

@@ -260,7 +260,7 @@ def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, p
         context=text.max_position_embeddings,
         vocab=model.get_output_embeddings().weight.shape[0],
         eos_ids=_eos_ids(model, tokenizer),
-        layers=len(seen.facts),
+        layers=len(seen.specs),
         q_heads=seen.q_heads,
         kv_heads=seen.kv_heads,
         d_k=seen.d_k,

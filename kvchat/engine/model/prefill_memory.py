@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 
 TOKENS = 1024
 
@@ -19,7 +19,7 @@ TOKENS = 1024
 class WithoutAttention:
     """A KV manager that keeps nothing and attends to nothing: its share is foretold by ``kv.plan``."""
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
         """``seam.KeyValueManager.attention``: zeros."""
         return query.new_zeros((*query.shape[:2], value.shape[-1]))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvchat.engine.model import attention_hook
 from kvchat.errors import ModelError
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 
 BASE = 11
@@ -42,7 +42,7 @@ class Probe:
     kv_heads: int
     d_k: int
     d_v: int
-    facts: tuple[LayerFacts, ...]
+    facts: tuple[AttentionSpec, ...]
     rotations: tuple[Rotation | None, ...]
     refusal: str | None
 
@@ -57,7 +57,7 @@ def probe(model: Any) -> Probe:
     layers = _check_alike(model, base)
     q_heads, kv_heads, d_k, d_v = base.shapes[0]
     rotations, refusal = _rotations(model, base)
-    facts = tuple(base.facts[layer] for layer in range(layers))
+    facts = tuple(base.specs[layer] for layer in range(layers))
     return Probe(q_heads, kv_heads, d_k, d_v, facts, rotations if refusal is None else (), refusal)
 
 
@@ -82,11 +82,11 @@ class _Observer:
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.facts: dict[int, LayerFacts] = {}
+        self.specs: dict[int, AttentionSpec] = {}
         self.shapes: dict[int, tuple[int, int, int, int]] = {}
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
-        self.keys[layer], self.values[layer], self.facts[layer] = key[:, 0].float(), value[:, 0].float(), facts
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
+        self.keys[layer], self.values[layer], self.specs[layer] = key[:, 0].float(), value[:, 0].float(), facts
         self.shapes[layer] = query.shape[0], key.shape[0], key.shape[2], value.shape[2]
         return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.quantization import is_packed
 from kvchat.errors import ModelError
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 
 PREFILL = (19, 14)
 DECODE = 5
@@ -34,7 +34,7 @@ class DenseManager:
     def __init__(self) -> None:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: LayerFacts) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
         """``query`` [H_q, n, d_k] against everything stored and the new ``key``, ``value`` [H, n, d]."""
         if layer in self._stored:
             keys, values = self._stored[layer]

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvchat.config.modes import BudgetParameters, ModeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import Weights
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
 from kvchat.kv.modes.recovery_levels import Level
@@ -111,14 +111,14 @@ class Mode:
         for slots in self.store.slots:
             slots.admit(position)
 
-    def before(self, layer: int, query: Tensor, key: Tensor, facts: LayerFacts) -> None:
+    def before(self, layer: int, query: Tensor, key: Tensor, facts: AttentionSpec) -> None:
         """Before the layer's attention; ``query [H_q, d_k]`` and ``key [H, d_k]`` of the new token."""
 
     def weighs(self, layer: int) -> bool:
         """Does ``after`` want the weights of the layer's attention?"""
         return False
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: AttentionSpec) -> None:
         """After the layer's attention, with its weights over each of its slots."""
 
     def end_step(self, position: Tensor) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import Weights, attend
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
 from kvchat.kv.modes.base import Mode, ModelTraits
@@ -157,7 +157,7 @@ class Freeze(Mode):
         positions = torch.arange(total, device=store.device)
         scores = Scores(self.rule, positions)
         for layer in range(slots.layout.first, slots.layout.last):
-            facts = store.facts[layer]
+            facts = store.specs[layer]
             if facts is not None:
                 keys, values = store.host.dense(layer, total)
                 query = store.query[layer].view(len(keys), -1, keys.shape[-1])
@@ -217,7 +217,7 @@ class Freeze(Mode):
     def weighs(self, layer: int) -> bool:
         return self.rule.score in WEIGHED
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: AttentionSpec) -> None:
         index = layer if self.rule.per_layer else 0
         keys = self.store.slots[index].keys(layer)
         grouped = query.view(len(keys), -1, query.shape[-1])
@@ -304,7 +304,7 @@ class Scores:
         self._counted = (table >= rule.sink).float()
         self._number = self._counted.sum()
 
-    def add(self, weights: Weights | None, query: Tensor, keys: Tensor, facts: LayerFacts, position: Tensor) -> None:
+    def add(self, weights: Weights | None, query: Tensor, keys: Tensor, facts: AttentionSpec, position: Tensor) -> None:
         """One layer's weights, where the score is made of them, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``."""
         if self.kind == "always":
             return

@@ -34,7 +34,7 @@ from torch import Tensor
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import Weights, attend
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
 from kvchat.kv.modes.base import Mode, ModelTraits, refuse_small_budget
@@ -181,7 +181,7 @@ class Sync(Mode):
     def _last_weights(self, layer: int) -> Tensor:
         """The representatives' attention of the last stored token, ``[N_r, G, n]``."""
         g, store, (everything, _) = self.geometry, self.store, self.store.slots
-        facts = store.facts[layer]
+        facts = store.specs[layer]
         assert facts is not None
         query = everything.pick(layer, store.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
         sinks = None if facts.sinks is None else everything.pick(layer, facts.sinks.view(g.kv_heads, g.group), 0)
@@ -208,7 +208,7 @@ class Sync(Mode):
     def weighs(self, layer: int) -> bool:
         return self.split and self.held.shape[2] > 0 and self.anticipates(layer)
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: LayerFacts) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: AttentionSpec) -> None:
         # This layer's attention of this step is done: what changes now acts from the next step on.
         if weights:
             best = weights[0].best()
@@ -244,7 +244,7 @@ class Sync(Mode):
 
     def _rank(self, layer: int, best: Tensor, last: Tensor) -> Tensor:
         """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
-        facts = self.store.facts[layer]
+        facts = self.store.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
         closed = (tokens < SINK) | (tokens > last)
         if facts is not None and facts.window is not None:

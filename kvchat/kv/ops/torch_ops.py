@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.attention import Weights, attend
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Slots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
@@ -62,7 +62,7 @@ class TorchOps:
     # ---- attend
 
     def attend(
-        self, slots: Slots, layer: int, query: Tensor, facts: LayerFacts, weigh: bool
+        self, slots: Slots, layer: int, query: Tensor, facts: AttentionSpec, weigh: bool
     ) -> tuple[Tensor, Weights | None]:
         """Attention of the KV heads in ``slots``; notes what was read.
 

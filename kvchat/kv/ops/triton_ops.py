@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.attention import Weights
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Slots
 from kvchat.kv.memory.host_pool import HostPool
@@ -70,7 +70,7 @@ class TritonOps(TorchOps):
             append.widen(digests, layer, page, keys)
 
     def attend(
-        self, slots: Slots, layer: int, query: Tensor, facts: LayerFacts, weigh: bool
+        self, slots: Slots, layer: int, query: Tensor, facts: AttentionSpec, weigh: bool
     ) -> tuple[Tensor, Weights | None]:
         with self._on:
             sizes = self.geometry, self.programs, self.tile

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout, Slots
 from kvchat.kv.memory.host_pool import HostPool
@@ -80,7 +80,7 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     found["choose"], found["move_pages"] = slots.pages_of(0).sort().values, counters
     ops.open_pages(slots, slice(0, 1), p, position - p)
     found["open_pages"] = slots.table.sort().values
-    attended, weights = ops.attend(slots, 0, query, LayerFacts(g.d_k**-0.5), True)
+    attended, weights = ops.attend(slots, 0, query, AttentionSpec(g.d_k**-0.5), True)
     assert weights is not None
     shares = torch.zeros(slots.n, device=device)
     weights.add_shares(shares, torch.ones_like(shares), shares.new_tensor(slots.n))

@@ -33,7 +33,7 @@ def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -
     """A tiny random model as ``load_model`` would give it."""
     model = tiny_models.fresh(name).to(device, dtype)
     seen = probe(model)
-    sizes = (len(seen.facts), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
+    sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
     fixed = ("tiny", "0", torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
     without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
     return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0)

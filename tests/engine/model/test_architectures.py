@@ -118,7 +118,7 @@ def test_keys_that_cannot_be_moved(name, reason):
     seen = probe(tiny_models.model(name))
     assert reason in seen.refusal
     assert seen.rotations == ()
-    assert len(seen.facts) == 4
+    assert len(seen.specs) == 4
 
 
 def test_probing_leaves_the_short_frequencies_in_place():

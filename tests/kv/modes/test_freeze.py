@@ -13,7 +13,7 @@ from support.reference import Simulation
 
 from kvchat.config.modes import parse
 from kvchat.errors import UsageError
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import Store
 from kvchat.kv.modes import build
@@ -25,8 +25,8 @@ MEAN = {"score": "prob_rel", "smooth": 0.0, "k": 2.0}  # the paper's timers, and
 EVERYTHING = {"min_active": 0, "stagger": 1, "tau": 1e9, **MEAN}
 
 
-def facts(layer: int, windowed: bool) -> LayerFacts:
-    return LayerFacts(scaling=1.0, window=24 if windowed and layer else None)
+def facts(layer: int, windowed: bool) -> AttentionSpec:
+    return AttentionSpec(scaling=1.0, window=24 if windowed and layer else None)
 
 
 class Run:

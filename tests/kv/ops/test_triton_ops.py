@@ -74,7 +74,7 @@ class Gpu:
         self.device = torch.device("cuda")
         rotation = dataclasses.replace(made.rotations[0], inv_freq=made.rotations[0].inv_freq.to(self.device))
         traits = dataclasses.replace(made.traits, rotations=(rotation,) * g.layers)
-        self.facts = [
+        self.specs = [
             facts if facts.sinks is None else dataclasses.replace(facts, sinks=facts.sinks.to(self.device))
             for facts in made.facts
         ]
@@ -91,7 +91,7 @@ class Gpu:
     def prefill(self, n):
         ids = list(range(self.total, self.total + n))
         with self.store.prefill(n):
-            for layer, facts in enumerate(self.facts):
+            for layer, facts in enumerate(self.specs):
                 self.store.attention(layer, *self.qkv(layer, ids), facts)
         self.total += n
         self.store.settle()
@@ -99,7 +99,7 @@ class Gpu:
     def step(self):
         ids = [self.total]
         with self.store.step(), self.store.layers():
-            out = [self.store.attention(i, *self.qkv(i, ids), facts) for i, facts in enumerate(self.facts)]
+            out = [self.store.attention(i, *self.qkv(i, ids), facts) for i, facts in enumerate(self.specs)]
         self.total += 1
         return torch.stack(out)
 

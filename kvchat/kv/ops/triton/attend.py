@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvchat.kv.attention import Weights
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Slots
 from kvchat.kv.ops.triton.append import with_dense_rows
@@ -239,7 +239,7 @@ def attend(
     layer: int,
     position: Tensor,
     query: Tensor,
-    facts: LayerFacts,
+    facts: AttentionSpec,
     weigh: bool,
     g: Geometry,
     programs: int,
@@ -287,7 +287,7 @@ def _split(n: int, block: int, parts: int) -> tuple[int, int]:
     return each, triton.cdiv(blocks, each)
 
 
-def _base_two(facts: LayerFacts) -> tuple[float, float]:
+def _base_two(facts: AttentionSpec) -> tuple[float, float]:
     """The factor of q·k, and the cap of the logits that are powers of 2."""
     if facts.softcap is None:
         return facts.scaling * LOG2E.value, 0.0

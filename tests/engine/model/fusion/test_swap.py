@@ -133,7 +133,7 @@ def test_the_probe_sees_the_same():
     plain = probe(model)
     accelerate(model, None)
     seen = probe(model)
-    assert (seen.facts, seen.refusal) == (plain.facts, None)
+    assert (seen.specs, seen.refusal) == (plain.facts, None)
     assert all(torch.equal(a.inv_freq, b.inv_freq) for a, b in zip(seen.rotations, plain.rotations, strict=True))
 
 

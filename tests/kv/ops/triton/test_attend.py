@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.random_stores import LAYERS, SHAPES, assert_near, fill_table, geometry_of, noise, sides
 
-from kvchat.kv.attention_spec import LayerFacts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, Layout
 
 KINDS = {
@@ -25,7 +25,7 @@ def facts_of(kind, g, device):
     extra = dict(KINDS[kind])
     if "sinks" in extra:
         extra["sinks"] = noise(7, device, g.dtype, g.q_heads)
-    return LayerFacts(g.d_k**-0.5, **extra)
+    return AttentionSpec(g.d_k**-0.5, **extra)
 
 
 def layouts(heads):
@@ -73,7 +73,7 @@ def test_slots_that_may_not_be_read_may_hold_anything(device):
     _, side = sides(g, device, Layout(0, LAYERS, 0, 96), tokens=TOKENS)
     (slots,) = side.slots
     slots.kv[:, :, :, slots.table[0, 0] == EMPTY] = torch.nan
-    attended, weights = side.ops.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
+    attended, weights = side.ops.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), AttentionSpec(0.1), True)
     assert bool(attended.isfinite().all())
     assert torch.equal(weights.best()[0] == 0, slots.table[0, 0] == EMPTY)
 
@@ -83,7 +83,7 @@ def test_a_head_that_may_read_nothing_attends_to_nothing(device):
     _, side = sides(g, device, Layout(0, LAYERS, 0, 40, shared=False), tokens=TOKENS)
     (slots,) = side.slots
     slots.table[0, 1] = EMPTY
-    attended, weights = side.ops.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), LayerFacts(0.1), True)
+    attended, weights = side.ops.attend(slots, 0, noise(0, device, g.dtype, g.q_heads, g.d_k), AttentionSpec(0.1), True)
     assert bool(attended[0].any())
     assert not bool(attended[1].any())
     assert not bool(weights.best()[1].any())
@@ -100,7 +100,7 @@ def test_any_number_of_programs_comes_to_the_same(programs, dtype, device):
     measured.ops.programs = programs
     for side in (expected, measured):
         fill_table(side.slots[0], 1000, seed=3)
-    query, facts = noise(1, device, dtype, g.q_heads, g.d_k), LayerFacts(0.3)
+    query, facts = noise(1, device, dtype, g.q_heads, g.d_k), AttentionSpec(0.3)
     one = expected.ops.attend(expected.slots[0], 0, query.float(), facts, False)[0]
     others = [measured.ops.attend(measured.slots[0], 0, query, facts, False)[0] for _ in range(2)]
     assert_near(others[0], one, dtype)
