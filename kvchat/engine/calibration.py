@@ -103,13 +103,13 @@ class Recorder:
         """Similarity ``[layers, H, H]`` and retrieval ``[layers, H]`` over what was read."""
         return self._overlap.cpu() / self._read, self._mass.cpu() / self._read
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Dense causal attention in float32, one KV head at a time: ``[H_q, n, d]``."""
         heads, group = key.shape[0], query.shape[0] // key.shape[0]
         parts, pooled = [], []
         for head in range(heads):
             rows = slice(head * group, (head + 1) * group)
-            weights = _weights(query[rows], key[head], facts, rows)
+            weights = _weights(query[rows], key[head], spec, rows)
             parts.append((weights @ value[head].float()).to(query.dtype))
             pooled.append(weights.amax(0))
         self._note(layer, pooled)
@@ -130,19 +130,19 @@ def _top_sets(weights: Tensor) -> Tensor:
     return torch.zeros_like(weights).scatter_(1, weights.topk(TOP, 1).indices, 1.0)
 
 
-def _weights(query: Tensor, key: Tensor, facts: AttentionSpec, rows: slice) -> Tensor:
+def _weights(query: Tensor, key: Tensor, spec: AttentionSpec, rows: slice) -> Tensor:
     """Attention of ``query [G, n, d_k]`` over ``key [n, d_k]`` of one KV head: ``[G, n, n]``, float32."""
-    scores = query.float() @ key.float().T * facts.scaling
-    if facts.softcap is not None:
-        scores = torch.tanh(scores / facts.softcap) * facts.softcap
+    scores = query.float() @ key.float().T * spec.scaling
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
     distance = torch.arange(len(key), device=key.device)[:, None] - torch.arange(len(key), device=key.device)
     hidden = distance < 0
-    if facts.window is not None:
-        hidden |= distance >= facts.window
+    if spec.window is not None:
+        hidden |= distance >= spec.window
     scores = scores.masked_fill(hidden, -torch.inf)
-    if facts.sinks is None:
+    if spec.sinks is None:
         return scores.softmax(-1)
-    extra = facts.sinks[rows].float()[:, None, None].expand(-1, len(key), 1)
+    extra = spec.sinks[rows].float()[:, None, None].expand(-1, len(key), 1)
     return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
 
 

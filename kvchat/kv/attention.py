@@ -65,7 +65,7 @@ class Weights:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: AttentionSpec, sinks: Tensor | None = None
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One token's attention over slots.
 
@@ -74,19 +74,19 @@ def attend(
         keys: ``[H, n, d_k]``, in the slots' order.
         values: ``[H, n, d_v]``.
         bias: ``[H or 1, 1, n]``, 0 where the slot may be read, else -inf.
-        facts: scaling and soft cap of the layer.
+        spec: scaling and soft cap of the layer.
         sinks: learned sink logits ``[H, G]``, where the layer has them.
 
     Returns:
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
-    scores = torch.bmm(query * facts.scaling, keys.transpose(1, 2))
-    weights = _softmax(_capped(scores, facts).add_(bias), sinks)
+    scores = torch.bmm(query * spec.scaling, keys.transpose(1, 2))
+    weights = _softmax(_capped(scores, spec).add_(bias), sinks)
     return torch.bmm(weights.to(values.dtype), values), weights
 
 
 def attend_prefill(
-    query: Tensor, keys: Tensor, values: Tensor, start: int, facts: AttentionSpec, kernel: Kernel | None = None
+    query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec, kernel: Kernel | None = None
 ) -> Tensor:
     """Exact attention of new tokens over everything stored.
 
@@ -95,39 +95,39 @@ def attend_prefill(
         keys: ``[H, start + n, d_k]``, in the order of positions.
         values: ``[H, start + n, d_v]``.
         start: position of the first new token.
-        facts: scaling, window, soft cap and learned sinks of the layer.
+        spec: scaling, window, soft cap and learned sinks of the layer.
         kernel: what to attend with; the fastest that serves, where not given.
 
     Returns:
         ``[H_q, n, d_v]``. Takes at most ``PREFILL_WORKSPACE`` bytes beside it, however many tokens there are.
     """
     n = query.shape[1]
-    if facts.window is not None and facts.window >= start + n:
-        facts = replace(facts, window=None)  # it closes nothing
-    kernel = kernel or _fastest(query, keys, values, facts)
+    if spec.window is not None and spec.window >= start + n:
+        spec = replace(spec, window=None)  # it closes nothing
+    kernel = kernel or _fastest(query, keys, values, spec)
     if kernel is Kernel.FLASH:
-        return _flash(query, keys, values, facts.scaling)
+        return _flash(query, keys, values, spec.scaling)
     attend_block = _masked if kernel is Kernel.MASKED else _scored
     limit = MASK_BLOCK if kernel is Kernel.MASKED else SCORE_BLOCK // query.shape[0]
     parts, low = [], 0
     while low < n:
         at = start + low
-        first = 0 if facts.window is None else max(0, at - facts.window + 1)
+        first = 0 if spec.window is None else max(0, at - spec.window + 1)
         rows = min(n - low, ROWS[query.device.type], _rows(limit, at - first))
         seen = slice(first, at + rows)
-        bias = _causal_bias(at, rows, first, facts.window, query)
-        parts.append(attend_block(query[:, low : low + rows], keys[:, seen], values[:, seen], bias, facts))
+        bias = _causal_bias(at, rows, first, spec.window, query)
+        parts.append(attend_block(query[:, low : low + rows], keys[:, seen], values[:, seen], bias, spec))
         low += rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _fastest(query: Tensor, keys: Tensor, values: Tensor, facts: AttentionSpec) -> Kernel:
-    if facts.softcap is not None or facts.sinks is not None:
+def _fastest(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Kernel:
+    if spec.softcap is not None or spec.sinks is not None:
         return Kernel.SCORES
     if query.device.type != "cuda":
         return Kernel.MASKED
     as_given = SDPAParams(query[None], keys[None], values[None], None, 0.0, False, True)
-    if facts.window is None and can_use_flash_attention(as_given):
+    if spec.window is None and can_use_flash_attention(as_given):
         return Kernel.FLASH
     grouped = SDPAParams(*_grouped(query, keys, values), None, 0.0, False, False)
     return Kernel.MASKED if can_use_efficient_attention(grouped) else Kernel.SCORES
@@ -144,17 +144,17 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
     return F.scaled_dot_product_attention(*args, scale=scaling, enable_gqa=True)[0]
 
 
-def _masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: AttentionSpec) -> Tensor:
+def _masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: AttentionSpec) -> Tensor:
     args = *_grouped(query, keys, values), bias[None, None]
-    return F.scaled_dot_product_attention(*args, scale=facts.scaling).flatten(0, 1)
+    return F.scaled_dot_product_attention(*args, scale=spec.scaling).flatten(0, 1)
 
 
-def _scored(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, facts: AttentionSpec) -> Tensor:
+def _scored(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: AttentionSpec) -> Tensor:
     heads, (q_heads, n, _) = keys.shape[0], query.shape
     packed = query.reshape(heads, -1, query.shape[-1])
-    scores = _capped(torch.bmm(packed, keys.transpose(1, 2)).mul_(facts.scaling), facts)
+    scores = _capped(torch.bmm(packed, keys.transpose(1, 2)).mul_(spec.scaling), spec)
     scores.view(q_heads, n, -1).add_(bias)
-    sinks = None if facts.sinks is None else facts.sinks.view(heads, -1).repeat_interleave(n, 1)
+    sinks = None if spec.sinks is None else spec.sinks.view(heads, -1).repeat_interleave(n, 1)
     weights = _softmax(scores, sinks)
     return torch.bmm(weights.to(values.dtype), values).view(q_heads, n, -1)
 
@@ -175,8 +175,8 @@ def _rows(limit: int, before: int) -> int:
     return max(1, (math.isqrt(before**2 + 4 * limit) - before) // 2)
 
 
-def _capped(scores: Tensor, facts: AttentionSpec) -> Tensor:
-    return scores if facts.softcap is None else torch.tanh(scores / facts.softcap) * facts.softcap
+def _capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
+    return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -172,29 +172,29 @@ class Store:
 
     # ---- what the model's attention calls
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
-        self.specs[layer] = facts
+        self.specs[layer] = spec
         if self._prefill is not None:
-            return self._attend_prefill(self._prefill, layer, query, key, value, facts)
-        return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], facts).unsqueeze(1)
+            return self._attend_prefill(self._prefill, layer, query, key, value, spec)
+        return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
 
     def _attend_prefill(
-        self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec
+        self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
     ) -> Tensor:
         self.query[layer].copy_(query[:, -1])
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
-        return attend_prefill(query, keys, values, self.total, facts)
+        return attend_prefill(query, keys, values, self.total, spec)
 
-    def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
+    def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         places = self._places[layer]
         self.ops.append(places, layer, key, value)
-        self.mode.before(layer, query, key, facts)
+        self.mode.before(layer, query, key, spec)
         weigh = self.mode.weighs(layer)
-        parts = [self.ops.attend(slots, layer, query, facts, weigh) for slots in places]
+        parts = [self.ops.attend(slots, layer, query, spec, weigh) for slots in places]
         self._queries[layer] = query
-        self.mode.after(layer, query, [weights for _, weights in parts if weights], facts)
+        self.mode.after(layer, query, [weights for _, weights in parts if weights], spec)
         return self._joined(layer, [attended for attended, _ in parts])
 
     def _joined(self, layer: int, parts: list[Tensor]) -> Tensor:
@@ -219,8 +219,8 @@ class Store:
 
     def scaling(self, layer: int) -> float:
         """The layer's attention scale; 1/sqrt(d_k) before the model first told."""
-        facts = self.specs[layer]
-        return facts.scaling if facts else self.geometry.d_k**-0.5
+        spec = self.specs[layer]
+        return spec.scaling if spec else self.geometry.d_k**-0.5
 
     @property
     def device_bytes(self) -> int:
@@ -232,7 +232,7 @@ class Store:
 
         After a prefill that is all; after a switch, what the next token will read.
         """
-        g, facts = self.geometry, self.specs[layer]
+        g, spec = self.geometry, self.specs[layer]
         seen = torch.full((g.kv_heads, self.total + 1), not self._decoded_last, device=self.device)
         if self._decoded_last:
             for slots in self._places[layer]:
@@ -242,9 +242,9 @@ class Store:
                 columns = torch.where(table >= 0, table, self.total)
                 seen[heads] = seen[heads].scatter(1, columns, True)
         seen = seen[:, : self.total]
-        if facts is not None and facts.window is not None:
+        if spec is not None and spec.window is not None:
             positions = torch.arange(self.total, device=self.device)
-            seen = seen & (positions > self.total - 1 - facts.window)
+            seen = seen & (positions > self.total - 1 - spec.window)
         return seen
 
     def active_sum(self) -> float:
@@ -258,8 +258,8 @@ class Store:
         for layer in range(self.geometry.layers):
             shared = all(slots.layout.shared for slots in self._places[layer])
             same_as = self._places[layer][0].layout.first if shared else layer
-            facts = self.specs[layer]
-            alike[same_as, facts.window if facts else None] += 1
+            spec = self.specs[layer]
+            alike[same_as, spec.window if spec else None] += 1
         counts = torch.zeros(self.total, dtype=torch.int64, device=self.device)
         for (layer, _), times in alike.items():
             counts += times * self.attended(layer).sum(0)

@@ -22,14 +22,14 @@ def drawn(heads: int, group: int, n: int, start: int, d_k: int, d_v: int, dtype:
     return [torch.randn(n, h, d, generator=random).to(dtype).transpose(0, 1) for h, n, d in shapes]
 
 
-def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, facts: AttentionSpec) -> torch.Tensor:
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, spec: AttentionSpec) -> torch.Tensor:
     keys = torch.arange(k.shape[1])
     rows = []
     for i in range(q.shape[1]):
         mask = keys <= start + i
-        if facts.window is not None:
-            mask &= keys > start + i - facts.window
-        rows.append(dense(q[:, i], k, v, mask.expand(len(k), -1), facts))
+        if spec.window is not None:
+            mask &= keys > start + i - spec.window
+        rows.append(dense(q[:, i], k, v, mask.expand(len(k), -1), spec))
     return torch.stack(rows, 1)
 
 
@@ -52,17 +52,17 @@ def facts_of(window: int | None, softcap: float | None, sinks: bool, q_heads: in
 @settings(max_examples=60, deadline=None)
 @example(2, 2, 30, 0, None, None, False, (16, 16), torch.float32, 2**22)
 def test_every_kernel_is_dense_attention(heads, group, n, start, window, softcap, sinks, width, dtype, block):
-    facts = facts_of(window, softcap, sinks, heads * group)
+    spec = facts_of(window, softcap, sinks, heads * group)
     q, k, v = drawn(heads, group, n, start, *width, dtype)
     plain = softcap is None and not sinks
     kernels = [None, Kernel.SCORES] + [Kernel.MASKED] * plain
     kernels += [Kernel.FLASH] * (plain and (window is None or window >= start + n))
-    wanted = expected(q, k, v, start, facts)
+    wanted = expected(q, k, v, start, spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MASK_BLOCK", block)
         patch.setattr(attention, "SCORE_BLOCK", block)
         for kernel in kernels:
-            output = attend_prefill(q, k, v, start, facts, kernel)
+            output = attend_prefill(q, k, v, start, spec, kernel)
             assert (output.shape, output.dtype) == ((heads * group, n, width[1]), dtype)
             assert float((output.double() - wanted).abs().max()) <= TOLERANCE[dtype], kernel
 
@@ -117,9 +117,9 @@ def test_the_mask_of_flash_attention_takes_no_memory():
 @pytest.mark.parametrize("start", [0, 3000])
 @pytest.mark.parametrize("d", [64, 128, 80, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("facts", [(None, None, False), (300, None, False), (None, 2.0, False), (300, None, True)])
-def test_a_gpu_is_exact_and_takes_no_more_than_it_says(start, d, dtype, facts):
-    layer = facts_of(*facts, 8)
+@pytest.mark.parametrize("spec", [(None, None, False), (300, None, False), (None, 2.0, False), (300, None, True)])
+def test_a_gpu_is_exact_and_takes_no_more_than_it_says(start, d, dtype, spec):
+    layer = facts_of(*spec, 8)
     q, k, v = (x.cuda() for x in drawn(2, 4, 1500, start, d, d, dtype))
     sinks = None if layer.sinks is None else layer.sinks.cuda()
     on_device = AttentionSpec(layer.scaling, layer.window, layer.softcap, sinks)

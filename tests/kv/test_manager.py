@@ -29,7 +29,7 @@ def stored(store: Store) -> list[torch.Tensor]:
 
 
 def tensors_of(store: Store) -> set[int]:
-    """Storages of all tensors reachable from the store, with facts and rotations left out."""
+    """Storages of all tensors reachable from the store, with spec and rotations left out."""
     found, seen, todo = {}, {id(store)}, [store]
     while todo:
         thing = todo.pop()
@@ -176,13 +176,13 @@ def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
 def fail_in_step(run: Run) -> None:
     with run.store.step(), run.store.layers():
         for i in range(2):
-            run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.facts[i])
+            run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.specs[i])
         out_of_memory()
 
 
 def fail_in_prefill(run: Run) -> None:
     with run.store.prefill(2):
-        run.store.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.facts[0])
+        run.store.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.specs[0])
         out_of_memory()
 
 
@@ -207,7 +207,7 @@ def step_alone(run: Run) -> None:
     """A step without the reference, which knows nothing of what an aborted one left in scores and queries."""
     with run.store.step(), run.store.layers():
         for i in range(2):
-            run.store.attention(i, *run.toy.qkv(i, [900], run.store.total), run.toy.facts[i])
+            run.store.attention(i, *run.toy.qkv(i, [900], run.store.total), run.toy.specs[i])
 
 
 CHANGES = [(TorchOps, "move_shared"), (TorchOps, "move_pages"), (TorchOps, "move_tokens"), (Recall, "end_step")]
@@ -257,7 +257,7 @@ def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, mon
         held = [(slots.table >= 0).sum() for slots in run.store.slots]
         with run.store.layers():
             for i in range(2):
-                run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.facts[i])
+                run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.specs[i])
     run.store.check_integrity()
     assert all(now >= 0.8 * then for now, then in zip(held, before, strict=True))
 

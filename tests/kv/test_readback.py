@@ -45,7 +45,7 @@ def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
     layers = range(run.toy.geometry.layers)
     new = [run.toy.qkv(layer, ids, run.store.total) for layer in layers]
     with unwatched_room(run.store), Watch() as watch, run.store.step(), run.store.layers():
-        outputs = [run.store.attention(i, *new[i], run.toy.facts[i]) for i in layers]
+        outputs = [run.store.attention(i, *new[i], run.toy.specs[i]) for i in layers]
     return watch.seen, outputs
 
 

@@ -62,11 +62,11 @@ def launch_everything(dtype, d, tokens):
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
     plain, odd = AttentionSpec(0.1), AttentionSpec(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
     counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :2]  # of the second row: not aligned
-    for layout, facts in ((everything, odd), (followers, odd), (pages, plain)):
+    for layout, spec in ((everything, odd), (followers, odd), (pages, plain)):
         slots, layer = Slots(layout, g, CPU), int(tokens == LATER)
         ops.append([slots], layer, key, key)
         for weigh in (False, True):
-            _, weights = ops.attend(slots, layer, query, facts, weigh)
+            _, weights = ops.attend(slots, layer, query, spec, weigh)
         weights.best()
         weights.add_shares(torch.zeros(slots.n), torch.zeros(slots.n), torch.zeros(()))
         held = slots.pages_of(layer)

@@ -43,7 +43,7 @@ class Toy:
     """
 
     geometry: Geometry
-    facts: tuple[AttentionSpec, ...]
+    specs: tuple[AttentionSpec, ...]
     rotations: tuple[Rotation | None, ...]
     contents: tuple[Tensor, Tensor, Tensor]
 
@@ -87,7 +87,7 @@ def toy(
     freq = 100.0 ** -(torch.arange(d_k // 4, dtype=torch.float64) / (d_k // 4))
     rotation = Rotation(freq, interleaved, offset=d_k // 4)
 
-    def facts(kind: str) -> AttentionSpec:
+    def spec(kind: str) -> AttentionSpec:
         extra = dict(KINDS[kind])
         if "sinks" in extra:
             extra["sinks"] = torch.randn(geometry.q_heads, generator=random).to(dtype)
@@ -102,7 +102,7 @@ def toy(
         queries[:, :, i] = stay * queries[:, :, i - 1] + (1 - stay**2).sqrt() * queries[:, :, i]
     contents = (queries, 1.5 * content(kv_heads, d_k), content(kv_heads, d_v))
     rotations = tuple(None if kind == "unrotated" else rotation for kind in kinds)
-    return Toy(geometry, tuple(facts(kind) for kind in kinds), rotations, contents)
+    return Toy(geometry, tuple(spec(kind) for kind in kinds), rotations, contents)
 
 
 def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
@@ -125,22 +125,22 @@ def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
     return out
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, facts: AttentionSpec) -> Tensor:
+def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention of one token in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``."""
     values = values.double().repeat_interleave(len(query) // len(values), 0)
-    return (softmax(query, keys, mask, facts)[:, None] @ values)[:, 0]
+    return (softmax(query, keys, mask, spec)[:, None] @ values)[:, 0]
 
 
-def softmax(query: Tensor, keys: Tensor, mask: Tensor, facts: AttentionSpec) -> Tensor:
+def softmax(query: Tensor, keys: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
     """The weights of ``dense``, ``[H_q, T]``."""
     group = query.shape[0] // keys.shape[0]
     keys, mask = (x.repeat_interleave(group, 0) for x in (keys.double(), mask))
-    logits = facts.scaling * (keys @ query.double()[:, :, None])[:, :, 0]
-    if facts.softcap is not None:
-        logits = facts.softcap * torch.tanh(logits / facts.softcap)
+    logits = spec.scaling * (keys @ query.double()[:, :, None])[:, :, 0]
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
     logits = logits.masked_fill(~mask, -torch.inf)
-    if facts.sinks is not None:
-        logits = torch.cat((logits, facts.sinks.double()[:, None]), 1)
+    if spec.sinks is not None:
+        logits = torch.cat((logits, spec.sinks.double()[:, None]), 1)
     return logits.softmax(1)[:, : keys.shape[1]]
 
 
@@ -278,7 +278,7 @@ class SpeculativeReference(FullReference):
         ]
         if not pages or not self.k:
             return [Choice([], {}) for _ in range(geometry.kv_heads)]
-        scaling = self.run.toy.facts[layer].scaling
+        scaling = self.run.toy.specs[layer].scaling
         # The window is at least a page, so every candidate page is complete.
         keys = self.run.keys[layer][:, pages[0] * self.page : (pages[-1] + 1) * self.page].double()
         tiles = keys.unflatten(1, (len(pages), self.page))
@@ -358,14 +358,14 @@ class SyncReference(FullReference):
     def _ranked(self, layer: int, leader: int, query: Tensor) -> list[int]:
         """Tokens between the sinks and the next step's ring and in its sight, by the last token's attention."""
         toy, total = self.run.toy, len(self.run.ids)
-        facts, group = toy.facts[layer], toy.geometry.group
-        sight = total - (facts.window or total)
+        spec, group = toy.specs[layer], toy.geometry.group
+        sight = total - (spec.window or total)
         last, keys = total - self.p["window"], self.run.keys[layer]
         if last < SYNC_SINK:
             return []
         mask = torch.arange(total) >= sight
         every = mask.expand(toy.geometry.kv_heads, total)
-        weights = softmax(query, keys, every, facts)[leader * group : (leader + 1) * group].amax(0)
+        weights = softmax(query, keys, every, spec)[leader * group : (leader + 1) * group].amax(0)
         return [x for x in weights.argsort(descending=True).tolist() if SYNC_SINK <= x <= last and x > sight]
 
 
@@ -523,12 +523,12 @@ class FreezeReference(FullReference):
 
     def _relevance(self, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Scores ``[T]`` of the tokens in ``mask`` and in sight of the newest one, 0 elsewhere; which are in sight."""
-        facts, total, query, kind = self.run.toy.facts[layer], len(self.run.ids), self.run.query[layer], self.p["score"]
-        seen = torch.arange(total) >= total - (facts.window or total)
+        spec, total, query, kind = self.run.toy.specs[layer], len(self.run.ids), self.run.query[layer], self.p["score"]
+        seen = torch.arange(total) >= total - (spec.window or total)
         if kind == "always":
             return torch.zeros(total, dtype=torch.float64), seen.double()
         if kind in ("prob_max", "prob_rel"):
-            weights = softmax(query, self.run.keys[layer], mask & seen, facts)
+            weights = softmax(query, self.run.keys[layer], mask & seen, spec)
             counted = mask[0] & seen & (torch.arange(total) >= self.p["sink"])
             if kind == "prob_max":
                 return weights.amax(0) * counted.sum(), seen.double()
@@ -536,7 +536,7 @@ class FreezeReference(FullReference):
             return shares.mean(0), seen.double()
         keys = self.run.keys[layer].double().repeat_interleave(self.run.toy.geometry.group, 0)
         products = (keys @ query.double()[:, :, None])[:, :, 0].abs().mean(0)
-        return products * (facts.scaling if kind == "scaled" else 1.0) * seen, seen.double()
+        return products * (spec.scaling if kind == "scaled" else 1.0) * seen, seen.double()
 
 
 REFERENCES: dict[str, type[FullReference]] = {
@@ -635,7 +635,7 @@ class Run:
         layers = range(self.toy.geometry.layers)
         new = [self.toy.qkv(layer, ids, len(self.ids)) for layer in layers]
         with self.store.step(), self.store.layers():
-            outputs = [self.store.attention(i, *new[i], self.toy.facts[i])[:, 0] for i in layers]
+            outputs = [self.store.attention(i, *new[i], self.toy.specs[i])[:, 0] for i in layers]
         self.ids += ids
         for layer in layers:
             q, k, v = new[layer]
@@ -646,30 +646,30 @@ class Run:
         return outputs
 
     def _check_step(self, layer: int, query: Tensor, output: Tensor) -> None:
-        facts, total = self.toy.facts[layer], len(self.ids)
+        spec, total = self.toy.specs[layer], len(self.ids)
         where = f"{self.store.mode.name}, layer {layer}, token {total - 1}"
         mask = self.reference.reads(layer, query)
-        if facts.window is not None:
-            mask = mask & (torch.arange(total) > total - 1 - facts.window)
+        if spec.window is not None:
+            mask = mask & (torch.arange(total) > total - 1 - spec.window)
         seen = self.store.attended(layer)
         if self.exact:
             for head, token in (seen != mask).nonzero().tolist():
                 does = "reads" if seen[head, token] else "does not read"
                 assert self.reference.tied(layer, head, token), f"{where}: head {head} {does} token {token}"
-        expected = dense(query, self.reference.keys(layer), self.values[layer], seen, facts)
+        expected = dense(query, self.reference.keys(layer), self.values[layer], seen, spec)
         assert_near(output, expected, self.toy.geometry.dtype, where)
 
     def _prefill_layer(self, layer: int, ids: list[int], start: int) -> None:
-        facts = self.toy.facts[layer]
+        spec = self.toy.specs[layer]
         q, k, v = self.toy.qkv(layer, ids, start)
-        output = self.store.attention(layer, q, k, v, facts)
+        output = self.store.attention(layer, q, k, v, spec)
         self._keep(layer, k, v)
         self.query[layer] = q[:, -1]
         for i in {0, len(ids) // 2, len(ids) - 1}:
             positions = torch.arange(start + len(ids))
-            mask = (positions <= start + i) & (positions > start + i - (facts.window or start + i + 1))
+            mask = (positions <= start + i) & (positions > start + i - (spec.window or start + i + 1))
             every = mask.expand(self.toy.geometry.kv_heads, -1)
-            expected = dense(q[:, i], self.keys[layer], self.values[layer], every, facts)
+            expected = dense(q[:, i], self.keys[layer], self.values[layer], every, spec)
             assert_near(output[:, i], expected, self.toy.geometry.dtype, f"prefill, layer {layer}, token {start + i}")
 
     # ---- inside

@@ -31,17 +31,17 @@ KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 class KeyValueManager(Protocol):
     """Keeps the K/V of one conversation and attends to it."""
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Take the new tokens' ``key`` [H, n, d_k] and ``value`` [H, n, d_v], already rotated, and attend.
 
-        ``query`` is [H_q, n, d_k]; the result is [H_q, n, d_v] in the query's dtype. ``facts`` is the same object at
+        ``query`` is [H_q, n, d_k]; the result is [H_q, n, d_v] in the query's dtype. ``spec`` is the same object at
         every call for a layer.
         """
         ...
 
 
 _manager: ContextVar[KeyValueManager] = ContextVar("kvchat_manager")
-_facts: WeakKeyDictionary[nn.Module, AttentionSpec] = WeakKeyDictionary()
+_specs: WeakKeyDictionary[nn.Module, AttentionSpec] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -89,14 +89,14 @@ def attention(
     """
     if attention_mask is not None or not kwargs.keys() <= KNOWN:
         _refuse_unknown(module, attention_mask, kwargs)
-    facts = _facts.get(module)
-    if facts is None:
-        facts = _facts[module] = _spec_of(module, query.shape[-1], kwargs)
+    spec = _specs.get(module)
+    if spec is None:
+        spec = _specs[module] = _spec_of(module, query.shape[-1], kwargs)
     manager = _manager.get(None)
     if manager is None:
         raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    attended = manager.attention(layer, query[0], key[0], value[0], facts)
+    attended = manager.attention(layer, query[0], key[0], value[0], spec)
     return attended.transpose(0, 1)[None].contiguous(), None
 
 

@@ -19,7 +19,7 @@ TOKENS = 1024
 class WithoutAttention:
     """A KV manager that keeps nothing and attends to nothing: its share is foretold by ``kv.plan``."""
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """``seam.KeyValueManager.attention``: zeros."""
         return query.new_zeros((*query.shape[:2], value.shape[-1]))
 

@@ -1,4 +1,4 @@
-"""What a few one-token forwards show of a model's attention: its shapes, its facts, how its keys turn with position.
+"""What a few one-token forwards show of a model's attention: its shapes, its rules, how its keys turn with position.
 
 With one key the softmax is 1 and attention returns that key's value, whatever the position. So in a model whose
 positions are rotary, one token's hidden states are the same at every position, and one forward at position p yields
@@ -34,7 +34,7 @@ FAR_TOLERANCE = 2e-7
 class Probe:
     """A model's attention as observed. ``d_k`` and ``d_v`` are the sizes of one head's key and value.
 
-    ``facts`` has one entry per layer. ``rotations`` too, None for a layer without positions and the same object for
+    ``specs`` has one entry per layer. ``rotations`` too, None for a layer without positions and the same object for
     layers that turn alike; it is empty where keys cannot be moved to other positions, and ``refusal`` says why.
     """
 
@@ -42,7 +42,7 @@ class Probe:
     kv_heads: int
     d_k: int
     d_v: int
-    facts: tuple[AttentionSpec, ...]
+    specs: tuple[AttentionSpec, ...]
     rotations: tuple[Rotation | None, ...]
     refusal: str | None
 
@@ -57,8 +57,8 @@ def probe(model: Any) -> Probe:
     layers = _check_alike(model, base)
     q_heads, kv_heads, d_k, d_v = base.shapes[0]
     rotations, refusal = _rotations(model, base)
-    facts = tuple(base.specs[layer] for layer in range(layers))
-    return Probe(q_heads, kv_heads, d_k, d_v, facts, rotations if refusal is None else (), refusal)
+    specs = tuple(base.specs[layer] for layer in range(layers))
+    return Probe(q_heads, kv_heads, d_k, d_v, spec, rotations if refusal is None else (), refusal)
 
 
 def pin_frequencies(model: Any) -> bool:
@@ -85,8 +85,8 @@ class _Observer:
         self.specs: dict[int, AttentionSpec] = {}
         self.shapes: dict[int, tuple[int, int, int, int]] = {}
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
-        self.keys[layer], self.values[layer], self.specs[layer] = key[:, 0].float(), value[:, 0].float(), facts
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        self.keys[layer], self.values[layer], self.specs[layer] = key[:, 0].float(), value[:, 0].float(), spec
         self.shapes[layer] = query.shape[0], key.shape[0], key.shape[2], value.shape[2]
         return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
 

@@ -34,15 +34,15 @@ class DenseManager:
     def __init__(self) -> None:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, facts: AttentionSpec) -> Tensor:
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """``query`` [H_q, n, d_k] against everything stored and the new ``key``, ``value`` [H, n, d]."""
         if layer in self._stored:
             keys, values = self._stored[layer]
             key, value = torch.cat([keys, key], 1), torch.cat([values, value], 1)
         self._stored[layer] = key, value
         group = query.shape[0] // key.shape[0]
-        scores = query.float() @ key.float().repeat_interleave(group, 0).transpose(1, 2) * facts.scaling
-        weights = _softmax(_masked(_capped(scores, facts.softcap), facts.window), facts.sinks)
+        scores = query.float() @ key.float().repeat_interleave(group, 0).transpose(1, 2) * spec.scaling
+        weights = _softmax(_masked(_capped(scores, spec.softcap), spec.window), spec.sinks)
         return (weights @ value.float().repeat_interleave(group, 0)).to(query.dtype)
 
 

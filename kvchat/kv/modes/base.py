@@ -111,14 +111,14 @@ class Mode:
         for slots in self.store.slots:
             slots.admit(position)
 
-    def before(self, layer: int, query: Tensor, key: Tensor, facts: AttentionSpec) -> None:
+    def before(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
         """Before the layer's attention; ``query [H_q, d_k]`` and ``key [H, d_k]`` of the new token."""
 
     def weighs(self, layer: int) -> bool:
         """Does ``after`` want the weights of the layer's attention?"""
         return False
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: AttentionSpec) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         """After the layer's attention, with its weights over each of its slots."""
 
     def end_step(self, position: Tensor) -> None:

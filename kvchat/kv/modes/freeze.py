@@ -18,7 +18,7 @@ Departures and decisions:
       staggered by position; a floor and a ceiling on active tokens; at most ``moves`` return in a step, most relevant
       and longest waiting first. ``profile="paper"`` undoes all of these.
     * A new turn is a new topic: it is read exactly, then all tokens are active and counts begin anew (``wake``). With
-      counts kept, and only what its last token finds relevant awake, facts of earlier turns are not found: the bundled
+      counts kept, and only what its last token finds relevant awake, what earlier turns told are not found: the bundled
       model looks at a number when it is about to repeat it, not when it is asked for it. The ceiling ``max_active``
       takes that risk: it keeps what the last token finds relevant.
 
@@ -157,15 +157,15 @@ class Freeze(Mode):
         positions = torch.arange(total, device=store.device)
         scores = Scores(self.rule, positions)
         for layer in range(slots.layout.first, slots.layout.last):
-            facts = store.specs[layer]
-            if facts is not None:
+            spec = store.specs[layer]
+            if spec is not None:
                 keys, values = store.host.dense(layer, total)
                 query = store.query[layer].view(len(keys), -1, keys.shape[-1])
-                closed = positions <= total - 1 - (facts.window or total)
+                closed = positions <= total - 1 - (spec.window or total)
                 bias = torch.zeros(total, dtype=keys.dtype, device=store.device).masked_fill(closed, -torch.inf)
-                sinks = None if facts.sinks is None else facts.sinks.view(len(keys), -1)
-                weights = attend(query, keys, values, bias.view(1, 1, -1), facts, sinks)[1]
-                scores.add(Weights(weights), query, keys, facts, store.position - 1)
+                sinks = None if spec.sinks is None else spec.sinks.view(len(keys), -1)
+                weights = attend(query, keys, values, bias.view(1, 1, -1), spec, sinks)[1]
+                scores.add(Weights(weights), query, keys, spec, store.position - 1)
         timers.score[:total] = scores.result()
         timers.wake(timers.score[:total] >= self.rule.tau)
 
@@ -217,11 +217,11 @@ class Freeze(Mode):
     def weighs(self, layer: int) -> bool:
         return self.rule.score in WEIGHED
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: AttentionSpec) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         index = layer if self.rule.per_layer else 0
         keys = self.store.slots[index].keys(layer)
         grouped = query.view(len(keys), -1, query.shape[-1])
-        self._scores[index].add(weights[0] if weights else None, grouped, keys, facts, self.store.position)
+        self._scores[index].add(weights[0] if weights else None, grouped, keys, spec, self.store.position)
 
     def end_step(self, position: Tensor) -> None:
         for slots, timers, scores in zip(self.store.slots, self.timers, self._scores, strict=True):
@@ -304,11 +304,11 @@ class Scores:
         self._counted = (table >= rule.sink).float()
         self._number = self._counted.sum()
 
-    def add(self, weights: Weights | None, query: Tensor, keys: Tensor, facts: AttentionSpec, position: Tensor) -> None:
+    def add(self, weights: Weights | None, query: Tensor, keys: Tensor, spec: AttentionSpec, position: Tensor) -> None:
         """One layer's weights, where the score is made of them, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``."""
         if self.kind == "always":
             return
-        seen = None if facts.window is None else (self.table > position - facts.window).float()
+        seen = None if spec.window is None else (self.table > position - spec.window).float()
         if seen is None:
             self.layers += 1
         else:
@@ -320,7 +320,7 @@ class Scores:
             else:
                 weights.add_shares(self.sum, self._counted, number)
         else:
-            scale = facts.scaling if self.kind == "scaled" else 1.0
+            scale = spec.scaling if self.kind == "scaled" else 1.0
             products = torch.bmm(query, keys.transpose(1, 2)).float().abs().mean((0, 1)) * scale
             self.sum += products if seen is None else products * seen
 

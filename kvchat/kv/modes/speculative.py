@@ -121,14 +121,14 @@ class Speculative(Mode):
         self._oldest = position - self.window
         self._flags: list[Tensor] = []
 
-    def before(self, layer: int, query: Tensor, key: Tensor, facts: AttentionSpec) -> None:
+    def before(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
         if layer < self.first:
             return
         self.store.ops.widen(self.digests, layer, self._page, key)
         if self.k:
             self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: AttentionSpec) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
             with self.store.recall.aside(query if self._score is None else self._score):

@@ -181,16 +181,16 @@ class Sync(Mode):
     def _last_weights(self, layer: int) -> Tensor:
         """The representatives' attention of the last stored token, ``[N_r, G, n]``."""
         g, store, (everything, _) = self.geometry, self.store, self.store.slots
-        facts = store.specs[layer]
-        assert facts is not None
+        spec = store.specs[layer]
+        assert spec is not None
         query = everything.pick(layer, store.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
-        sinks = None if facts.sinks is None else everything.pick(layer, facts.sinks.view(g.kv_heads, g.group), 0)
+        sinks = None if spec.sinks is None else everything.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
         table = everything.table_of(layer)
         closed = table < 0
-        if facts.window is not None:
-            closed = closed | (table < store.total - facts.window)
+        if spec.window is not None:
+            closed = closed | (table < store.total - spec.window)
         bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(closed, float("-inf"))
-        return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), facts, sinks)[1]
+        return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), spec, sinks)[1]
 
     # ---- a step
 
@@ -208,7 +208,7 @@ class Sync(Mode):
     def weighs(self, layer: int) -> bool:
         return self.split and self.held.shape[2] > 0 and self.anticipates(layer)
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], facts: AttentionSpec) -> None:
+    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # This layer's attention of this step is done: what changes now acts from the next step on.
         if weights:
             best = weights[0].best()
@@ -244,11 +244,11 @@ class Sync(Mode):
 
     def _rank(self, layer: int, best: Tensor, last: Tensor) -> Tensor:
         """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
-        facts = self.store.specs[layer]
+        spec = self.store.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
         closed = (tokens < SINK) | (tokens > last)
-        if facts is not None and facts.window is not None:
-            closed |= tokens <= last + self.window - facts.window
+        if spec is not None and spec.window is not None:
+            closed |= tokens <= last + self.window - spec.window
         return best.masked_fill(closed, -1.0)
 
     def _best(self, ranked: Tensor, k: int) -> Tensor:

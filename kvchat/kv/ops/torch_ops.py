@@ -62,7 +62,7 @@ class TorchOps:
     # ---- attend
 
     def attend(
-        self, slots: Slots, layer: int, query: Tensor, facts: AttentionSpec, weigh: bool
+        self, slots: Slots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
     ) -> tuple[Tensor, Weights | None]:
         """Attention of the KV heads in ``slots``; notes what was read.
 
@@ -70,17 +70,17 @@ class TorchOps:
             slots: where K and V lie; H is the number of its heads.
             layer: which layer.
             query: ``[H_q, d_k]`` of all heads of the model.
-            facts: the layer's attention rule.
+            spec: the layer's attention rule.
             weigh: whether the weights are wanted.
 
         Returns:
             ``[H, G, d_v]`` and the weights, None where they are not wanted.
         """
         g = self.geometry
-        bias = slots.bias(layer, self.position, facts.window)
+        bias = slots.bias(layer, self.position, spec.window)
         grouped = slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0)
-        sinks = None if facts.sinks is None else slots.pick(layer, facts.sinks.view(g.kv_heads, g.group), 0)
-        attended, weights = attend(grouped, slots.keys(layer), slots.values(layer), bias, facts, sinks)
+        sinks = None if spec.sinks is None else slots.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
+        attended, weights = attend(grouped, slots.keys(layer), slots.values(layer), bias, spec, sinks)
         return attended, Weights(weights) if weigh else None
 
     # ---- select

@@ -70,11 +70,11 @@ class TritonOps(TorchOps):
             append.widen(digests, layer, page, keys)
 
     def attend(
-        self, slots: Slots, layer: int, query: Tensor, facts: AttentionSpec, weigh: bool
+        self, slots: Slots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
     ) -> tuple[Tensor, Weights | None]:
         with self._on:
             sizes = self.geometry, self.programs, self.tile
-            return attend.attend(slots, layer, self.position, query, facts, weigh, *sizes)
+            return attend.attend(slots, layer, self.position, query, spec, weigh, *sizes)
 
     def page_scores(self, query: Tensor, digests: Tensor, scaling: float) -> Tensor:
         with self._on:

@@ -147,13 +147,13 @@ def test_shapes_are_observed(name, shape):
     [("llama", [None] * 4), ("mistral", [8] * 4), ("gemma2", [8, None] * 2), ("cohere2", [8, 8, 8, None])],
 )
 def test_windows_are_observed(name, windows):
-    assert [facts.window for facts in probe(tiny_models.model(name)).facts] == windows
+    assert [spec.window for spec in probe(tiny_models.model(name)).spec] == windows
 
 
 def test_other_facts_are_observed():
-    assert {facts.softcap for facts in probe(tiny_models.model("gemma2")).facts} == {2.0}
-    assert {facts.scaling for facts in probe(tiny_models.model("granite")).facts} == {0.07}
-    assert [facts.sinks.shape for facts in probe(tiny_models.model("gpt_oss")).facts] == [(4,)] * 4
+    assert {spec.softcap for spec in probe(tiny_models.model("gemma2")).spec} == {2.0}
+    assert {spec.scaling for spec in probe(tiny_models.model("granite")).spec} == {0.07}
+    assert [spec.sinks.shape for spec in probe(tiny_models.model("gpt_oss")).spec] == [(4,)] * 4
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope"])
@@ -194,6 +194,6 @@ def test_moved_keys_are_the_models_own():
 class Keys(dict):
     """Notes each layer's keys; one token attends to itself."""
 
-    def attention(self, layer, query, key, value, facts):
+    def attention(self, layer, query, key, value, spec):
         self[layer] = key
         return value.repeat_interleave(query.shape[0] // key.shape[0], 0)

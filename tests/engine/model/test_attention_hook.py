@@ -18,8 +18,8 @@ class Recorder:
     def __init__(self):
         self.calls = []
 
-    def attention(self, layer, query, key, value, facts):
-        self.calls.append((layer, query, key, value, facts))
+    def attention(self, layer, query, key, value, spec):
+        self.calls.append((layer, query, key, value, spec))
         heads, n, d_v = query.shape[0], query.shape[1], value.shape[2]
         return torch.arange(heads * n * d_v, dtype=query.dtype).view(heads, n, d_v)
 
@@ -54,16 +54,16 @@ def test_shapes_in_and_out():
 def test_facts_are_data():
     recorder, sinks = Recorder(), torch.randn(4)
     call(Layer(), recorder, scaling=0.25, sliding_window=8, softcap=50.0, s_aux=sinks)
-    facts = recorder.calls[0][-1]
-    assert (facts.scaling, facts.window, facts.softcap) == (0.25, 8, 50.0)
-    assert facts.sinks is sinks
+    spec = recorder.calls[0][-1]
+    assert (spec.scaling, spec.window, spec.softcap) == (0.25, 8, 50.0)
+    assert spec.sinks is sinks
 
 
 def test_facts_are_built_once_a_layer():
     recorder, first, second = Recorder(), Layer(0), Layer(1)
     for module in (first, second, first):
         call(module, recorder)
-    one, other, again = (facts for *_, facts in recorder.calls)
+    one, other, again = (spec for *_, spec in recorder.calls)
     assert one is again
     assert one is not other
 

@@ -13,21 +13,21 @@ from kvchat.errors import ModelError
 
 
 class ChangedFacts(DenseManager):
-    """Attends with some facts replaced."""
+    """Attends with parts of the spec replaced."""
 
     def __init__(self, **changes):
         super().__init__()
         self.changes = changes
 
-    def attention(self, layer, query, key, value, facts):
-        return super().attention(layer, query, key, value, dataclasses.replace(facts, **self.changes))
+    def attention(self, layer, query, key, value, spec):
+        return super().attention(layer, query, key, value, dataclasses.replace(spec, **self.changes))
 
 
 class OneTokenLate(DenseManager):
     """Forgets the first stored token of one layer once there is more than a chunk."""
 
-    def attention(self, layer, query, key, value, facts):
-        attended = super().attention(layer, query, key, value, facts)
+    def attention(self, layer, query, key, value, spec):
+        attended = super().attention(layer, query, key, value, spec)
         if layer == 2:
             keys, values = self._stored[layer]
             self._stored[layer] = keys[:, 1:], values[:, 1:]
@@ -35,8 +35,8 @@ class OneTokenLate(DenseManager):
 
 
 class NotANumber(DenseManager):
-    def attention(self, layer, query, key, value, facts):
-        return super().attention(layer, query, key, value, facts) * torch.nan
+    def attention(self, layer, query, key, value, spec):
+        return super().attention(layer, query, key, value, spec) * torch.nan
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_digests_of_a_failed_prefill_are_forgotten(after):
     start = run.store.total
     with suppress(torch.OutOfMemoryError), run.store.prefill(90):
         for layer in range(after + 1):
-            run.store.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.facts[layer])
+            run.store.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.specs[layer])
         raise torch.OutOfMemoryError("no memory")
     assert run.store.total == start
     if after % 2:

@@ -25,7 +25,7 @@ MEAN = {"score": "prob_rel", "smooth": 0.0, "k": 2.0}  # the paper's timers, and
 EVERYTHING = {"min_active": 0, "stagger": 1, "tau": 1e9, **MEAN}
 
 
-def facts(layer: int, windowed: bool) -> AttentionSpec:
+def spec(layer: int, windowed: bool) -> AttentionSpec:
     return AttentionSpec(scaling=1.0, window=24 if windowed and layer else None)
 
 
@@ -84,7 +84,7 @@ class Run:
         sums: dict[int, list[float]] = {}
         total = self.store.total
         for layer in range(LAYERS):
-            window = facts(layer, self.windowed).window
+            window = spec(layer, self.windowed).window
             seen = sorted(j for j in read if window is None or j > total - 1 - window)
             counted = [i for i, j in enumerate(seen) if j >= sink]
             logits = self.query[layer].double() @ self.keys[layer][:, seen].double().transpose(1, 2)
@@ -101,7 +101,7 @@ class Run:
             k = k * self.strength
             self.keys[layer] = torch.cat((self.keys[layer], k), 1)
             self.query.append(q[:, -1].view(HEADS, GROUP, D))
-            self.store.attention(layer, q, k, v, facts(layer, self.windowed))
+            self.store.attention(layer, q, k, v, spec(layer, self.windowed))
 
 
 # ---- the paper's numbers
@@ -253,7 +253,7 @@ def test_slots_change_less_often_where_each_change_costs_a_graph(spare, most):
     for _ in range(1000):
         with torch.inference_mode(), store.step(), store.layers():
             for layer in range(LAYERS):
-                store.attention(layer, query, key, key, facts(layer, False))
+                store.attention(layer, query, key, key, spec(layer, False))
         sizes.append(store.slots[0].n)
     assert sum(one != other for one, other in pairwise(sizes)) <= most
 

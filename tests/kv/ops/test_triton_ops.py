@@ -75,8 +75,8 @@ class Gpu:
         rotation = dataclasses.replace(made.rotations[0], inv_freq=made.rotations[0].inv_freq.to(self.device))
         traits = dataclasses.replace(made.traits, rotations=(rotation,) * g.layers)
         self.specs = [
-            facts if facts.sinks is None else dataclasses.replace(facts, sinks=facts.sinks.to(self.device))
-            for facts in made.facts
+            spec if spec.sinks is None else dataclasses.replace(spec, sinks=spec.sinks.to(self.device))
+            for spec in made.spec
         ]
         self.store = Store(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
         assert self.store.ops.name == "triton"
@@ -91,15 +91,15 @@ class Gpu:
     def prefill(self, n):
         ids = list(range(self.total, self.total + n))
         with self.store.prefill(n):
-            for layer, facts in enumerate(self.specs):
-                self.store.attention(layer, *self.qkv(layer, ids), facts)
+            for layer, spec in enumerate(self.specs):
+                self.store.attention(layer, *self.qkv(layer, ids), spec)
         self.total += n
         self.store.settle()
 
     def step(self):
         ids = [self.total]
         with self.store.step(), self.store.layers():
-            out = [self.store.attention(i, *self.qkv(i, ids), facts) for i, facts in enumerate(self.specs)]
+            out = [self.store.attention(i, *self.qkv(i, ids), spec) for i, spec in enumerate(self.specs)]
         self.total += 1
         return torch.stack(out)
 
@@ -110,10 +110,10 @@ def wide(dtype, kinds=("plain", "window", "softcap", "sinks")):
 
 def check_outputs(gpu, outputs):
     """Dense attention over what was read, in float64."""
-    for layer, facts in enumerate(gpu.facts):
+    for layer, spec in enumerate(gpu.spec):
         query, _, _ = gpu.qkv(layer, [gpu.total - 1])
         keys, values = gpu.store.host.dense(layer, gpu.total)
-        expected = dense(query[:, 0], keys, values, gpu.store.attended(layer), facts)
+        expected = dense(query[:, 0], keys, values, gpu.store.attended(layer), spec)
         assert_near(outputs[layer][:, 0], expected, gpu.made.geometry.dtype, f"layer {layer}")
 
 

@@ -55,8 +55,8 @@ def test_a_wrong_choice_is_named(verb, device, monkeypatch):
 def test_wrong_attention_is_named(device, monkeypatch):
     right = attend.attend
 
-    def late(slots, layer, position, query, facts, *rest):
-        return right(slots, layer, position, query.roll(1, 0), facts, *rest)
+    def late(slots, layer, position, query, spec, *rest):
+        return right(slots, layer, position, query.roll(1, 0), spec, *rest)
 
     monkeypatch.setattr(attend, "attend", late)
     failure = verify.failure(geometry_of("wide", torch.bfloat16), device)

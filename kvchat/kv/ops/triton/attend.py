@@ -239,7 +239,7 @@ def attend(
     layer: int,
     position: Tensor,
     query: Tensor,
-    facts: AttentionSpec,
+    spec: AttentionSpec,
     weigh: bool,
     g: Geometry,
     programs: int,
@@ -260,16 +260,16 @@ def attend(
     logits = sums.new_empty((*rows, slots.n)) if weigh else spread
     attended = query.new_empty((*rows, g.d_v))
     table, picked = slots.table_of(layer), slots.heads is not None
-    scale, cap = _base_two(facts)
+    scale, cap = _base_two(spec)
     _attend_part[width, parts](
         query, kv, table, slots.read_of(layer), slots.active, position, heads, logits, sums, extremes,
-        slots.n, blocks, facts.window or 0, query.stride(0), scale, cap,
-        picked, facts.window is not None, facts.softcap is not None, weigh, len(table),
+        slots.n, blocks, spec.window or 0, query.stride(0), scale, cap,
+        picked, spec.window is not None, spec.softcap is not None, weigh, len(table),
         g.group, g.d, g.d_k, g.d_v, padded(g.group), block, cols_k, cols_v,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    sinks = spread if facts.sinks is None else facts.sinks
-    of_heads = facts.sinks is not None, picked, g.group, g.d_v, cols_v, PARTS
+    sinks = spread if spec.sinks is None else spec.sinks
+    of_heads = spec.sinks is not None, picked, g.group, g.d_v, cols_v, PARTS
     _join[(width * g.group,)](sums, extremes, sinks, heads, attended, spread, parts, *of_heads, num_warps=4)
     return attended, TritonWeights(logits, spread) if weigh else None
 
@@ -287,8 +287,8 @@ def _split(n: int, block: int, parts: int) -> tuple[int, int]:
     return each, triton.cdiv(blocks, each)
 
 
-def _base_two(facts: AttentionSpec) -> tuple[float, float]:
+def _base_two(spec: AttentionSpec) -> tuple[float, float]:
     """The factor of q·k, and the cap of the logits that are powers of 2."""
-    if facts.softcap is None:
-        return facts.scaling * LOG2E.value, 0.0
-    return facts.scaling / facts.softcap, facts.softcap * LOG2E.value
+    if spec.softcap is None:
+        return spec.scaling * LOG2E.value, 0.0
+    return spec.scaling / spec.softcap, spec.softcap * LOG2E.value

@@ -133,7 +133,7 @@ def test_the_probe_sees_the_same():
     plain = probe(model)
     accelerate(model, None)
     seen = probe(model)
-    assert (seen.specs, seen.refusal) == (plain.facts, None)
+    assert (seen.specs, seen.refusal) == (plain.specs, None)
     assert all(torch.equal(a.inv_freq, b.inv_freq) for a, b in zip(seen.rotations, plain.rotations, strict=True))
 
 
@@ -164,7 +164,7 @@ def test_a_forward_that_failed_leaves_nothing_behind():
     before = swap._observe(model)
 
     class Failing:
-        def attention(self, layer, query, key, value, facts):
+        def attention(self, layer, query, key, value, spec):
             raise RuntimeError
 
     ids = torch.arange(1)
@@ -265,7 +265,7 @@ def test_an_accelerated_step_can_be_captured(dtype):
     accelerate(model, swap.kernels_for(model.device))
 
     class Itself:
-        def attention(self, layer, query, key, value, facts):
+        def attention(self, layer, query, key, value, spec):
             return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
 
     ids, position = torch.zeros(1, dtype=torch.long, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")

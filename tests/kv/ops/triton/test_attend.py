@@ -51,10 +51,10 @@ def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
         query = noise(seed, device, dtype, g.q_heads, g.d_k)
         found = []
         for side in sides(g, device, layout, tokens=TOKENS, seed=seed, exact=True):
-            slots, facts = side.slots[0], facts_of(kind, side.ops.geometry, device)
+            slots, spec = side.slots[0], facts_of(kind, side.ops.geometry, device)
             asked = query.to(slots.kv.dtype)
-            attended, weights = side.ops.attend(slots, 1, asked, facts, True)
-            alone, none = side.ops.attend(slots, 0, asked, facts, False)
+            attended, weights = side.ops.attend(slots, 1, asked, spec, True)
+            alone, none = side.ops.attend(slots, 0, asked, spec, False)
             assert none is None
             assert attended.dtype == alone.dtype == slots.kv.dtype
             total = torch.ones(slots.n, device=device)
@@ -100,8 +100,8 @@ def test_any_number_of_programs_comes_to_the_same(programs, dtype, device):
     measured.ops.programs = programs
     for side in (expected, measured):
         fill_table(side.slots[0], 1000, seed=3)
-    query, facts = noise(1, device, dtype, g.q_heads, g.d_k), AttentionSpec(0.3)
-    one = expected.ops.attend(expected.slots[0], 0, query.float(), facts, False)[0]
-    others = [measured.ops.attend(measured.slots[0], 0, query, facts, False)[0] for _ in range(2)]
+    query, spec = noise(1, device, dtype, g.q_heads, g.d_k), AttentionSpec(0.3)
+    one = expected.ops.attend(expected.slots[0], 0, query.float(), spec, False)[0]
+    others = [measured.ops.attend(measured.slots[0], 0, query, spec, False)[0] for _ in range(2)]
     assert_near(others[0], one, dtype)
     assert torch.equal(*others)
