@@ -66,7 +66,7 @@ class Recall:
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
         self.geometry = geometry
-        self.ops = verbs
+        self.ops = ops
         self.aside = Aside(device)
         self.tally = torch.zeros((2, 3), dtype=torch.int64, device=device)
         self.filled_bytes = 0

@@ -33,7 +33,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, spec
     return torch.stack(rows, 1)
 
 
-def facts_of(window: int | None, softcap: float | None, sinks: bool, q_heads: int) -> AttentionSpec:
+def spec_of(window: int | None, softcap: float | None, sinks: bool, q_heads: int) -> AttentionSpec:
     return AttentionSpec(0.3, window, softcap, torch.linspace(-1, 1, q_heads) if sinks else None)
 
 
@@ -52,7 +52,7 @@ def facts_of(window: int | None, softcap: float | None, sinks: bool, q_heads: in
 @settings(max_examples=60, deadline=None)
 @example(2, 2, 30, 0, None, None, False, (16, 16), torch.float32, 2**22)
 def test_every_kernel_is_dense_attention(heads, group, n, start, window, softcap, sinks, width, dtype, block):
-    spec = facts_of(window, softcap, sinks, heads * group)
+    spec = spec_of(window, softcap, sinks, heads * group)
     q, k, v = drawn(heads, group, n, start, *width, dtype)
     plain = softcap is None and not sinks
     kernels = [None, Kernel.SCORES] + [Kernel.MASKED] * plain
@@ -82,7 +82,7 @@ def test_masks_and_scores_are_bounded_whatever_is_stored(kernel, window, monkeyp
     monkeypatch.setattr(attention, "MASK_BLOCK", 4000)
     monkeypatch.setattr(attention, "SCORE_BLOCK", 16000)
     q, k, v = drawn(2, 2, 150, 3000, 8, 8, torch.float32)
-    attend_prefill(q, k, v, 3000, facts_of(window, None, False, 4), kernel)
+    attend_prefill(q, k, v, 3000, spec_of(window, None, False, 4), kernel)
     assert max(sizes) <= 4000  # SCORE_BLOCK counts all four heads' scores
     assert min(sizes[:-1]) > 2000 or window is None  # and blocks are as large as they may be
 
@@ -98,8 +98,8 @@ def test_a_block_reads_only_the_keys_that_some_query_of_it_sees(monkeypatch):
     monkeypatch.setattr(attention, "_masked", noted)
     monkeypatch.setitem(attention.ROWS, "cpu", 40)
     q, k, v = drawn(1, 1, 100, 500, 8, 8, torch.float32)
-    attend_prefill(q, k, v, 500, facts_of(64, None, False, 1))
-    attend_prefill(q, k, v, 500, facts_of(None, None, False, 1))
+    attend_prefill(q, k, v, 500, spec_of(64, None, False, 1))
+    attend_prefill(q, k, v, 500, spec_of(None, None, False, 1))
     assert seen == [(40, 103), (40, 103), (20, 83), (40, 540), (40, 580), (20, 600)]
 
 
@@ -119,7 +119,7 @@ def test_the_mask_of_flash_attention_takes_no_memory():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", [(None, None, False), (300, None, False), (None, 2.0, False), (300, None, True)])
 def test_a_gpu_is_exact_and_takes_no_more_than_it_says(start, d, dtype, spec):
-    layer = facts_of(*spec, 8)
+    layer = spec_of(*spec, 8)
     q, k, v = (x.cuda() for x in drawn(2, 4, 1500, start, d, d, dtype))
     sinks = None if layer.sinks is None else layer.sinks.cuda()
     on_device = AttentionSpec(layer.scaling, layer.window, layer.softcap, sinks)

@@ -58,7 +58,7 @@ def probe(model: Any) -> Probe:
     q_heads, kv_heads, d_k, d_v = base.shapes[0]
     rotations, refusal = _rotations(model, base)
     specs = tuple(base.specs[layer] for layer in range(layers))
-    return Probe(q_heads, kv_heads, d_k, d_v, spec, rotations if refusal is None else (), refusal)
+    return Probe(q_heads, kv_heads, d_k, d_v, specs, rotations if refusal is None else (), refusal)
 
 
 def pin_frequencies(model: Any) -> bool:

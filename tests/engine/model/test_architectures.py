@@ -150,7 +150,7 @@ def test_windows_are_observed(name, windows):
     assert [spec.window for spec in probe(tiny_models.model(name)).spec] == windows
 
 
-def test_other_facts_are_observed():
+def test_other_specs_are_observed():
     assert {spec.softcap for spec in probe(tiny_models.model("gemma2")).spec} == {2.0}
     assert {spec.scaling for spec in probe(tiny_models.model("granite")).spec} == {0.07}
     assert [spec.sinks.shape for spec in probe(tiny_models.model("gpt_oss")).spec] == [(4,)] * 4

@@ -51,7 +51,7 @@ def test_shapes_in_and_out():
     assert weights is None
 
 
-def test_facts_are_data():
+def test_specs_are_data():
     recorder, sinks = Recorder(), torch.randn(4)
     call(Layer(), recorder, scaling=0.25, sliding_window=8, softcap=50.0, s_aux=sinks)
     spec = recorder.calls[0][-1]
@@ -59,7 +59,7 @@ def test_facts_are_data():
     assert spec.sinks is sinks
 
 
-def test_facts_are_built_once_a_layer():
+def test_specs_are_built_once_a_layer():
     recorder, first, second = Recorder(), Layer(0), Layer(1)
     for module in (first, second, first):
         call(module, recorder)

@@ -21,7 +21,7 @@ KINDS = {
 TOKENS = 150
 
 
-def facts_of(kind, g, device):
+def spec_of(kind, g, device):
     extra = dict(KINDS[kind])
     if "sinks" in extra:
         extra["sinks"] = noise(7, device, g.dtype, g.q_heads)
@@ -51,7 +51,7 @@ def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
         query = noise(seed, device, dtype, g.q_heads, g.d_k)
         found = []
         for side in sides(g, device, layout, tokens=TOKENS, seed=seed, exact=True):
-            slots, spec = side.slots[0], facts_of(kind, side.ops.geometry, device)
+            slots, spec = side.slots[0], spec_of(kind, side.ops.geometry, device)
             asked = query.to(slots.kv.dtype)
             attended, weights = side.ops.attend(slots, 1, asked, spec, True)
             alone, none = side.ops.attend(slots, 0, asked, spec, False)
