@@ -224,7 +224,7 @@ class Store:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of K/V, tables and digests on the device."""
+        """Bytes of K/V, tables and bounds on the device."""
         return sum(slots.nbytes for slots in self.slots) + self.mode.device_bytes
 
     def attended(self, layer: int) -> Tensor:

@@ -20,7 +20,7 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout, Slots
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton_ops import TritonOps
 
@@ -52,10 +52,10 @@ def launch_everything(dtype, d, tokens):
     position = torch.tensor(tokens)
     ops.begin_step(position)
     query, key = (torch.zeros(heads, 1, d, dtype=dtype)[:, 0] for heads in (HEADS * GROUP, HEADS))
-    digests = Digests(g, CPU)
-    digests.reserve(tokens)
-    ops.widen(digests, 0, torch.zeros(1, dtype=torch.int64), key)
-    scores = ops.page_scores(query, digests.of(0), 0.1)
+    bounds = PageBounds(g, CPU)
+    bounds.reserve(tokens)
+    ops.update_bounds(bounds, 0, torch.zeros(1, dtype=torch.int64), key)
+    scores = ops.page_scores(query, bounds.of(0), 0.1)
     flagged = ops.turned(query, query, 0.8)
     everything = Layout(0, LAYERS, 0, tokens)
     followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
@@ -77,7 +77,7 @@ def launch_everything(dtype, d, tokens):
         else:
             many = torch.zeros(64, dtype=torch.int64)
             ops.move_shared(slots, many, many, many > 0)
-    candidates = Candidates.between(1, position, digests.pages)
+    candidates = Candidates.between(1, position, bounds.pages)
     for flags in (None, flagged):
         ops.choose(scores, candidates, held, flags)
     ops.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Page digests: element-wise minimum and maximum of a page's keys, per KV head.
+"""Page bounds: element-wise minimum and maximum of a page's keys, per KV head.
 
 Stored as ``[max | -min]`` so that an update is one ``maximum`` and Quest's bound one dot product:
 ``sum_i max(q_i * max_i, q_i * min_i) = relu(q) . max + relu(-q) . (-min)``.
@@ -13,8 +13,8 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
 
 
-class Digests:
-    """Digests ``[layers, H, page, 2 * d_k]`` of the layers ``first`` to the last, kept where selection needs them.
+class PageBounds:
+    """PageBounds ``[layers, H, page, 2 * d_k]`` of the layers ``first`` to the last, kept where selection needs them.
 
     They count the first ``tokens`` tokens.
     """
@@ -48,7 +48,7 @@ class Digests:
         """``[H, page, 2 * d_k]``"""
         return self.data[layer - self.first]
 
-    def catch_up(self, host: HostPool) -> None:
+    def refresh(self, host: HostPool) -> None:
         """Count exactly what the host pool holds; what was counted and is still stored is not read again."""
         g = self.geometry
         begin, end = min(self.tokens, host.total) // g.page, g.pages(host.total)
@@ -59,12 +59,12 @@ class Digests:
             return
         for layer in range(self.first, g.layers):
             keys = host.dense(layer, host.total, begin)[0]
-            self.of(layer)[:, begin:end] = _digest(keys, end - begin, g.page)
+            self.of(layer)[:, begin:end] = _bounds_of(keys, end - begin, g.page)
 
-    def renew(self, layer: int, start: int, keys: Tensor) -> None:
+    def compute(self, layer: int, start: int, keys: Tensor) -> None:
         """Count a layer's tokens from ``start`` on, with the ``keys [H, n, d_k]`` of all that a prefill has at hand.
 
-        They are counted with the last layer, if all before them were; ``catch_up`` then reads back one page at most
+        They are counted with the last layer, if all before them were; ``refresh`` then reads back one page at most
         (and clears what a forward that failed may have left behind it).
         """
         g = self.geometry
@@ -72,15 +72,15 @@ class Digests:
             return
         begin, end = start // g.page, g.pages(keys.shape[1])
         self.reserve(g.grown(keys.shape[1]))
-        self.of(layer)[:, begin:end] = _digest(keys[:, begin * g.page :], end - begin, g.page)
+        self.of(layer)[:, begin:end] = _bounds_of(keys[:, begin * g.page :], end - begin, g.page)
         if layer == g.layers - 1:
             self.tokens = keys.shape[1]
 
-    def add(self, layer: int, page: Tensor, keys: Tensor) -> None:
-        """Widen the digest of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
-        digests = self.of(layer)
+    def update(self, layer: int, page: Tensor, keys: Tensor) -> None:
+        """Widen the bounds of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
+        bounds = self.of(layer)
         row = torch.cat((keys, -keys), -1).unsqueeze(1)
-        digests.index_copy_(1, page, torch.maximum(digests.index_select(1, page), row))
+        bounds.index_copy_(1, page, torch.maximum(bounds.index_select(1, page), row))
 
     @property
     def _lowest(self) -> float:
@@ -88,7 +88,7 @@ class Digests:
         return torch.finfo(self.geometry.dtype).min
 
 
-def _digest(keys: Tensor, pages: int, page: int) -> Tensor:
+def _bounds_of(keys: Tensor, pages: int, page: int) -> Tensor:
     """``keys [H, n, d_k]`` -> ``[H, pages, 2 * d_k]``; the last page may be partly filled."""
     heads, n, d_k = keys.shape
     both = torch.cat((keys, -keys), -1)

@@ -12,7 +12,7 @@ Departures and decisions:
     * Scores are scaled by the layer's attention scale (``select.page_scores``).
     * The window holds at least one page, so that candidates are always complete.
 
-Shapes: per layer tables ``[H, k*p + S + W]``; digests ``[layers, H, page, 2*d_k]``. The first layer is full by default.
+Shapes: per layer tables ``[H, k*p + S + W]``; bounds ``[layers, H, page, 2*d_k]``. The first layer is full by default.
 Costs: a step scores all pages (2*d_k elements a page and head), and recalls only (page, head) blocks that changed.
 """
 
@@ -30,7 +30,7 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout, Slots
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ class Speculative(Mode):
 
     @property
     def device_bytes(self) -> int:
-        return self.digests.nbytes
+        return self.bounds.nbytes
 
     def buffers(self) -> list[Tensor]:
-        return [self.digests.data]
+        return [self.bounds.data]
 
     @property
     def slots(self) -> Slots:
@@ -92,15 +92,15 @@ class Speculative(Mode):
 
     def attach(self, store: Store) -> None:
         super().attach(store)
-        self.digests = Digests(self.geometry, store.device, self.first)
+        self.bounds = PageBounds(self.geometry, store.device, self.first)
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         if layer >= self.first:
-            self.digests.renew(layer, start, keys)
+            self.bounds.compute(layer, start, keys)
 
     def fill(self, cached: int) -> None:
         super().fill(cached)
-        self.digests.catch_up(self.store.host)
+        self.bounds.refresh(self.store.host)
         if not self.k:
             return
         position = self.store.position
@@ -111,8 +111,8 @@ class Speculative(Mode):
 
     def advance(self) -> None:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
-        self.digests.reserve(self.store.capacity)
-        self.digests.tokens = self.store.total + 1
+        self.bounds.reserve(self.store.capacity)
+        self.bounds.tokens = self.store.total + 1
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
@@ -124,7 +124,7 @@ class Speculative(Mode):
     def before(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
         if layer < self.first:
             return
-        self.store.ops.widen(self.digests, layer, self._page, key)
+        self.store.ops.update_bounds(self.bounds, layer, self._page, key)
         if self.k:
             self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
 
@@ -151,7 +151,7 @@ class Speculative(Mode):
         return self.parameters.model_dump() | {"budget": self.budget, "sink": self.sink, "window": self.window}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        return self.store.ops.page_scores(query, self.digests.of(layer), self.store.scaling(layer))
+        return self.store.ops.page_scores(query, self.bounds.of(layer), self.store.scaling(layer))
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
         """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
@@ -172,7 +172,7 @@ class Speculative(Mode):
         """The pages with a token between sinks and window at the step at ``position``."""
         p = self.geometry.page
         last = torch.div(position - self.window, p, rounding_mode="floor")
-        return Candidates.between(self.sink // p, last, self.digests.pages)
+        return Candidates.between(self.sink // p, last, self.bounds.pages)
 
     def _recall(self, layer: int, placed: Tensor) -> None:
         self.store.recall.pages(self.slots, layer, placed, self.slots.pages_of(layer))

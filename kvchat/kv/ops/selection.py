@@ -28,19 +28,19 @@ class Candidates:
         return cls(first, last, (every < first) | (every > last))
 
 
-def page_scores(query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
     """Upper bound of each page's attention logit (Quest's bound, FreeKV section 3.2), times ``scaling``.
 
     Args:
         query: ``[H_q, d_k]``.
-        digests: ``[H, page, 2 * d_k]``, ``[max | -min]``.
+        bounds: ``[H, page, 2 * d_k]``, ``[max | -min]``.
         scaling: the layer's attention scale; the paper omits it, its published accurate program too (a departure).
 
     Returns:
         ``[H, G, page]``
     """
     parts = torch.cat((query.relu(), (-query).relu()), -1) * scaling
-    return torch.bmm(parts.view(digests.shape[0], -1, digests.shape[-1]), digests.transpose(1, 2))
+    return torch.bmm(parts.view(bounds.shape[0], -1, bounds.shape[-1]), bounds.transpose(1, 2))
 
 
 def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:

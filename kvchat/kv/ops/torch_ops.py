@@ -18,7 +18,7 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Slots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates, page_scores, place, top_pages, turned
 
 
@@ -55,9 +55,9 @@ class TorchOps:
         for slots in places:
             slots.write(layer, kv)
 
-    def widen(self, digests: Digests, layer: int, page: Tensor, keys: Tensor) -> None:
-        """Widen the digest of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
-        digests.add(layer, page, keys)
+    def update_bounds(self, bounds: PageBounds, layer: int, page: Tensor, keys: Tensor) -> None:
+        """Widen the bounds of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
+        bounds.update(layer, page, keys)
 
     # ---- attend
 
@@ -85,9 +85,9 @@ class TorchOps:
 
     # ---- select
 
-    def page_scores(self, query: Tensor, digests: Tensor, scaling: float) -> Tensor:
-        """``select.page_scores``: ``query [H_q, d_k]``, ``digests [H, page, 2 * d_k]`` -> ``[H, G, page]``."""
-        return page_scores(query, digests, scaling)
+    def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
+        """``select.page_scores``: ``query [H_q, d_k]``, ``bounds [H, page, 2 * d_k]`` -> ``[H, G, page]``."""
+        return page_scores(query, bounds, scaling)
 
     def turned(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
         """``select.turned``: queries ``[H_q, d_k]`` -> bool ``[H]``."""

@@ -20,7 +20,7 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Slots
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton import append, attend, recall, select
@@ -65,9 +65,9 @@ class TritonOps(TorchOps):
             for slots in places:
                 append.append(slots, self.host.rows(layer), layer, self.position, key, value, self.geometry)
 
-    def widen(self, digests: Digests, layer: int, page: Tensor, keys: Tensor) -> None:
+    def update_bounds(self, bounds: PageBounds, layer: int, page: Tensor, keys: Tensor) -> None:
         with self._on:
-            append.widen(digests, layer, page, keys)
+            append.update_bounds(bounds, layer, page, keys)
 
     def attend(
         self, slots: Slots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
@@ -76,9 +76,9 @@ class TritonOps(TorchOps):
             sizes = self.geometry, self.programs, self.tile
             return attend.attend(slots, layer, self.position, query, spec, weigh, *sizes)
 
-    def page_scores(self, query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+    def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
         with self._on:
-            return select.page_scores(query, digests, scaling)
+            return select.page_scores(query, bounds, scaling)
 
     def turned(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
         with self._on:

@@ -21,7 +21,7 @@ from kvchat.kv.memory import budget
 from kvchat.kv.memory import prefill_staging as prefill_module
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import DirectPrefill, StagedPrefill, prefill_over
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.transfer import Aside
 
 CPU = torch.device("cpu")
@@ -191,7 +191,7 @@ def test_a_missing_join_would_be_found(monkeypatch):
     assert races.found
 
 
-# ---- digests come with the prefill
+# ---- bounds come with the prefill
 
 
 def speculative(chunks: tuple[int, ...]) -> Run:
@@ -203,13 +203,13 @@ def speculative(chunks: tuple[int, ...]) -> Run:
 
 
 def assert_digests_right(run: Run) -> None:
-    digests, g = run.store.mode.digests, run.toy.geometry
-    anew = Digests(g, CPU, digests.first)
-    anew.catch_up(run.store.host)
+    bounds, g = run.store.mode.bounds, run.toy.geometry
+    anew = PageBounds(g, CPU, bounds.first)
+    anew.refresh(run.store.host)
     pages = g.pages(run.store.total)
-    assert digests.tokens == run.store.total
-    assert torch.equal(digests.data[:, :, :pages], anew.data[:, :, :pages])
-    assert bool((digests.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
+    assert bounds.tokens == run.store.total
+    assert torch.equal(bounds.data[:, :, :pages], anew.data[:, :, :pages])
+    assert bool((bounds.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
 
 
 @pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])

@@ -31,7 +31,7 @@ def nothing(*_args, **_options):
     ("module", "kernel", "named"),
     [
         (append, "append", "append"),
-        (append, "widen", "widen"),
+        (append, "update_bounds", "update_bounds"),
         (select, "open_pages", "open_pages"),
         (recall, "move_pages", "move_pages"),
         (recall, "move_tokens", "move_tokens"),

@@ -1,4 +1,4 @@
-"""append: the new token's K and V to its slot and through to the host pool, and its key into its page's digest.
+"""append: the new token's K and V to its slot and through to the host pool, and its key into its page's bounds.
 
 Costs: one program a KV head; the stores to host memory are posted, nobody waits for them.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Slots
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.triton.language import host_row, padded
 
 
@@ -50,17 +50,17 @@ def _append(
 
 
 @triton.jit(do_not_specialize=["pages"])
-def _widen(digests, page, key, pages, key_stride, D_K: tl.constexpr, COLS: tl.constexpr):
+def _update_bounds(bounds, page, key, pages, key_stride, D_K: tl.constexpr, COLS: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
     inside = col < D_K
     k = tl.load(key + head * key_stride + col, mask=inside, other=0.0).to(tl.float32)
-    highest = digests + (head * pages + tl.load(page)) * (2 * D_K) + col
+    highest = bounds + (head * pages + tl.load(page)) * (2 * D_K) + col
     lowest = highest + D_K
     high = tl.load(highest, mask=inside, other=0.0).to(tl.float32)
     low = tl.load(lowest, mask=inside, other=0.0).to(tl.float32)
-    tl.store(highest, tl.maximum(high, k).to(digests.dtype.element_ty), mask=inside)
-    tl.store(lowest, tl.maximum(low, -k).to(digests.dtype.element_ty), mask=inside)
+    tl.store(highest, tl.maximum(high, k).to(bounds.dtype.element_ty), mask=inside)
+    tl.store(lowest, tl.maximum(low, -k).to(bounds.dtype.element_ty), mask=inside)
 
 
 def append(
@@ -77,11 +77,11 @@ def append(
     )
 
 
-def widen(digests: Digests, layer: int, page: Tensor, keys: Tensor) -> None:
+def update_bounds(bounds: PageBounds, layer: int, page: Tensor, keys: Tensor) -> None:
     """``TorchOps.widen``"""
-    keys, of_layer = with_dense_rows(keys), digests.of(layer)
+    keys, of_layer = with_dense_rows(keys), bounds.of(layer)
     heads, d_k = keys.shape
-    _widen[(heads,)](of_layer, page, keys, of_layer.shape[1], keys.stride(0), d_k, padded(d_k), num_warps=1)
+    _update_bounds[(heads,)](of_layer, page, keys, of_layer.shape[1], keys.stride(0), d_k, padded(d_k), num_warps=1)
 
 
 def with_dense_rows(x: Tensor) -> Tensor:

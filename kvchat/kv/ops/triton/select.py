@@ -26,7 +26,7 @@ OPENED = 256
 @triton.jit(do_not_specialize=["pages"])
 def _page_scores(
     query,
-    digests,
+    bounds,
     scores,
     pages,
     query_stride,
@@ -40,8 +40,8 @@ def _page_scores(
     page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
     col = tl.arange(0, COLS)
     inside = (page < pages)[:, None] & (col < D_K)[None, :]
-    highest = digests + (head * pages + page)[:, None] * (2 * D_K) + col[None, :]
-    # An empty page's digest is the lowest number there is, which times a query would be infinite.
+    highest = bounds + (head * pages + page)[:, None] * (2 * D_K) + col[None, :]
+    # An empty page's bounds is the lowest number there is, which times a query would be infinite.
     high = tl.maximum(tl.load(highest, mask=inside, other=0.0).to(tl.float32), LOWEST)
     low = tl.maximum(tl.load(highest + D_K, mask=inside, other=0.0).to(tl.float32), LOWEST)
     for g in range(GROUP):
@@ -161,15 +161,15 @@ def _open_pages(table, pages, last, k, n, first, PAGE: tl.constexpr, SLOTS: tl.c
     tl.store(table + row * n + slot, tl.where(is_open, token, -1).to(tl.int32), mask=inside)
 
 
-def page_scores(query: Tensor, digests: Tensor, scaling: float) -> Tensor:
+def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
     """``select.page_scores`` in float32, whatever the dtype of the query."""
-    query, digests = with_dense_rows(query), digests.contiguous()
-    heads, pages, d_k = digests.shape[0], digests.shape[1], query.shape[1]
+    query, bounds = with_dense_rows(query), bounds.contiguous()
+    heads, pages, d_k = bounds.shape[0], bounds.shape[1], query.shape[1]
     group = len(query) // heads
     scores = torch.empty((heads, group, pages), dtype=torch.float32, device=query.device)
     grid = heads, triton.cdiv(pages, SCORED_PAGES)
     shape = group, d_k, padded(d_k), SCORED_PAGES
-    _page_scores[grid](query, digests, scores, pages, query.stride(0), scaling, *shape, num_warps=4)
+    _page_scores[grid](query, bounds, scores, pages, query.stride(0), scaling, *shape, num_warps=4)
     return scores
 
 

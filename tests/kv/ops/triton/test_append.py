@@ -7,7 +7,7 @@ import torch
 from support.random_stores import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 
 
 def layouts(heads):
@@ -44,12 +44,12 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_digest_widens(shape, dtype, device):
     g = geometry_of(shape, dtype)
-    expected, measured = (Digests(g, device) for _ in range(2))
+    expected, measured = (PageBounds(g, device) for _ in range(2))
     ops = sides(g, device)
-    for side, digests in zip(ops, (expected, measured), strict=True):
-        digests.reserve(100)
+    for side, bounds in zip(ops, (expected, measured), strict=True):
+        bounds.reserve(100)
         for token, page in enumerate((0, 3, 3, 1, 3)):
             keys = noise(token, device, dtype, g.kv_heads, g.d_k)
-            side.ops.widen(digests, 1, torch.tensor([page], device=device), keys)
+            side.ops.update_bounds(bounds, 1, torch.tensor([page], device=device), keys)
     assert torch.equal(measured.data, expected.data)
     assert bool((measured.of(1)[:, 3] > -100).all())

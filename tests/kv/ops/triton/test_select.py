@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.random_stores import LAYERS, SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
-from kvchat.kv.modes.page_bounds import Digests
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops import selection
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton.select import MOST_CHOSEN, MOST_PAGES
@@ -26,15 +26,15 @@ def ops_of(shape, device, dtype=torch.float32):
 def test_page_scores(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = sides(g, device, tokens=290, exact=True)
-    digests = Digests(g, device)
-    digests.reserve(500)
-    digests.catch_up(expected.host)
+    bounds = PageBounds(g, device)
+    bounds.reserve(500)
+    bounds.refresh(expected.host)
     full = g.pages(290)
     query = noise(1, device, dtype, g.q_heads, g.d_k)
-    scores = measured.ops.page_scores(query, digests.of(1), 0.3)
+    scores = measured.ops.page_scores(query, bounds.of(1), 0.3)
     assert scores.dtype == torch.float32
     assert not bool(scores.isnan().any())
-    exact = expected.ops.page_scores(query.float(), digests.of(1)[:, :full].float(), 0.3)
+    exact = expected.ops.page_scores(query.float(), bounds.of(1)[:, :full].float(), 0.3)
     assert_near(scores[:, :, :full], exact, torch.float32)
 
 
