@@ -19,7 +19,7 @@ from kvchat.kv.attention import attend_prefill
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import budget
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
@@ -48,7 +48,7 @@ class Store:
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
         self.specs: list[AttentionSpec | None] = [None] * g.layers
-        self.slots: list[Slots] = []
+        self.slots: list[DeviceSlots] = []
         self.steps = 0
         self._active_before = 0
         self._prefill: Prefill | None = None
@@ -133,7 +133,7 @@ class Store:
         self._make_room(self.total + 1)
         self.mode.fill(self.total if cached is None else cached)
         for slots in self.slots:
-            slots.read.copy_(slots.table)
+            slots.attended.copy_(slots.table)
         self._torn = False
 
     def switch(self, mode: Mode) -> int:
@@ -237,7 +237,7 @@ class Store:
         if self._decoded_last:
             for slots in self._places[layer]:
                 heads = slots.heads_of(layer)
-                table = slots.read_of(layer).long().expand(len(heads), -1)
+                table = slots.attended_of(layer).long().expand(len(heads), -1)
                 # Empty slots mark one column more, which is cut off.
                 columns = torch.where(table >= 0, table, self.total)
                 seen[heads] = seen[heads].scatter(1, columns, True)
@@ -277,13 +277,13 @@ class Store:
             for slots in places:
                 self._check_slots(slots, layer)
 
-    def _check_slots(self, slots: Slots, layer: int) -> None:
+    def _check_slots(self, slots: DeviceSlots, layer: int) -> None:
         keys, values = self.host.dense(layer, self.total)
         for row, head in enumerate(slots.heads_of(layer).tolist()):
             where = f"{self.mode.name}, layer {layer}, head {head}"
             table = slots.table_of(layer).expand(len(slots.heads_of(layer)), -1)[row].long()
             held = table[table >= 0]
-            read = slots.read_of(layer).expand(len(slots.heads_of(layer)), -1)[row]
+            read = slots.attended_of(layer).expand(len(slots.heads_of(layer)), -1)[row]
             assert not bool((torch.bincount(read[read >= 0], minlength=1) > 1).any()), f"{where}: a token read twice"
             assert bool((held < self.total).all()), f"{where}: a token beyond the end"
             assert torch.equal(slots.values(layer)[row][table >= 0], values[head][held]), f"{where}: values"
@@ -298,7 +298,7 @@ class Store:
         self.mode = mode
         self.recall.step_seconds.clear()
         self.capacity = self.geometry.grown(self.total)
-        self.slots = [Slots(layout, self.geometry, self.device) for layout in mode.layouts(self.capacity)]
+        self.slots = [DeviceSlots(layout, self.geometry, self.device) for layout in mode.layouts(self.capacity)]
         self._place()
         # Of layers whose heads lie in several slots: where each head's output is among theirs, which growing leaves.
         self._joins = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
@@ -79,14 +79,14 @@ class Recall:
         """Bytes of K and V of one token in one layer and KV head."""
         return 2 * self.geometry.row_bytes
 
-    def pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor) -> None:
+    def pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
         began = time.perf_counter()
         self.ops.move_pages(slots, layer, placed, resident, self.tally[int(self.aside.inside), :2])
         resident.copy_(placed)
         self._seconds += time.perf_counter() - began
 
-    def placed(self, slots: Slots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
+    def placed(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
 
         -1 in either is an empty slot. The tables are the caller's business.
@@ -95,7 +95,7 @@ class Recall:
         self.ops.move_tokens(slots, layer, first, placed, resident, self.tally[int(self.aside.inside), :2])
         self._seconds += time.perf_counter() - began
 
-    def tokens(self, slots: Slots, wanted: Tensor) -> None:
+    def tokens(self, slots: DeviceSlots, wanted: Tensor) -> None:
         """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.
 
         Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
@@ -112,8 +112,8 @@ class Recall:
         slots.table.copy_(wanted)
         self.filled_seconds += time.perf_counter() - began
 
-    def into(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
-        """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a loose layout where ``taken [m]`` (bool)."""
+    def into(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+        """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a unordered layout where ``taken [m]`` (bool)."""
         began = time.perf_counter()
         layers = slots.layout.last - slots.layout.first
         self.tally[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)

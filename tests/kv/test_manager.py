@@ -17,7 +17,7 @@ from kvchat.config.modes import available_modes
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import Store
 from kvchat.kv.memory import available, budget
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.transfer import Recall
 
@@ -83,7 +83,7 @@ def assert_same_memory(one: Store, other: Store) -> None:
     gc.collect()
     assert one.device_bytes == other.device_bytes
     assert sorted(tensors_of(one).values()) == sorted(tensors_of(other).values())
-    alive = [thing for thing in gc.get_objects() if type(thing) is Slots]
+    alive = [thing for thing in gc.get_objects() if type(thing) is DeviceSlots]
     assert len(alive) == len(one.slots) + len(other.slots)
 
 
@@ -281,7 +281,7 @@ def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
     while run.store.total < run.store.capacity:
         run.step()
     with monkeypatch.context() as patch:
-        patch.setattr(Slots, "grown", out_of_memory)
+        patch.setattr(DeviceSlots, "grown", out_of_memory)
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError), run.store.step(), run.store.layers():
                 pass

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Layout, Slots
+from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
@@ -63,7 +63,7 @@ def launch_everything(dtype, d, tokens):
     plain, odd = AttentionSpec(0.1), AttentionSpec(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
     counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :2]  # of the second row: not aligned
     for layout, spec in ((everything, odd), (followers, odd), (pages, plain)):
-        slots, layer = Slots(layout, g, CPU), int(tokens == LATER)
+        slots, layer = DeviceSlots(layout, g, CPU), int(tokens == LATER)
         ops.append([slots], layer, key, key)
         for weigh in (False, True):
             _, weights = ops.attend(slots, layer, query, spec, weigh)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton_ops import TritonOps
@@ -37,7 +37,7 @@ class Side:
 
     ops: TorchOps
     host: HostPool
-    slots: list[Slots]
+    slots: list[DeviceSlots]
 
 
 def sides(
@@ -56,7 +56,7 @@ def noise(seed: int, device: torch.device, dtype: torch.dtype, *shape: int) -> T
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
 
-def fill_table(slots: Slots, tokens: int, seed: int, share: float = 0.7) -> None:
+def fill_table(slots: DeviceSlots, tokens: int, seed: int, share: float = 0.7) -> None:
     """Random distinct tokens in a ``share`` of the slots of each table."""
     dice = random.Random(seed)
     for row in slots.table.view(-1, slots.n):
@@ -82,7 +82,7 @@ def _side(g, rounded, device, layouts, tokens, seed, kind) -> Side:
         v = noise(seed + layer + 50, device, rounded, g.kv_heads, tokens, g.d_v).to(g.dtype)
         host.append(layer, 0, k, v)
     host.total = tokens
-    slots = [Slots(layout, g, device) for layout in layouts]
+    slots = [DeviceSlots(layout, g, device) for layout in layouts]
     for i, each in enumerate(slots):
         each.kv.copy_(noise(seed + 90 + i, device, rounded, *each.kv.shape))
         fill_table(each, tokens, seed)

@@ -21,7 +21,7 @@ class Layout:
     """Slots of the layers ``first`` to ``last`` (exclusive): ``pages`` retrieved pages, ``sink`` and ``window`` tokens.
 
     ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
-    the same length for each layer; all, where there is none. In a ``loose`` layout (shared, window only) a token may
+    the same length for each layer; all, where there is none. In a ``unordered`` layout (shared, window only) a token may
     lie in any slot: a new one takes a vacant one, and the mode sees to it that there is one.
     """
 
@@ -32,18 +32,18 @@ class Layout:
     pages: int = 0
     shared: bool = True
     heads: tuple[tuple[int, ...], ...] | None = None
-    loose: bool = False
+    unordered: bool = False
 
     def width(self, geometry: Geometry) -> int:
         """KV heads per layer."""
         return len(self.heads[0]) if self.heads else geometry.kv_heads
 
     def slots(self, page: int) -> int:
-        """Slots per KV head and layer, whole pages."""
+        """DeviceSlots per KV head and layer, whole pages."""
         return -(-(self.pages * page + self.sink + self.window) // page) * page
 
     def nbytes(self, geometry: Geometry) -> int:
-        """Bytes that ``Slots`` of this layout allocate."""
+        """Bytes that ``DeviceSlots`` of this layout allocate."""
         n = self.slots(geometry.page)
         heads = (self.last - self.first) * self.width(geometry)
         tables = 1 if self.shared else heads
@@ -52,7 +52,7 @@ class Layout:
         return rows + pages + 2 * tables * n * torch.int32.itemsize
 
 
-class Slots:
+class DeviceSlots:
     """The slots of the layers of one ``Layout``.
 
     H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
@@ -73,13 +73,13 @@ class Slots:
         self.heads = torch.tensor(layout.heads, device=device) if layout.heads else None
         self.kv = torch.zeros((layers, 2, width, self.n, geometry.d), dtype=geometry.dtype, device=device)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
-        self.read = self.table.clone()
+        self.attended_x = self.table.clone()
         self.pages = torch.full((layers, width, layout.pages), EMPTY, dtype=torch.int64, device=device)
         blocks = torch.arange(width, device=device)[:, None] * (self.n // geometry.page)
         self.page_blocks = blocks + torch.arange(layout.pages, device=device)
         self._all = torch.arange(geometry.kv_heads, device=device)
         self._row_starts = torch.arange(2 * width, device=device) * self.n
-        self.newest = self._all[:1]
+        self.current_slot = self._all[:1]
         self._write_rows = self._row_starts
         self.active = torch.zeros((), dtype=torch.int64, device=device)
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
@@ -87,12 +87,12 @@ class Slots:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.kv.nbytes + self.table.nbytes + self.read.nbytes + self.pages.nbytes
+        return self.kv.nbytes + self.table.nbytes + self.attended_x.nbytes + self.pages.nbytes
 
     def buffers(self) -> list[Tensor]:
         """All tensors that last from step to step."""
         constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
-        return [self.kv, self.table, self.read, self.pages, self.active, *constants]
+        return [self.kv, self.table, self.attended_x, self.pages, self.active, *constants]
 
     def heads_of(self, layer: int) -> Tensor:
         """The KV heads held, ``[H]`` int64."""
@@ -122,9 +122,9 @@ class Slots:
         """The layer's table, ``[H or 1, n]``."""
         return self.table[0 if self.layout.shared else layer - self.layout.first]
 
-    def read_of(self, layer: int) -> Tensor:
+    def attended_of(self, layer: int) -> Tensor:
         """What the last attention of the layer could read, ``[H or 1, n]``."""
-        return self.read[0 if self.layout.shared else layer - self.layout.first]
+        return self.attended_x[0 if self.layout.shared else layer - self.layout.first]
 
     def pages_of(self, layer: int) -> Tensor:
         """The pages in the layer's page slots, ``[H, k]``."""
@@ -135,16 +135,16 @@ class Slots:
         s, w = self.layout.sink, self.layout.window
         return self.offset + torch.where(positions < s, positions, s + (positions - s) % w)
 
-    def vacant(self, n: int) -> Tensor:
-        """Slots ``[n]`` of a loose layout: empty ones as far as there are, then others."""
+    def free_slots(self, n: int) -> Tensor:
+        """DeviceSlots ``[n]`` of a unordered layout: empty ones as far as there are, then others."""
         return (self.table[0, 0] == EMPTY).to(torch.int32).topk(n).indices
 
-    def admit(self, position: Tensor) -> None:
+    def assign(self, position: Tensor) -> None:
         """Give the new token (0-d int64 ``position``) its slot in every table; who was there is released."""
-        slot = self.vacant(1) if self.layout.loose else self.slot_of(position)
+        slot = self.free_slots(1) if self.layout.unordered else self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
         self.table.index_copy_(2, slot.view(1), entry)
-        self.newest = slot.view(1)
+        self.current_slot = slot.view(1)
         self._write_rows = self._row_starts + slot
 
     def write(self, layer: int, kv: Tensor) -> None:
@@ -164,11 +164,11 @@ class Slots:
         self.table.masked_fill_(self.table >= tokens, EMPTY)
         self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
 
-    def grown(self, layout: Layout) -> Slots:
-        """The same tokens in more slots; only for windows that have not come round yet, and loose layouts."""
-        if layout.loose:
+    def grown(self, layout: Layout) -> DeviceSlots:
+        """The same tokens in more slots; only for windows that have not come round yet, and unordered layouts."""
+        if layout.unordered:
             return self._resettled(layout)
-        larger = Slots(layout, self.geometry, self.table.device)
+        larger = DeviceSlots(layout, self.geometry, self.table.device)
         rest = self.n - self.offset
         for old, new in (
             (slice(0, self.offset), slice(0, self.offset)),
@@ -176,21 +176,21 @@ class Slots:
         ):
             larger.kv[:, :, :, new] = self.kv[:, :, :, old]
             larger.table[:, :, new] = self.table[:, :, old]
-            larger.read[:, :, new] = self.read[:, :, old]
+            larger.read[:, :, new] = self.attended_x[:, :, old]
         larger.pages[:, :, : self.pages.shape[2]] = self.pages
         larger.active = self.active
         return larger
 
-    def _resettled(self, layout: Layout) -> Slots:
-        """The tokens of a loose layout in as many slots as ``layout`` has, from the first slot on."""
-        other = Slots(layout, self.geometry, self.table.device)
+    def _resettled(self, layout: Layout) -> DeviceSlots:
+        """The tokens of a unordered layout in as many slots as ``layout`` has, from the first slot on."""
+        other = DeviceSlots(layout, self.geometry, self.table.device)
         n = min(self.n, other.n)
         held, read = (
-            (table[0, 0] == EMPTY).to(torch.int8).argsort(stable=True)[:n] for table in (self.table, self.read)
+            (table[0, 0] == EMPTY).to(torch.int8).argsort(stable=True)[:n] for table in (self.table, self.attended_x)
         )
         other.kv[:, :, :, :n] = self.kv.index_select(3, held)
         other.table[..., :n] = self.table[..., held]
-        other.read[..., :n] = self.read[..., read]
+        other.read[..., :n] = self.attended_x[..., read]
         other.active = self.active
         return other
 
@@ -206,7 +206,7 @@ class Slots:
         key = (0 if self.layout.shared else layer, window)
         if key not in self._masks:
             table = self.table_of(layer)
-            self.read_of(layer).copy_(table)
+            self.attended_of(layer).copy_(table)
             closed = table < 0
             if window is not None:
                 closed = closed | (table <= position - window)

@@ -18,7 +18,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.rope import Rotation
@@ -93,7 +93,7 @@ class Mode:
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         """A prefill brings the layer's tokens from ``start`` on; ``keys [H, n, d_k]`` of all tokens, on the device."""
 
-    def wanted(self, slots: Slots, recent: int) -> Tensor:
+    def wanted(self, slots: DeviceSlots, recent: int) -> Tensor:
         """The table that holds the sinks and the last ``recent`` tokens before the next one."""
         total, sink = self.store.total, slots.layout.sink
         table = torch.full_like(slots.table, EMPTY)
@@ -109,7 +109,7 @@ class Mode:
     def begin_step(self, position: Tensor) -> None:
         """Before the first layer: the new token gets its slots."""
         for slots in self.store.slots:
-            slots.admit(position)
+            slots.assign(position)
 
     def before(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
         """Before the layer's attention; ``query [H_q, d_k]`` and ``key [H, d_k]`` of the new token."""

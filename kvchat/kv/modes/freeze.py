@@ -41,7 +41,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.freeze_timers import Timers, state_bytes
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
@@ -96,7 +96,7 @@ class Freeze(Mode):
         most = min(capacity, self.rule.max_active or capacity)
         sizes = self._sizes or [most + CHECK] * (len(ends) - 1)
         return [
-            Layout(first, last, sink=0, window=size, loose=True)
+            Layout(first, last, sink=0, window=size, unordered=True)
             for (first, last), size in zip(pairwise(ends), sizes, strict=True)
         ]
 
@@ -151,7 +151,7 @@ class Freeze(Mode):
                 timers.limit(self.store.total, self.rule.max_active - 1, self.store.pinned)
         self._bring()
 
-    def _look_again(self, slots: Slots, timers: Timers) -> None:
+    def _look_again(self, slots: DeviceSlots, timers: Timers) -> None:
         """Score all tokens by the last token's queries; the frozen ones that are relevant wake."""
         store, total = self.store, self.store.total
         positions = torch.arange(total, device=store.device)
@@ -196,7 +196,7 @@ class Freeze(Mode):
         return changed
 
     def _size(self, n: int, active: int) -> int:
-        """Slots for ``active`` tokens where there are ``n`` now; ``n`` while it will do."""
+        """DeviceSlots for ``active`` tokens where there are ``n`` now; ``n`` while it will do."""
         least, most = max(MIN_ROOM, active // 8), self.rule.max_active
         ahead = self.geometry.spare // ROOM_SHARE
         ahead = ahead if most is None else min(ahead, most - active)
@@ -229,7 +229,7 @@ class Freeze(Mode):
             slots.table.masked_fill_(leaves, EMPTY)
             self._thaw(slots, timers)
 
-    def _thaw(self, slots: Slots, timers: Timers) -> None:
+    def _thaw(self, slots: DeviceSlots, timers: Timers) -> None:
         """The most urgent tokens return, as many as may move and have room."""
         urgency = timers.urgency()
         most = min(self.rule.moves, slots.n, len(urgency))
@@ -239,7 +239,7 @@ class Freeze(Mode):
         if self.rule.max_active is not None:
             room = room.clamp(max=self.rule.max_active - 1 - active)
         taken = (value > 0) & (torch.arange(most, device=value.device) < room)
-        self.store.recall.into(slots, positions, slots.vacant(most), taken)
+        self.store.recall.into(slots, positions, slots.free_slots(most), taken)
         timers.frozen[positions] &= ~taken
         self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first

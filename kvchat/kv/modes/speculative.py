@@ -28,7 +28,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Layout, Slots
+from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
@@ -86,7 +86,7 @@ class Speculative(Mode):
         return [self.bounds.data]
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> DeviceSlots:
         """Those of the layers that retrieve."""
         return self.store.slots[-1]
 

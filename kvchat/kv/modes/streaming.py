@@ -27,7 +27,7 @@ from torch import Tensor
 from kvchat.config.modes import StreamingParameters
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 
@@ -149,7 +149,7 @@ class Streaming(Mode):
         p = self.parameters
         return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
 
-    def _note_sink(self, slots: Slots, position: Tensor) -> None:
+    def _note_sink(self, slots: DeviceSlots, position: Tensor) -> None:
         """A conversation may begin with fewer tokens than sinks: the canonical key of a sink that was decoded."""
         keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
         self.sinks.index_copy_(2, position.clamp(max=self.sink).view(1), keys)

@@ -36,7 +36,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import EMPTY, Layout, Slots
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import place_tokens
@@ -119,7 +119,7 @@ class Sync(Mode):
             k = p.budget - self.ring
         else:
             per_follower = paper_k(p.mem, capacity, self.geometry.kv_heads, self.clusters)
-            # Slots come in whole pages, twice: the region's and all of a head's.
+            # DeviceSlots come in whole pages, twice: the region's and all of a head's.
             k = max(MIN_BUDGET, int((per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)))
         # More than there can be outside the ring of the step that needs the next slot would stay empty.
         return max(SINK, min(k, capacity + 1 - self._recent()))
@@ -166,7 +166,7 @@ class Sync(Mode):
         self._load(rest, last)
         return None
 
-    def _load(self, rest: Slots, last: Tensor) -> None:
+    def _load(self, rest: DeviceSlots, last: Tensor) -> None:
         """Bring to the followers' slots what they hold from now on."""
         if self.parameters.offload:
             table = self.wanted(rest, self.window - 1)
@@ -261,7 +261,7 @@ class Sync(Mode):
             follows = self._follows[layer]
             self.store.recall.placed(self.store.slots[1], layer, self.static, placed[follows], before[follows])
 
-    def _open(self, rest: Slots, layer: int, last: Tensor) -> None:
+    def _open(self, rest: DeviceSlots, layer: int, last: Tensor) -> None:
         """Let the followers' attention read what they hold, the sinks, and what is later than ``last``."""
         table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
         if self.parameters.offload:
@@ -321,7 +321,7 @@ class Sync(Mode):
         return min(k - SINK, int((1 - self.parameters.rho) * k))
 
     def _region(self, capacity: int) -> int:
-        """Slots for static and, doubly, dynamic tokens."""
+        """DeviceSlots for static and, doubly, dynamic tokens."""
         k = self.k_of(capacity)
         return k - SINK + self._dynamic_share(k)
 

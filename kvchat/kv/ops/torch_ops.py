@@ -16,7 +16,7 @@ from torch import Tensor
 from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates, page_scores, place, top_pages, turned
@@ -48,7 +48,7 @@ class TorchOps:
 
     # ---- append
 
-    def append(self, places: Sequence[Slots], layer: int, key: Tensor, value: Tensor) -> None:
+    def append(self, places: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
         """Write the new token's ``key [H, d_k]`` and ``value [H, d_v]`` to its slots and through to the host pool."""
         kv = self._packed(key, value)
         scatter(self.host.rows(layer), self._host_rows, kv.flatten(0, 1))
@@ -62,7 +62,7 @@ class TorchOps:
     # ---- attend
 
     def attend(
-        self, slots: Slots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
     ) -> tuple[Tensor, Weights | None]:
         """Attention of the KV heads in ``slots``; notes what was read.
 
@@ -108,13 +108,13 @@ class TorchOps:
         placed = place(top_pages(scores, candidates.closed, resident.shape[1]), resident)
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
-    def open_pages(self, slots: Slots, layers: slice, first: int, last: Tensor) -> None:
+    def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         """``Slots.open_pages``"""
         slots.open_pages(layers, first, last)
 
     # ---- recall
 
-    def move_pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
+    def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
         """Copy the pages ``placed [H, k]`` that are not ``resident [H, k]`` into the layer's page slots.
 
         Adds the K/V pairs moved and wanted to ``counters [2]``.
@@ -127,7 +127,7 @@ class TorchOps:
         self._move(self.host.blocks(layer), slots.blocks(layer), source, 1, slots.page_blocks, v_target, changed)
 
     def move_tokens(
-        self, slots: Slots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
+        self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
     ) -> None:
         """Copy the tokens ``placed [H, n]`` that are not ``resident [H, n]`` into the layer's slots from ``first`` on.
 
@@ -142,7 +142,7 @@ class TorchOps:
         rows, page = slots.rows(layer), self.geometry.page
         self._move(self.host.rows(layer), rows, source, page, target, width * slots.n, changed)
 
-    def move_shared(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+    def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Copy the tokens ``positions [m]`` into slots ``targets [m]`` of every head and layer, where ``taken [m]``."""
         g, layout = self.geometry, slots.layout
         # Rows that do not move are read too, and those of positions not stored yet may be no memory of the device's.
@@ -154,7 +154,7 @@ class TorchOps:
             rows = slots.rows(layer)
             self._move(self.host.rows(layer), rows, source, g.page, target, width * slots.n, changed)
 
-    def move_picked(self, slots: Slots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
+    def move_picked(self, slots: DeviceSlots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
         """Copy tokens ``positions [m]`` of the heads in ``rows [m]`` of ``slots`` to slots ``targets [m]``.
 
         For use between steps.

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
@@ -57,7 +57,7 @@ class TritonOps(TorchOps):
         else:
             super().begin_step(position)
 
-    def append(self, places: Sequence[Slots], layer: int, key: Tensor, value: Tensor) -> None:
+    def append(self, places: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
         if not self.host.pinned:
             super().append(places, layer, key, value)
             return
@@ -70,7 +70,7 @@ class TritonOps(TorchOps):
             append.update_bounds(bounds, layer, page, keys)
 
     def attend(
-        self, slots: Slots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
     ) -> tuple[Tensor, Weights | None]:
         with self._on:
             sizes = self.geometry, self.programs, self.tile
@@ -90,11 +90,11 @@ class TritonOps(TorchOps):
         with self._on:
             return select.choose(scores, candidates, resident, flagged)
 
-    def open_pages(self, slots: Slots, layers: slice, first: int, last: Tensor) -> None:
+    def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         with self._on:
             select.open_pages(slots, layers, first, last)
 
-    def move_pages(self, slots: Slots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
+    def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
         if not self.host.pinned:
             super().move_pages(slots, layer, placed, resident, counters)
             return
@@ -102,7 +102,7 @@ class TritonOps(TorchOps):
             recall.move_pages(self.host.blocks(layer), slots, layer, placed, resident, counters, self.ctas)
 
     def move_tokens(
-        self, slots: Slots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
+        self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
     ) -> None:
         if not self.host.pinned:
             super().move_tokens(slots, layer, first, placed, resident, counters)
@@ -110,7 +110,7 @@ class TritonOps(TorchOps):
         with self._on:
             recall.move_tokens(self.host.rows(layer), slots, layer, first, placed, resident, counters, self.ctas)
 
-    def move_shared(self, slots: Slots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+    def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         if not self.host.pinned:
             super().move_shared(slots, positions, targets, taken)
             return

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Layout, Slots
+from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
@@ -55,9 +55,9 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     host = HostPool(g, device, tokens)
     host.append(0, 0, keys, values)
     ops, position = kind(g, host, device), torch.tensor(tokens, device=device)
-    slots = Slots(Layout(0, 1, p, p, pages=2, shared=False), g, device)
+    slots = DeviceSlots(Layout(0, 1, p, p, pages=2, shared=False), g, device)
     ops.begin_step(position)
-    slots.admit(position)
+    slots.assign(position)
     ops.append([slots], 0, noise(g.kv_heads, g.d_k), noise(g.kv_heads, g.d_v))
     stored = host.dense(0, tokens + 1, PAGES)
     found = {"append": torch.cat((slots.kv.flatten(), *(part.flatten() for part in stored)))}
@@ -89,9 +89,9 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     some = torch.arange(p, device=device).expand(g.kv_heads, -1) * 3
     ops.move_tokens(slots, 0, slots.offset, some.contiguous(), torch.full_like(some, -1), counters)
     found["move_tokens"] = slots.kv[:, :, :, slots.offset : slots.offset + p]
-    loose = Slots(Layout(0, 1, 0, 2 * p, loose=True), g, device)
-    ops.move_shared(loose, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
-    return found | {"move_shared": loose.kv}
+    unordered = DeviceSlots(Layout(0, 1, 0, 2 * p, unordered=True), g, device)
+    ops.move_shared(unordered, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
+    return found | {"move_shared": unordered.kv}
 
 
 class _Noise:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.triton.language import host_row, padded
 
@@ -64,7 +64,7 @@ def _update_bounds(bounds, page, key, pages, key_stride, D_K: tl.constexpr, COLS
 
 
 def append(
-    slots: Slots, host_rows: Tensor, layer: int, position: Tensor, key: Tensor, value: Tensor, g: Geometry
+    slots: DeviceSlots, host_rows: Tensor, layer: int, position: Tensor, key: Tensor, value: Tensor, g: Geometry
 ) -> None:
     """``TorchOps.append`` for the heads of ``slots``; columns that pad a narrower K or V stay as they are."""
     key, value = with_dense_rows(key), with_dense_rows(value)
@@ -73,7 +73,7 @@ def append(
     strides = key.stride(0), value.stride(0)
     kv = slots.rows(layer)
     _append[(len(heads),)](
-        key, value, kv, host_rows, heads, slots.newest, position, slots.n, *strides, *shape, num_warps=1
+        key, value, kv, host_rows, heads, slots.current_slot, position, slots.n, *strides, *shape, num_warps=1
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import LOG2E, LOWEST, operand, padded
 
@@ -235,7 +235,7 @@ class TritonWeights(Weights):
 
 
 def attend(
-    slots: Slots,
+    slots: DeviceSlots,
     layer: int,
     position: Tensor,
     query: Tensor,
@@ -262,7 +262,7 @@ def attend(
     table, picked = slots.table_of(layer), slots.heads is not None
     scale, cap = _base_two(spec)
     _attend_part[width, parts](
-        query, kv, table, slots.read_of(layer), slots.active, position, heads, logits, sums, extremes,
+        query, kv, table, slots.attended_of(layer), slots.active, position, heads, logits, sums, extremes,
         slots.n, blocks, spec.window or 0, query.stride(0), scale, cap,
         picked, spec.window is not None, spec.softcap is not None, weigh, len(table),
         g.group, g.d, g.d_k, g.d_v, padded(g.group), block, cols_k, cols_v,

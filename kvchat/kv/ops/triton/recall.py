@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import EMPTY, Slots
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.ops.triton.language import host_row, padded
 
 # Elements of K, and as many of V, that a program has under way at a time: 16 KiB of half precision.
@@ -165,7 +165,7 @@ def _move_shared(
 
 
 def move_pages(
-    host_blocks: Tensor, slots: Slots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
+    host_blocks: Tensor, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
 ) -> None:
     """``TorchOps.move_pages`` by ``ctas`` programs."""
     placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
@@ -178,7 +178,7 @@ def move_pages(
 
 def move_tokens(
     host_rows: Tensor,
-    slots: Slots,
+    slots: DeviceSlots,
     layer: int,
     first: int,
     placed: Tensor,
@@ -195,7 +195,9 @@ def move_tokens(
         _move_tokens[grid](*tensors, width, length, slots.n, first, *_token_shape(slots, g), num_warps=4)
 
 
-def move_shared(host_rows: Tensor, slots: Slots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+def move_shared(
+    host_rows: Tensor, slots: DeviceSlots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor
+) -> None:
     """``TorchOps.move_shared`` for one layer."""
     m, heads, g = len(positions), slots.heads_of(layer), slots.geometry
     tensors = host_rows, slots.rows(layer), positions, targets, taken.view(torch.uint8), heads
@@ -204,7 +206,7 @@ def move_shared(host_rows: Tensor, slots: Slots, layer: int, positions: Tensor, 
         _move_shared[grid](*tensors, m, slots.n, *_token_shape(slots, g), num_warps=4)
 
 
-def _token_shape(slots: Slots, g: Geometry) -> tuple[bool, int, int, int, int, int]:
+def _token_shape(slots: DeviceSlots, g: Geometry) -> tuple[bool, int, int, int, int, int]:
     return slots.heads is not None, g.kv_heads, g.page, g.d, padded(g.d), TOKENS
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvchat.kv.memory.device_slots import Slots
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import LOWEST, padded
@@ -204,7 +204,7 @@ def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Te
     return chosen
 
 
-def open_pages(slots: Slots, layers: slice, first: int, last: Tensor) -> None:
+def open_pages(slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
     """``TorchOps.open_pages``"""
     pages, table = slots.pages[layers], slots.table[layers]
     k = pages.shape[2]

@@ -14,7 +14,7 @@ def layouts(heads):
     """Each a way to hold all KV heads of both layers."""
     yield [Layout(0, LAYERS, sink=0, window=80)]
     yield [Layout(0, LAYERS, sink=3, window=20, pages=2, shared=False)]
-    yield [Layout(0, LAYERS, sink=0, window=64, loose=True)]
+    yield [Layout(0, LAYERS, sink=0, window=64, unordered=True)]
     if heads > 1:
         some, others = ((0,), (1,)), (tuple(range(1, heads)), tuple(h for h in range(heads) if h != 1))
         yield [Layout(0, LAYERS, 0, 80, heads=some), Layout(0, LAYERS, 2, 30, 1, shared=False, heads=others)]
@@ -29,7 +29,7 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
         for side in sides(g, device, *places, tokens=45):
             for slots in side.slots:
                 slots.kv.zero_()
-                slots.admit(side.ops.position)
+                slots.assign(side.ops.position)
             for layer in range(LAYERS):
                 # As the model gives them: heads beside each other, or not.
                 k = noise(layer, device, dtype, 1, g.kv_heads, g.d_k + layer)[0, :, : g.d_k]

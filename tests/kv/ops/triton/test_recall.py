@@ -70,7 +70,7 @@ def test_tokens(shape, dtype, device):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_shared_by_layers_and_heads(shape, dtype, device):
     g = geometry_of(shape, dtype)
-    both = sides(g, device, Layout(0, LAYERS, 0, 100, loose=True), tokens=150)
+    both = sides(g, device, Layout(0, LAYERS, 0, 100, unordered=True), tokens=150)
     targets = torch.randperm(100, generator=torch.Generator().manual_seed(4))[:45].to(device)
     positions, taken = some(5, device, 0, 150, 45), some(6, device, 0, 2, 45) == 1
     for side in both:
@@ -87,7 +87,7 @@ def test_a_pageable_pool_is_left_to_torch(device, monkeypatch):
     monkeypatch.setattr(recall, "_move_shared", None)
     monkeypatch.setattr("kvchat.kv.ops.triton.append._append", None)
     (slots,), ops = side.slots, side.ops
-    slots.admit(ops.position)
+    slots.assign(ops.position)
     ops.begin_step(ops.position)
     ops.append([slots], 0, *(noise(0, device, g.dtype, g.kv_heads, d) for d in (g.d_k, g.d_v)))
     counters, wanted = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((2, 6), dtype=torch.int64)
