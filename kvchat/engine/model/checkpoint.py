@@ -153,7 +153,7 @@ def _only_gguf(folder: Path) -> str:
 
 def _complete_gguf(place: Place) -> Source:
     file = place.folder / place.gguf
-    revision = place.folder.name if place.on_hub else _bounds_of(place.folder, (file,))
+    revision = place.folder.name if place.on_hub else _digest(place.folder, (file,))
     return Source(place.name, place.folder, revision, (file,), file.stat().st_size, place.gguf)
 
 
@@ -177,13 +177,13 @@ def _check_readable(file: Path) -> None:
 def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
     """Of the configuration and of each weight file's size and end: tells two trainings apart without reading all."""
     config = folder / "config.json"
-    bounds = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
+    digest = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
     for file in weights:
         with file.open("rb") as stream:
             size = stream.seek(0, io.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))
-            bounds.update(f"{file.name} {size} ".encode() + stream.read())
-    return bounds.hexdigest()[:12]
+            digest.update(f"{file.name} {size} ".encode() + stream.read())
+    return digest.hexdigest()[:12]
 
 
 # ---- the hub ---------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class DeviceSlots:
     """The slots of the layers of one ``Layout``.
 
     H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
-    n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and ``read``
+    n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and ``attended``
     the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots
     hold; whether their tokens may be read is the table's business; ``page_blocks [H, k]`` are their rows of ``blocks``.
     ``newest [1]`` (int64) is the slot of the token being decoded.
@@ -73,7 +73,7 @@ class DeviceSlots:
         self.heads = torch.tensor(layout.heads, device=device) if layout.heads else None
         self.kv = torch.zeros((layers, 2, width, self.n, geometry.d), dtype=geometry.dtype, device=device)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
-        self.attended_x = self.table.clone()
+        self.attended = self.table.clone()
         self.pages = torch.full((layers, width, layout.pages), EMPTY, dtype=torch.int64, device=device)
         blocks = torch.arange(width, device=device)[:, None] * (self.n // geometry.page)
         self.page_blocks = blocks + torch.arange(layout.pages, device=device)
@@ -87,12 +87,12 @@ class DeviceSlots:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.kv.nbytes + self.table.nbytes + self.attended_x.nbytes + self.pages.nbytes
+        return self.kv.nbytes + self.table.nbytes + self.attended.nbytes + self.pages.nbytes
 
     def buffers(self) -> list[Tensor]:
         """All tensors that last from step to step."""
         constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
-        return [self.kv, self.table, self.attended_x, self.pages, self.active, *constants]
+        return [self.kv, self.table, self.attended, self.pages, self.active, *constants]
 
     def heads_of(self, layer: int) -> Tensor:
         """The KV heads held, ``[H]`` int64."""
@@ -124,7 +124,7 @@ class DeviceSlots:
 
     def attended_of(self, layer: int) -> Tensor:
         """What the last attention of the layer could read, ``[H or 1, n]``."""
-        return self.attended_x[0 if self.layout.shared else layer - self.layout.first]
+        return self.attended[0 if self.layout.shared else layer - self.layout.first]
 
     def pages_of(self, layer: int) -> Tensor:
         """The pages in the layer's page slots, ``[H, k]``."""
@@ -176,7 +176,7 @@ class DeviceSlots:
         ):
             larger.kv[:, :, :, new] = self.kv[:, :, :, old]
             larger.table[:, :, new] = self.table[:, :, old]
-            larger.read[:, :, new] = self.attended_x[:, :, old]
+            larger.attended[:, :, new] = self.attended[:, :, old]
         larger.pages[:, :, : self.pages.shape[2]] = self.pages
         larger.active = self.active
         return larger
@@ -186,11 +186,11 @@ class DeviceSlots:
         other = DeviceSlots(layout, self.geometry, self.table.device)
         n = min(self.n, other.n)
         held, read = (
-            (table[0, 0] == EMPTY).to(torch.int8).argsort(stable=True)[:n] for table in (self.table, self.attended_x)
+            (table[0, 0] == EMPTY).to(torch.int8).argsort(stable=True)[:n] for table in (self.table, self.attended)
         )
         other.kv[:, :, :, :n] = self.kv.index_select(3, held)
         other.table[..., :n] = self.table[..., held]
-        other.read[..., :n] = self.attended_x[..., read]
+        other.attended[..., :n] = self.attended[..., read]
         other.active = self.active
         return other
 

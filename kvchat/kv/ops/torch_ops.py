@@ -109,7 +109,7 @@ class TorchOps:
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-        """``Slots.open_pages``"""
+        """``DeviceSlots.open_pages``"""
         slots.open_pages(layers, first, last)
 
     # ---- recall

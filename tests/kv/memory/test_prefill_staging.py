@@ -202,7 +202,7 @@ def speculative(chunks: tuple[int, ...]) -> Run:
     return run
 
 
-def assert_digests_right(run: Run) -> None:
+def assert_bounds_right(run: Run) -> None:
     bounds, g = run.store.mode.bounds, run.toy.geometry
     anew = PageBounds(g, CPU, bounds.first)
     anew.refresh(run.store.host)
@@ -213,11 +213,11 @@ def assert_digests_right(run: Run) -> None:
 
 
 @pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])
-def test_digests_are_made_of_the_keys_at_hand(chunks):
-    assert_digests_right(speculative(chunks))
+def test_bounds_are_made_of_the_keys_at_hand(chunks):
+    assert_bounds_right(speculative(chunks))
 
 
-def test_digests_read_at_most_one_page_back(monkeypatch):
+def test_bounds_read_at_most_one_page_back(monkeypatch):
     run, dense, read = speculative((150,)), HostPool.dense, []
 
     def noted(self, layer, tokens, page=0):
@@ -229,11 +229,11 @@ def test_digests_read_at_most_one_page_back(monkeypatch):
         patch.setattr(HostPool, "dense", noted)
         run.prefill(100)
     assert 0 < max(read) <= run.toy.geometry.page
-    assert_digests_right(run)
+    assert_bounds_right(run)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_digests_of_a_failed_prefill_are_forgotten(after):
+def test_bounds_of_a_failed_prefill_are_forgotten(after):
     run = speculative((150,))
     start = run.store.total
     with suppress(torch.OutOfMemoryError), run.store.prefill(90):
@@ -243,9 +243,9 @@ def test_digests_of_a_failed_prefill_are_forgotten(after):
     assert run.store.total == start
     if after % 2:
         run.store.settle()
-        assert_digests_right(run)
+        assert_bounds_right(run)
     run.prefill(20)
-    assert_digests_right(run)
+    assert_bounds_right(run)
 
 
 # ---- the plan

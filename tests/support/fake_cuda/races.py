@@ -45,14 +45,14 @@ class Shadow:
     read: dict[object, np.ndarray] = field(default_factory=dict)
 
     def mark(self, who: object, writes: bool, at: np.ndarray | slice, number: int) -> None:
-        by = self.written if writes else self.attended_x
+        by = self.written if writes else self.read
         if who not in by:
             by[who] = np.zeros(self.size, dtype=np.int32)
         by[who][at] = number
 
     def last(self, who: object) -> int:
         """The last launch of ``who`` that touched any byte."""
-        return max((int(by[who].max()) for by in (self.written, self.attended_x) if who in by), default=0)
+        return max((int(by[who].max()) for by in (self.written, self.read) if who in by), default=0)
 
 
 class Order:

@@ -65,7 +65,7 @@ def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
             assert_near(measured, expected, dtype)
         (_, expected), (_, measured) = found
         assert int(measured.active) == int(expected.active) > 0
-        assert torch.equal(measured.read, expected.read)
+        assert torch.equal(measured.attended, expected.attended)
 
 
 def test_slots_that_may_not_be_read_may_hold_anything(device):
