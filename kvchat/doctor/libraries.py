@@ -161,7 +161,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
 
     if available.usable(available.host_free()) < TRIAL_BYTES:
         return Check("pinning", "warning", MISSING, f"There is no {gib(TRIAL_BYTES)} of host memory to try it with.")
-    region = host_pool.Region(TRIAL_BYTES)
+    region = host_pool.PinnedRegion(TRIAL_BYTES)
     segment = region.commit(TRIAL_BYTES)
     began = time.perf_counter()
     try:

@@ -104,10 +104,10 @@ def test_a_capture_ends_when_all_its_streams_have_joined(side):
 
 
 def test_a_copy_across_two_segments_is_refused():
-    region, registrar = host_pool.Region(2 * mmap.PAGESIZE), host_pool.CudaRegistrar(torch.device("cuda", 0))
+    region, registrar = host_pool.PinnedRegion(2 * mmap.PAGESIZE), host_pool.CudaRegistrar(torch.device("cuda", 0))
     for size in (mmap.PAGESIZE, 2 * mmap.PAGESIZE):
         region.register(registrar, region.commit(size))
-    assert all(len(piece.cuda()) == mmap.PAGESIZE for piece in region.pieces(0, region.size))
+    assert all(len(piece.cuda()) == mmap.PAGESIZE for piece in region.segments(0, region.size))
     with pytest.raises(Refused, match="across two segments"):
         region.bytes.cuda()
     region.unregister()

@@ -400,7 +400,7 @@ def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_verbs(monkeypatc
     run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24)
     run.prefill(150)
     before = run.store.ops
-    monkeypatch.setattr(run.store.host, "why_pageable", "no more memory may be pinned")
+    monkeypatch.setattr(run.store.host, "pageable_reason", "no more memory may be pinned")
     monkeypatch.setattr(run.store.host, "reserve", lambda tokens: True)
     run.step(20)
     assert run.store.ops is not before

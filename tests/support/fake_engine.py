@@ -217,7 +217,7 @@ def ribbon(total: int, mode: str) -> str:
     return "".join(states[: max(cells - 3, 1)] + ["W"] * min(3, max(cells - 1, 0)))[:cells]
 
 
-def pieces(prompt: str) -> Iterator[str]:
+def segments(prompt: str) -> Iterator[str]:
     """The answer's tokens."""
     if prompt in ("slow", "hold"):
         yield from (f"{WORDS[i % 10]} " for i in range(10_000))

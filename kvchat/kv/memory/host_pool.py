@@ -94,7 +94,7 @@ def _device_address(address: int) -> int | None:
     return None if failed else seen.value
 
 
-class Region:
+class PinnedRegion:
     """Address space of ``size`` bytes (rounded up to system pages); the first ``committed`` are in use.
 
     ``bytes`` is all of it, uint8 in host memory, zero where nothing was written. Memory that was registered is
@@ -129,7 +129,7 @@ class Region:
         self.bytes[first : self.committed : mmap.PAGESIZE].zero_()
         return self.bytes.data_ptr() + first, self.committed - first
 
-    def pieces(self, low: int, high: int) -> list[Tensor]:
+    def segments(self, low: int, high: int) -> list[Tensor]:
         """Bytes ``low`` to ``high``, cut where a segment begins."""
         cuts = [low, *(start for start in self._starts if low < start < high), high]
         return [self.bytes[a:b] for a, b in itertools.pairwise(cuts)]
@@ -166,7 +166,7 @@ def in_system_pages(size: int) -> int:
 class HostPool:
     """Pages of all layers. ``total`` tokens are stored; memory grows in place up to ``context`` tokens.
 
-    ``why_pageable`` says why the device cannot address the pool; empty where it does.
+    ``pageable_reason`` says why the device cannot address the pool; empty where it does.
 
     Raises:
         DoesNotFitError: the host has no memory for an empty conversation.
@@ -178,7 +178,7 @@ class HostPool:
         self.geometry = geometry
         self.device = device
         self.total = 0
-        self.why_pageable = ""
+        self.pageable_reason = ""
         self._registrar = CudaRegistrar(device) if registrar is None and device.type == "cuda" else registrar
         self._step = STEP_BYTES // geometry.token_bytes if self._registrar else 0
         self._page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
@@ -208,12 +208,12 @@ class HostPool:
     @property
     def pinned(self) -> bool:
         """Does the device address the pool itself? Where it does not, nothing that uses the pool can be captured."""
-        return not self.why_pageable
+        return not self.pageable_reason
 
     @property
     def badges(self) -> tuple[str, ...]:
         """What is to be known about how the pool is kept."""
-        return (f"pageable host memory: {self.why_pageable}",) if self.why_pageable else ()
+        return (f"pageable host memory: {self.pageable_reason}",) if self.pageable_reason else ()
 
     def reserve(self, tokens: int) -> bool:
         """Make room for ``tokens`` in all; True when the views changed: the pool moved, or is no longer pinned.
@@ -251,9 +251,9 @@ class HostPool:
         """The layer's address space, one row per (page, head, K or V): ``[page * H * 2, p * d]``."""
         return self._tables[layer].view(-1, self.geometry.page * self.geometry.d)
 
-    def pieces(self, layer: int, first: int, last: int) -> list[Tensor]:
+    def segments(self, layer: int, first: int, last: int) -> list[Tensor]:
         """Pages ``first`` up to ``last`` in host memory, uint8, cut where a ``cudaMemcpy`` may not go across."""
-        return self._regions[layer].pieces(first * self._page_bytes, last * self._page_bytes)
+        return self._regions[layer].segments(first * self._page_bytes, last * self._page_bytes)
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
         """Rows of K of tokens ``positions`` and KV ``heads`` (broadcast, int64); V lies ``page`` rows further."""
@@ -295,7 +295,7 @@ class HostPool:
                 return size
         raise self._does_not_fit(least, f"{_gib(taken)} of it are held and {_gib(free)} more can be had.")
 
-    def _reserved(self, wanted: int, least: int) -> list[Region]:
+    def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:
         """Fresh address space of ``wanted`` bytes a layer, or ``least`` where the system gives no more.
 
         Raises:
@@ -304,7 +304,7 @@ class HostPool:
         reason = ""
         for size in (wanted, least):
             try:
-                return [Region(size) for _ in range(self.geometry.layers)]
+                return [PinnedRegion(size) for _ in range(self.geometry.layers)]
             except OSError as error:
                 reason = f"the system gives no address space for it: {error.strerror}."
         raise self._does_not_fit(least, reason)
@@ -325,30 +325,30 @@ class HostPool:
             region.bytes[:used] = self._regions[layer].bytes[:used]
             self._regions[layer], self._tables[layer] = region, self._table(region)
 
-    def _commit(self, region: Region, size: int) -> None:
+    def _commit(self, region: PinnedRegion, size: int) -> None:
         """Take memory for the first ``size`` bytes of a region and pin it; where that fails all becomes pageable."""
         segment = region.commit(size)
-        if self._registrar is None or self.why_pageable:
+        if self._registrar is None or self.pageable_reason:
             return
         try:
             region.register(self._registrar, segment)
         except RuntimeError as error:
-            self.why_pageable = str(error)
+            self.pageable_reason = str(error)
             for each in self._regions:
                 each.unregister()
             self._tables = [self._table(each) for each in self._regions]
 
-    def _pages(self, region: Region) -> Tensor:
+    def _pages(self, region: PinnedRegion) -> Tensor:
         """The region in host memory, ``[page, H, 2, p, d]``."""
         g = self.geometry
         pages = region.size // self._page_bytes
         held = region.bytes[: pages * self._page_bytes].view(g.dtype)
         return held.view(pages, g.kv_heads, 2, g.page, g.d)
 
-    def _table(self, region: Region) -> Tensor:
+    def _table(self, region: PinnedRegion) -> Tensor:
         """The region as the device sees it, ``[page, H, 2, p, d]``; as the CPU does where it is pageable."""
         pages = self._pages(region)
-        if self.device.type != "cuda" or self.why_pageable:
+        if self.device.type != "cuda" or self.pageable_reason:
             return pages
         with torch.inference_mode(False):
             seen = torch.as_tensor(_CudaArray(region), device=self.device)
@@ -376,7 +376,7 @@ def scatter(view: Tensor, index: Tensor, rows: Tensor) -> None:
 class _CudaArray:
     """Names a region to CUDA, by the array interface that torch reads; a tensor made of it keeps the region alive."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: PinnedRegion) -> None:
         self._region = region
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (region.size,),

@@ -86,7 +86,7 @@ class StagedPrefill:
         values[:, self._start :].copy_(value)
         self.new.copy_(pages[self._changed :])
         with self._aside():
-            _copy(self._host.pieces(layer, self._changed, len(pages)), self.new, to_device=False)
+            _copy(self._host.segments(layer, self._changed, len(pages)), self.new, to_device=False)
         if layer + 1 < g.layers:
             self._fetch(layer + 1)
         return keys, values
@@ -97,11 +97,11 @@ class StagedPrefill:
 
     def _fetch(self, layer: int) -> None:
         with self._aside():
-            _copy(self._host.pieces(layer, 0, len(self.earlier)), self.earlier, to_device=True)
+            _copy(self._host.segments(layer, 0, len(self.earlier)), self.earlier, to_device=True)
         self._fetched = layer
 
 
-def _copy(pieces: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:
+def _copy(segments: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:
     """Copy between host memory (uint8, cut into ``pieces``) and a buffer of the same bytes on the device."""
     as_bytes, done = buffer.view(-1).view(torch.uint8), 0
     for piece in pieces:

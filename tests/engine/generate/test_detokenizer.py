@@ -23,7 +23,7 @@ def slow() -> SimpleNamespace:
     return SimpleNamespace(is_fast=False, decode=fast().decode)
 
 
-def pieces(tokenizer: object, ids: list[int]) -> list[str]:
+def segments(tokenizer: object, ids: list[int]) -> list[str]:
     detokeniser = Detokeniser(tokenizer)
     return [*map(detokeniser.step, ids), detokeniser.flush()]
 

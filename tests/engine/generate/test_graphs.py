@@ -127,7 +127,7 @@ def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
     same_steps(one, other, token_ids(8, seed=1))
     played = recorder.played
     assert played
-    monkeypatch.setattr(one.store.host, "why_pageable", "no more memory may be pinned")
+    monkeypatch.setattr(one.store.host, "pageable_reason", "no more memory may be pinned")
     assert not one.graphs.prepares
     same_steps(one, other, token_ids(8, seed=2))
     assert recorder.played == played

@@ -19,7 +19,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory import host_pool as host_module
-from kvchat.kv.memory.host_pool import CudaRegistrar, HostPool, Region, Registrar, gather, scatter
+from kvchat.kv.memory.host_pool import CudaRegistrar, HostPool, PinnedRegion, Registrar, gather, scatter
 
 CPU = torch.device("cpu")
 GiB = 2**30
@@ -62,7 +62,7 @@ class Pins:
         return end >= address + size
 
 
-def resident(region: Region) -> int:
+def resident(region: PinnedRegion) -> int:
     """Bytes of the region that are memory, as the kernel counts them."""
     pages = (ctypes.c_ubyte * (region.size // mmap.PAGESIZE))()
     address, size = ctypes.c_void_p(region.bytes.data_ptr()), ctypes.c_size_t(region.size)
@@ -280,7 +280,7 @@ def test_a_refused_segment_leaves_a_pageable_pool_with_everything_in_it(fails_at
         assert pool.pinned or not pins.held
         written.append(filled(pool, 100, seed))
     assert not pool.pinned
-    assert pool.why_pageable == "no more memory may be pinned"
+    assert pool.pageable_reason == "no more memory may be pinned"
     assert pool.badges == ("pageable host memory: no more memory may be pinned",)
     assert pins.calls == fails_at, "it is not tried again"
     assert not pins.held
@@ -291,7 +291,7 @@ def test_a_refused_segment_leaves_a_pageable_pool_with_everything_in_it(fails_at
 
 def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():
     pins = Pins()
-    region = Region(3 * mmap.PAGESIZE)
+    region = PinnedRegion(3 * mmap.PAGESIZE)
     region.register(pins, region.commit(mmap.PAGESIZE))
     region.register(pins, region.commit(3 * mmap.PAGESIZE))
     seen = host_module._CudaArray(region)  # what a tensor of the device holds
@@ -306,11 +306,11 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
 def test_nothing_is_unregistered_at_exit():
     """By then the driver may be gone; the process' end gives everything back."""
     code = (
-        "import mmap, sys\nfrom kvchat.kv.memory.host_pool import Region\n"
+        "import mmap, sys\nfrom kvchat.kv.memory.host_pool import PinnedRegion\n"
         "class Pins:\n"
         "    def register(self, address, size): pass\n"
         "    def unregister(self, address): sys.stderr.write('unregistered')\n"
-        "region = Region(mmap.PAGESIZE)\nregion.register(Pins(), region.commit(mmap.PAGESIZE))\n"
+        "region = PinnedRegion(mmap.PAGESIZE)\nregion.register(Pins(), region.commit(mmap.PAGESIZE))\n"
         "region.itself = region\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -379,7 +379,7 @@ def cuda() -> torch.device:
 def test_the_device_reads_and_writes_the_pool_across_segments(cuda, monkeypatch):
     monkeypatch.setattr(host_module, "STEP_BYTES", 2**16)
     pool = HostPool(geometry(kv_heads=3, d=24, d_v=16, dtype=torch.bfloat16), cuda, 5000)
-    assert pool.pinned, pool.why_pageable
+    assert pool.pinned, pool.pageable_reason
     view, address = pool.rows(0), pool.rows(0).data_ptr()
     assert address == pool._regions[0].bytes.data_ptr()
     written = [filled(pool, 500, seed) for seed in range(9)]
@@ -432,7 +432,7 @@ def test_a_pageable_pool_reads_and_writes_the_same(cuda):
 @pytest.mark.cuda
 def test_a_refused_registration_leaves_no_error_behind(cuda):
     registrar = CudaRegistrar(cuda)
-    region = Region(2 * mmap.PAGESIZE)
+    region = PinnedRegion(2 * mmap.PAGESIZE)
     segment = region.commit(region.size)
     registrar.register(*segment)
     with pytest.raises(RuntimeError, match="cudaHostRegister"):

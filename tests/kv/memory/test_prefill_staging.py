@@ -89,7 +89,7 @@ def test_no_copy_goes_across_two_segments_of_the_pool():
     for tokens in (500, 3000):
         starts.add(host._regions[0].committed)
         host.reserve(tokens)
-    pieces = host.pieces(1, 2, 375)
+    pieces = host.segments(1, 2, 375)
     first = host.layers[1].data_ptr()
     assert {piece.data_ptr() - first for piece in pieces} == {2 * g.token_bytes * g.page // g.layers, *starts - {0}}
     assert torch.equal(torch.cat(pieces), host.layers[1][2:375].flatten().view(torch.uint8))
