@@ -49,14 +49,14 @@ class Own:
         if store.mode.uncalibrated:
             raise UsageError("The model's heads are not measured, and the context is too short to measure them on.")
         held, predicted = store.device_bytes, store.mode.nbytes(store.geometry.grown(store.total))
-        before = store.recall.counters.tolist()
+        before = store.transfer.totals.tolist()
         timing = time_steps(self._decoder.step, tokens, store.device)
-        moved, wanted, corrected = (b - a for a, b in zip(before, store.recall.counters.tolist(), strict=True))
+        moved, wanted, corrected = (b - a for a, b in zip(before, store.transfer.totals.tolist(), strict=True))
         self._facts = {
             "kv_device_bytes": held,
             "kv_predicted_bytes": predicted,
             "kv_host_bytes": store.host.nbytes,
-            "moved_bytes": moved * store.recall.pair_bytes / len(tokens),
+            "moved_bytes": moved * store.transfer.pair_bytes / len(tokens),
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
             "not_captured": self._decoder.graphs.refusal,

@@ -28,7 +28,7 @@ class Counts:
 
     @staticmethod
     def of(store: Store) -> Counts:
-        moved, wanted, corrections = store.recall.counters.tolist()
+        moved, wanted, corrections = store.transfer.totals.tolist()
         return Counts(moved, wanted, corrections, store.active_sum(), store.steps)
 
 
@@ -100,7 +100,7 @@ class Meter:
             decode_tokens_per_s=answer.rate(),
             kv_device_bytes=store.device_bytes,
             kv_host_bytes=store.host.nbytes,
-            recalled_bytes=(now.moved - before.moved) * store.recall.pair_bytes,
+            recalled_bytes=(now.moved - before.moved) * store.transfer.pair_bytes,
             recall_hit_rate=_hit_rate(before, now),
             corrections=now.corrections - before.corrections,
             recoveries=answer.recoveries,
@@ -131,7 +131,7 @@ class Meter:
             tokens_per_s=self.answer.rate(RATE_TOKENS) if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
-            recalled_bytes=now.moved * store.recall.pair_bytes,
+            recalled_bytes=now.moved * store.transfer.pair_bytes,
             recall_hit_rate=self._hit_rate,
             corrections=now.corrections,
             recall_ms_p50=p50,

@@ -24,7 +24,7 @@ from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.ops.torch_ops import choose_ops
-from kvchat.kv.transfer import Recall
+from kvchat.kv.transfer import Transfer
 from kvchat.protocol.messages import Price
 
 
@@ -43,7 +43,7 @@ class Store:
         self.device = device
         self.host = HostPool(g, device, mode.traits.context)
         self.ops = choose_ops(g, self.host, device)
-        self.recall = Recall(g, self.ops, device)
+        self.transfer = Transfer(g, self.ops, device)
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
@@ -95,9 +95,9 @@ class Store:
             self.pinned.index_fill_(0, self.position.view(1), pinned)
             self.mode.advance()
             yield
-            self.recall.end_step()
+            self.transfer.end_step()
         except BaseException:
-            self.recall.aside.join()
+            self.transfer.side_stream.join()
             self.truncate(self.total, self.mode.cached())
             raise
         self.host.total += 1
@@ -115,7 +115,7 @@ class Store:
         self.mode.begin_step(self.position)
         yield
         torch.stack(self._queries, out=self.query)  # one kernel for all layers
-        self.recall.aside.join()
+        self.transfer.side_stream.join()
         self.mode.end_step(self.position)
         self.position.add_(1)
 
@@ -143,13 +143,13 @@ class Store:
             DoesNotFitError: there is no room for its slots; the old mode goes on.
         """
         budget.check(mode, self.geometry.grown(self.total), self.device, self.device_bytes)
-        before, old = self.recall.moved_bytes(), self.mode
+        before, old = self.transfer.moved_bytes(), self.mode
         try:
             self._enter(mode)
         except Exception:
             self._enter(old)
             raise
-        return self.recall.moved_bytes() - before
+        return self.transfer.moved_bytes() - before
 
     def price(self, mode: Mode) -> Price:
         """What entering ``mode`` would cost now."""
@@ -158,7 +158,7 @@ class Store:
         except DoesNotFitError as error:
             return Price(mode.name, refusal=str(error))
         moved = mode.moved_bytes(self.total)
-        rate = self.recall.filled_bytes / self.recall.filled_seconds if self.recall.filled_seconds else 0.0
+        rate = self.transfer.filled_bytes / self.transfer.filled_seconds if self.transfer.filled_seconds else 0.0
         return Price(mode.name, moved, mode.nbytes(self.geometry.grown(self.total)), moved / rate if rate else None)
 
     def truncate(self, tokens: int, cached: int | None = None) -> None:
@@ -212,7 +212,7 @@ class Store:
         """All that a step reads or changes and that lasts from step to step; the host pool beside it."""
         slots = [tensor for slots in self.slots for tensor in slots.buffers()]
         pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
-        own = [self.query, self.position, self.pinned, self.recall.tally, *self._joins.values()]
+        own = [self.query, self.position, self.pinned, self.transfer.counters, *self._joins.values()]
         return [*own, *slots, *pool, *self.mode.buffers()]
 
     # ---- what others read
@@ -296,7 +296,7 @@ class Store:
         self._active_before += sum(int(slots.active) for slots in self.slots)
         self.slots.clear()
         self.mode = mode
-        self.recall.step_seconds.clear()
+        self.transfer.step_seconds.clear()
         self.capacity = self.geometry.grown(self.total)
         self.slots = [DeviceSlots(layout, self.geometry, self.device) for layout in mode.layouts(self.capacity)]
         self._place()
@@ -331,7 +331,7 @@ class Store:
 
     def _reserve(self, tokens: int) -> None:
         if self.host.reserve(tokens) and not self.host.pinned:
-            self.ops = self.recall.ops = choose_ops(self.geometry, self.host, self.device)
+            self.ops = self.transfer.ops = choose_ops(self.geometry, self.host, self.device)
         more = self.host.reserved - len(self.pinned)
         if more > 0:
             self.pinned = torch.nn.functional.pad(self.pinned, (0, more))

@@ -1,6 +1,6 @@
 """Recall: when K/V is copied from the host pool into slots, what it costs, and the stream beside the model's.
 
-A recall moves what is missing and nothing else. ``Aside`` is what makes it hidden: on a GPU what runs in it overlaps
+A recall moves what is missing and nothing else. ``SideStream`` is what makes it hidden: on a GPU what runs in it overlaps
 with the layers that follow, and the step waits for it before it ends.
 """
 
@@ -19,7 +19,7 @@ from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
-class Aside:
+class SideStream:
     """A stream beside the one the model runs on; on a CPU everything simply runs in order. ``inside`` while in it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -60,15 +60,15 @@ class Aside:
 class Recall:
     """Moves rows between a host pool and slots, and counts.
 
-    ``tally [2, 3]`` (int64, on the device) has K/V pairs (a token in one layer and KV head) moved and wanted, and heads
+    ``counters [2, 3]`` (int64, on the device) has K/V pairs (a token in one layer and KV head) moved and wanted, and heads
     corrected; the second row is what was counted aside, for two streams may not add to the same number.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
         self.geometry = geometry
         self.ops = ops
-        self.aside = Aside(device)
-        self.tally = torch.zeros((2, 3), dtype=torch.int64, device=device)
+        self.side_stream = SideStream(device)
+        self.counters = torch.zeros((2, 3), dtype=torch.int64, device=device)
         self.filled_bytes = 0
         self.filled_seconds = 0.0
         self.step_seconds: deque[float] = deque(maxlen=256)
@@ -79,23 +79,23 @@ class Recall:
         """Bytes of K and V of one token in one layer and KV head."""
         return 2 * self.geometry.row_bytes
 
-    def pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor) -> None:
+    def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
         began = time.perf_counter()
-        self.ops.move_pages(slots, layer, placed, resident, self.tally[int(self.aside.inside), :2])
+        self.ops.move_pages(slots, layer, placed, resident, self.counters[int(self.side_stream.inside), :2])
         resident.copy_(placed)
         self._seconds += time.perf_counter() - began
 
-    def placed(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
+    def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
 
         -1 in either is an empty slot. The tables are the caller's business.
         """
         began = time.perf_counter()
-        self.ops.move_tokens(slots, layer, first, placed, resident, self.tally[int(self.aside.inside), :2])
+        self.ops.move_tokens(slots, layer, first, placed, resident, self.counters[int(self.side_stream.inside), :2])
         self._seconds += time.perf_counter() - began
 
-    def tokens(self, slots: DeviceSlots, wanted: Tensor) -> None:
+    def load_table(self, slots: DeviceSlots, wanted: Tensor) -> None:
         """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.
 
         Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
@@ -112,11 +112,11 @@ class Recall:
         slots.table.copy_(wanted)
         self.filled_seconds += time.perf_counter() - began
 
-    def into(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+    def load_into_free(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a unordered layout where ``taken [m]`` (bool)."""
         began = time.perf_counter()
         layers = slots.layout.last - slots.layout.first
-        self.tally[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)
+        self.counters[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)
         table = slots.table[0, 0]
         entries = torch.where(taken, positions.to(torch.int32), table.index_select(0, targets))
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))
@@ -125,12 +125,12 @@ class Recall:
 
     def moved_bytes(self) -> int:
         """Bytes copied to the device since the store was made; asks the device."""
-        return self.filled_bytes + int(self.counters[0]) * self.pair_bytes
+        return self.filled_bytes + int(self.totals[0]) * self.pair_bytes
 
     @property
-    def counters(self) -> Tensor:
+    def totals(self) -> Tensor:
         """``[moved, wanted, corrections]``, int64 on the device."""
-        return self.tally.sum(0)
+        return self.counters.sum(0)
 
     def end_step(self) -> None:
         """Close the books of one decode step."""

@@ -166,10 +166,10 @@ def test_exactly_the_prescribed_share_of_pages_moves(model, rate):
     store, slots = decoder.store, decoder.store.slots[-1]
     changed = round(rate * 6)
     for token in range(8):
-        before, moved = slots.pages.clone(), int(store.recall.counters[0])
+        before, moved = slots.pages.clone(), int(store.transfer.totals[0])
         decoder.step(token)
         assert ((slots.pages != before).sum(-1) == changed).all()
-        assert int(store.recall.counters[0]) - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
+        assert int(store.transfer.totals[0]) - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
         ordered = slots.pages.sort(-1).values
         assert (ordered[..., 1:] > ordered[..., :-1]).all(), "no page twice"
         store.check_integrity()
@@ -179,9 +179,9 @@ def test_corrections_move_nothing_more(model):
     mode = Prescribed(0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(model), traits_of(model))
     decoder = filled(model, mode, 900)
     decoder.step(1)
-    moved = int(decoder.store.recall.counters[0])
+    moved = int(decoder.store.transfer.totals[0])
     decoder.step(2)
-    assert int(decoder.store.recall.counters[0]) - moved == 3 * 3 * 2 * 32
+    assert int(decoder.store.transfer.totals[0]) - moved == 3 * 3 * 2 * 32
     # With tau = 2 nothing is chosen ahead: what lies there is what the last token was to read.
     assert (decoder.store.slots[-1].pages == mode._pages_at(decoder.store.position - 1)).all()
 

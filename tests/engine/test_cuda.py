@@ -16,7 +16,7 @@ from engine.generate.test_runner import loaded, prefilled, token_ids
 
 from kvchat.engine.generate.graphs import StepGraphs
 from kvchat.engine.generate.runner import Decoder
-from kvchat.kv.transfer import Aside
+from kvchat.kv.transfer import SideStream
 
 pytestmark = pytest.mark.cuda
 
@@ -33,7 +33,7 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
 def eager(decoder: Decoder) -> Decoder:
     """Every step is launched operation by operation, on one stream."""
     decoder.graphs = StepGraphs(decoder.store, None)
-    decoder.store.recall.aside = Aside(torch.device("cpu"))
+    decoder.store.transfer.side_stream = SideStream(torch.device("cpu"))
     return decoder
 
 

@@ -15,7 +15,7 @@ from support.fake_cuda.races import Race
 from kvchat.engine.generate.graphs import StepGraphs
 from kvchat.engine.generate.runner import Decoder
 from kvchat.kv.memory import host_pool
-from kvchat.kv.transfer import Aside
+from kvchat.kv.transfer import SideStream
 
 pytestmark = [pytest.mark.cuda, pytest.mark.stand_in]
 
@@ -120,7 +120,7 @@ def test_a_recall_that_is_not_waited_for_is_seen(monkeypatch):
     one.graphs = StepGraphs(one.store, None)
     prefilled(one, token_ids(150))
     one.step(1)
-    monkeypatch.setattr(Aside, "join", lambda self: None)
+    monkeypatch.setattr(SideStream, "join", lambda self: None)
     with pytest.raises(Race):
         list(map(one.step, token_ids(4)))
 

@@ -19,7 +19,7 @@ from kvchat.kv.manager import Store
 from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.torch_ops import TorchOps
-from kvchat.kv.transfer import Recall
+from kvchat.kv.transfer import Transfer
 
 PLAIN = ("plain", "plain")
 
@@ -210,7 +210,7 @@ def step_alone(run: Run) -> None:
             run.store.attention(i, *run.toy.qkv(i, [900], run.store.total), run.toy.specs[i])
 
 
-CHANGES = [(TorchOps, "move_shared"), (TorchOps, "move_pages"), (TorchOps, "move_tokens"), (Recall, "end_step")]
+CHANGES = [(TorchOps, "move_shared"), (TorchOps, "move_pages"), (TorchOps, "move_tokens"), (Transfer, "end_step")]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
@@ -324,11 +324,11 @@ def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
 
     monkeypatch.setattr(TorchOps, "_copy", shuffled)
     run.prefill(150)
-    moved = run.store.recall.moved_bytes()
+    moved = run.store.transfer.moved_bytes()
     for step in expected:
         assert all(torch.equal(a, b) for a, b in zip(step, run.step(), strict=True))
     run.check()
-    assert run.store.recall.moved_bytes() > moved
+    assert run.store.transfer.moved_bytes() > moved
 
 
 # ---- E10: turns
@@ -404,5 +404,5 @@ def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_verbs(monkeypatc
     monkeypatch.setattr(run.store.host, "reserve", lambda tokens: True)
     run.step(20)
     assert run.store.ops is not before
-    assert run.store.recall.ops is run.store.ops
+    assert run.store.transfer.ops is run.store.ops
     run.check()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.transfer import Aside
+from kvchat.kv.transfer import SideStream
 
 
 class Prefill(Protocol):
@@ -70,7 +70,7 @@ class StagedPrefill:
         shape = (g.kv_heads, 2, g.page, g.d)
         self.earlier = self.all.new_empty((g.pages(self._start), *shape))
         self.new = self.all.new_empty((pages - self._changed, *shape))
-        self._aside = Aside(host.device)
+        self._side_stream = SideStream(host.device)
         self._fetched = -1
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,14 +78,14 @@ class StagedPrefill:
         g = self._host.geometry
         if layer != self._fetched:
             self._fetch(layer)
-        self._aside.join()
+        self._side_stream.join()
         pages = self.all.view(2, g.kv_heads, -1, g.page, g.d).permute(2, 1, 0, 3, 4)
         pages[: len(self.earlier)].copy_(self.earlier)
         keys, values = self.all[0, :, : self._end, : g.d_k], self.all[1, :, : self._end, : g.d_v]
         keys[:, self._start :].copy_(key)
         values[:, self._start :].copy_(value)
         self.new.copy_(pages[self._changed :])
-        with self._aside():
+        with self._side_stream():
             _copy(self._host.segments(layer, self._changed, len(pages)), self.new, to_device=False)
         if layer + 1 < g.layers:
             self._fetch(layer + 1)
@@ -93,19 +93,19 @@ class StagedPrefill:
 
     def close(self) -> None:
         """``Prefill.close``"""
-        self._aside.join()
+        self._side_stream.join()
 
     def _fetch(self, layer: int) -> None:
-        with self._aside():
+        with self._side_stream():
             _copy(self._host.segments(layer, 0, len(self.earlier)), self.earlier, to_device=True)
         self._fetched = layer
 
 
 def _copy(segments: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:
-    """Copy between host memory (uint8, cut into ``pieces``) and a buffer of the same bytes on the device."""
+    """Copy between host memory (uint8, cut into ``segments``) and a buffer of the same bytes on the device."""
     as_bytes, done = buffer.view(-1).view(torch.uint8), 0
-    for piece in pieces:
-        part = as_bytes[done : done + len(piece)]
-        to, source = (part, piece) if to_device else (piece, part)
+    for segment in segments:
+        part = as_bytes[done : done + len(segment)]
+        to, source = (part, segment) if to_device else (segment, part)
         to.copy_(source, non_blocking=True)
-        done += len(piece)
+        done += len(segment)

@@ -88,7 +88,7 @@ class Mode:
         """
         for slots in self.store.slots:
             # One less than the window: the next token takes the slot of the oldest.
-            self.store.recall.tokens(slots, self.wanted(slots, slots.layout.window - 1))
+            self.store.transfer.load_table(slots, self.wanted(slots, slots.layout.window - 1))
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         """A prefill brings the layer's tokens from ``start`` on; ``keys [H, n, d_k]`` of all tokens, on the device."""

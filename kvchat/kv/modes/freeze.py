@@ -182,7 +182,7 @@ class Freeze(Mode):
             positions = missing.nonzero().flatten()
             vacant = (table == EMPTY).nonzero().flatten()
             table[vacant[: len(positions)]] = positions.to(torch.int32)
-            self.store.recall.tokens(slots, table.expand_as(slots.table))
+            self.store.transfer.load_table(slots, table.expand_as(slots.table))
 
     def _measure(self) -> bool:
         """Note how many slots are wanted for what is active; has it changed?"""
@@ -239,11 +239,11 @@ class Freeze(Mode):
         if self.rule.max_active is not None:
             room = room.clamp(max=self.rule.max_active - 1 - active)
         taken = (value > 0) & (torch.arange(most, device=value.device) < room)
-        self.store.recall.into(slots, positions, slots.free_slots(most), taken)
+        self.store.transfer.load_into_free(slots, positions, slots.free_slots(most), taken)
         timers.frozen[positions] &= ~taken
         self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first
-        self.store.recall.tally[0, 1].add_((active + taken.sum()) * (layers * self.geometry.kv_heads))
+        self.store.transfer.counters[0, 1].add_((active + taken.sum()) * (layers * self.geometry.kv_heads))
 
     def buffers(self) -> list[Tensor]:
         states = [[t.detections, t.timer, t.since, t.score, t.frozen, t.hold] for t in self.timers]

@@ -131,7 +131,7 @@ class Speculative(Mode):
     def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
-            with self.store.recall.aside(query if self._score is None else self._score):
+            with self.store.transfer.side_stream(query if self._score is None else self._score):
                 scores = self._scores(layer, query) if self._score is None else self._score
                 self._recall(layer, self.choose(layer, scores, self._next))
 
@@ -139,7 +139,7 @@ class Speculative(Mode):
         if self.k:
             self._open(slice(None), self._oldest + 1)
         if self._flags:
-            self.store.recall.tally[0, 2].add_(torch.cat(self._flags).sum())
+            self.store.transfer.counters[0, 2].add_(torch.cat(self._flags).sum())
 
     def extras(self) -> dict[str, Any]:
         return {"pages per head": self.k, "candidate pages": self._candidate_pages(self.store.total + 1)}
@@ -175,7 +175,7 @@ class Speculative(Mode):
         return Candidates.between(self.sink // p, last, self.bounds.pages)
 
     def _recall(self, layer: int, placed: Tensor) -> None:
-        self.store.recall.pages(self.slots, layer, placed, self.slots.pages_of(layer))
+        self.store.transfer.load_pages(self.slots, layer, placed, self.slots.pages_of(layer))
 
     def _open(self, layers: slice, last: Tensor) -> None:
         self.store.ops.open_pages(self.slots, layers, self.sink, last)

@@ -94,7 +94,7 @@ class Streaming(Mode):
         length = torch.tensor(cached, device=self.store.device)
         recent = int(self._pruned(length)) - self.sink
         (slots,) = self.store.slots
-        self.store.recall.tokens(slots, self.wanted(slots, max(recent, 0)))
+        self.store.transfer.load_table(slots, self.wanted(slots, max(recent, 0)))
         self.kept_from.fill_(max(self.sink, self.store.total - recent))
         g = self.geometry
         for layer in range(g.layers):

@@ -151,7 +151,7 @@ class Sync(Mode):
         if not self.split:
             return super().fill(cached)
         store, (everything, rest) = self.store, self.store.slots
-        store.recall.tokens(everything, self.wanted(everything, everything.layout.window))
+        store.transfer.load_table(everything, self.wanted(everything, everything.layout.window))
         candidates = max(0, store.total + 1 - self.window - SINK)
         self.t = 0
         self.static = min(self._static_share(), candidates)
@@ -172,9 +172,9 @@ class Sync(Mode):
             table = self.wanted(rest, self.window - 1)
             for layer in range(self.geometry.layers):
                 table[layer, :, : rest.offset] = self.held[layer][self._follows[layer]].to(torch.int32)
-            self.store.recall.tokens(rest, table)
+            self.store.transfer.load_table(rest, table)
             return
-        self.store.recall.tokens(rest, self.wanted(rest, rest.layout.window))
+        self.store.transfer.load_table(rest, self.wanted(rest, rest.layout.window))
         for layer in range(self.geometry.layers):
             self._open(rest, layer, last)
 
@@ -212,7 +212,7 @@ class Sync(Mode):
         # This layer's attention of this step is done: what changes now acts from the next step on.
         if weights:
             best = weights[0].best()
-            with self.store.recall.aside(best):
+            with self.store.transfer.side_stream(best):
                 self._anticipate(layer, best)
 
     def _anticipate(self, layer: int, best: Tensor) -> None:
@@ -259,7 +259,7 @@ class Sync(Mode):
     def _fetch(self, layer: int, placed: Tensor, before: Tensor) -> None:
         if self.parameters.offload:
             follows = self._follows[layer]
-            self.store.recall.placed(self.store.slots[1], layer, self.static, placed[follows], before[follows])
+            self.store.transfer.load_tokens(self.store.slots[1], layer, self.static, placed[follows], before[follows])
 
     def _open(self, rest: DeviceSlots, layer: int, last: Tensor) -> None:
         """Let the followers' attention read what they hold, the sinks, and what is later than ``last``."""

@@ -59,7 +59,7 @@ def same_steps(one: Decoder, other: Decoder, ids: list[int]) -> None:
         assert torch.equal(one.store.attended(layer), other.store.attended(layer))
         stored = [each.store.host.dense(layer, each.store.total) for each in (one, other)]
         assert all(torch.equal(mine, its) for mine, its in zip(*stored, strict=True))
-    assert one.store.recall.counters.tolist() == other.store.recall.counters.tolist()
+    assert one.store.transfer.totals.tolist() == other.store.transfer.totals.tolist()
     assert one.store.active_sum() == other.store.active_sum()
     one.store.check_integrity()
 

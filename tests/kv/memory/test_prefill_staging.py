@@ -22,7 +22,7 @@ from kvchat.kv.memory import prefill_staging as prefill_module
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import DirectPrefill, StagedPrefill, prefill_over
 from kvchat.kv.modes.page_bounds import PageBounds
-from kvchat.kv.transfer import Aside
+from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
 GEOMETRY_8B = Geometry(32, 32, 8, 128, 128, torch.bfloat16)
@@ -131,7 +131,7 @@ class Races(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self.inside = False
-        self.aside: dict[int, bool] = {}
+        self.side_stream: dict[int, bool] = {}
         self.copies_aside = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -146,8 +146,8 @@ class Races(TorchDispatchMode):
     def _touch(self, func, storage, writes, names):
         if self.inside:
             self.copies_aside += writes
-            self.aside[storage] = self.aside.get(storage, False) or writes
-        elif storage in self.aside and (writes or self.aside[storage]):
+            self.side_stream[storage] = self.side_stream.get(storage, False) or writes
+        elif storage in self.side_stream and (writes or self.side_stream[storage]):
             self.found.append(str(func))
 
 
@@ -155,7 +155,7 @@ class Races(TorchDispatchMode):
 def watched(monkeypatch):
     races = Races()
 
-    class Watched(Aside):
+    class Watched(SideStream):
         @contextmanager
         def __call__(self, *inputs):
             races.inside = True
@@ -163,9 +163,9 @@ def watched(monkeypatch):
             races.inside = False
 
         def join(self):
-            races.aside.clear()
+            races.side_stream.clear()
 
-    monkeypatch.setattr(prefill_module, "Aside", Watched)
+    monkeypatch.setattr(prefill_module, "SideStream", Watched)
     with races:
         yield races
 
@@ -186,7 +186,7 @@ def test_a_missing_join_would_be_found(monkeypatch):
     g = geometry()
     host = HostPool(g, CPU)
     with watched(monkeypatch) as races:
-        monkeypatch.setattr(prefill_module.Aside, "join", lambda self: None)
+        monkeypatch.setattr(prefill_module.SideStream, "join", lambda self: None)
         run(StagedPrefill, host, new_kv(g, 20, 0))
     assert races.found
 

@@ -287,7 +287,7 @@ def test_returning_tokens_are_counted():
     run = Run(**EVERYTHING)
     run.prefill(100)
     run.step(10)
-    moved, wanted, _ = run.store.recall.counters.tolist()
+    moved, wanted, _ = run.store.transfer.totals.tolist()
     assert moved == int(run.store.mode.thawed) * LAYERS * HEADS > 0
     assert wanted > moved
 

@@ -20,16 +20,16 @@ def run_of(tau: float, steps: int = 60, **kwargs) -> Run:
 
 def test_above_one_every_head_is_corrected_at_every_step():
     run = run_of(2.0, steps=30)
-    assert run.store.recall.counters[2] == run.reference.corrections == 30 * 2 * 2
+    assert run.store.transfer.totals[2] == run.reference.corrections == 30 * 2 * 2
 
 
 def test_below_minus_one_none_is():
-    assert run_of(-2.0).store.recall.counters[2] == 0
+    assert run_of(-2.0).store.transfer.totals[2] == 0
 
 
 def test_between_some_heads_are_and_the_counter_says_which():
     run = run_of(0.7, steps=60)
-    assert run.store.recall.counters[2] == run.reference.corrections
+    assert run.store.transfer.totals[2] == run.reference.corrections
     assert 0 < run.reference.corrections < 60 * 2 * 2
 
 
@@ -37,14 +37,14 @@ def test_between_some_heads_are_and_the_counter_says_which():
 def test_only_the_difference_moves(tau):
     run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)
     run.prefill(200)
-    slots, recall = run.store.slots[-1], run.store.recall
+    slots, recall = run.store.slots[-1], run.store.transfer
     for _ in range(50):
-        before, moved = [set(row) for row in slots.pages[0].tolist()], int(recall.counters[0])
+        before, moved = [set(row) for row in slots.pages[0].tolist()], int(recall.totals[0])
         run.step()
         after = [set(row) for row in slots.pages[0].tolist()]
         new = sum(len(b - a) for a, b in zip(before, after, strict=True))
-        assert int(recall.counters[0]) - moved == new * slots.geometry.page
-    assert 0 < int(recall.counters[0]) < int(recall.counters[1])
+        assert int(recall.totals[0]) - moved == new * slots.geometry.page
+    assert 0 < int(recall.totals[0]) < int(recall.totals[1])
 
 
 def test_a_step_of_reuse_reads_what_the_step_before_chose():
@@ -64,11 +64,11 @@ def test_a_step_of_reuse_reads_what_the_step_before_chose():
 def test_nothing_moves_while_every_page_is_chosen():
     run = Run(toy(("plain", "plain"), page=8), "speculative", budget=600, sink=8, window=24)
     run.prefill(200)
-    moved = int(run.store.recall.counters[0])
+    moved = int(run.store.transfer.totals[0])
     run.step(8)
     g = run.toy.geometry
     # In these eight steps the window begins to leave one page.
-    assert int(run.store.recall.counters[0]) - moved == g.kv_heads * g.page
+    assert int(run.store.transfer.totals[0]) - moved == g.kv_heads * g.page
 
 
 def test_covers_says_when_a_token_reads_everything():

@@ -25,9 +25,9 @@ def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params):
 
 
 def moved_in_a_step(run: Run) -> int:
-    before = int(run.store.recall.counters[0])
+    before = int(run.store.transfer.totals[0])
     run.step()
-    return int(run.store.recall.counters[0]) - before
+    return int(run.store.transfer.totals[0]) - before
 
 
 # ---- budgets
@@ -173,7 +173,7 @@ def test_overlap_is_counted_from_one_anticipation_to_the_next():
     kept, chosen = mode.overlap.tolist()
     assert chosen == 2 * (mode.k_of(10**6) - 4 - mode.static)
     assert mode.extras()["set overlap"] == f"{kept / chosen:.0%}"
-    assert 3 * (chosen - kept) == int(run.store.recall.counters[0])
+    assert 3 * (chosen - kept) == int(run.store.transfer.totals[0])
 
 
 # ---- without offload
@@ -188,5 +188,5 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
         for layer in range(3):
             assert torch.equal(*(run.store.attended(layer) for run in runs))
-    assert int(runs[1].store.recall.counters[0]) == 0
+    assert int(runs[1].store.transfer.totals[0]) == 0
     assert runs[1].store.device_bytes > 2 * runs[0].store.device_bytes

@@ -22,7 +22,7 @@ CASES = [*FIRST.values(), "speculative-sync", "freeze-layers"]
 def with_kernels(run):
     ops = TritonOps(run.store.geometry, run.store.host, CPU)
     ops.ctas, ops.programs = 2, 4
-    run.store.ops = run.store.recall.ops = verbs
+    run.store.ops = run.store.transfer.ops = verbs
     return run
 
 
@@ -38,7 +38,7 @@ def test_sets_and_outputs_are_the_references(row):
     run.step(4)
     run.check()
     moves = mode not in ("full", "streaming")
-    assert bool(run.store.recall.counters[0] > 0) == moves
+    assert bool(run.store.transfer.totals[0] > 0) == moves
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -81,7 +81,7 @@ class Gpu:
         self.store = Store(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
         assert self.store.ops.name == "triton"
         if one_stream:
-            self.store.recall.aside._stream = None
+            self.store.transfer.side_stream._stream = None
         self.total = 0
 
     def qkv(self, layer, ids):
@@ -141,8 +141,8 @@ def test_a_stream_beside_the_models_changes_no_bit(mode):
         forked, alone = (gpu.step() for gpu in both)
         assert torch.equal(forked, alone), f"step {step}"
     one, other = (gpu.store for gpu in both)
-    assert torch.equal(one.recall.counters, other.recall.counters)
-    assert int(one.recall.counters[0]) > 0
+    assert torch.equal(one.recall.totals, other.recall.totals)
+    assert int(one.recall.totals[0]) > 0
     for mine, theirs in zip(one.slots, other.slots, strict=True):
         assert torch.equal(mine.table, theirs.table)
         assert torch.equal(mine.pages, theirs.pages)
