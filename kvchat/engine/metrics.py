@@ -151,12 +151,12 @@ class Meter:
         """Per-step figures since the last snapshot in which there were steps."""
         steps = now.steps - self._last.steps
         if steps > 0:
-            self._step_bytes = (now.moved - self._last.moved) * self._store.recall.pair_bytes / steps
+            self._step_bytes = (now.moved - self._last.moved) * self._store.transfer.pair_bytes / steps
             self._hit_rate = _hit_rate(self._last, now)
             self._last = now
 
     def _recall_ms(self) -> tuple[float | None, float | None]:
-        seconds = sorted(s for s in self._store.recall.step_seconds if s > 0)
+        seconds = sorted(s for s in self._store.transfer.step_seconds if s > 0)
         if not seconds:
             return None, None
         return tuple(1000 * seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.95))  # type: ignore[return-value]

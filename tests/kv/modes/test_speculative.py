@@ -39,12 +39,12 @@ def test_only_the_difference_moves(tau):
     run.prefill(200)
     slots, recall = run.store.slots[-1], run.store.transfer
     for _ in range(50):
-        before, moved = [set(row) for row in slots.pages[0].tolist()], int(recall.totals[0])
+        before, moved = [set(row) for row in slots.pages[0].tolist()], int(transfer.totals[0])
         run.step()
         after = [set(row) for row in slots.pages[0].tolist()]
         new = sum(len(b - a) for a, b in zip(before, after, strict=True))
-        assert int(recall.totals[0]) - moved == new * slots.geometry.page
-    assert 0 < int(recall.totals[0]) < int(recall.totals[1])
+        assert int(transfer.totals[0]) - moved == new * slots.geometry.page
+    assert 0 < int(transfer.totals[0]) < int(transfer.totals[1])
 
 
 def test_a_step_of_reuse_reads_what_the_step_before_chose():

@@ -141,8 +141,8 @@ def test_a_stream_beside_the_models_changes_no_bit(mode):
         forked, alone = (gpu.step() for gpu in both)
         assert torch.equal(forked, alone), f"step {step}"
     one, other = (gpu.store for gpu in both)
-    assert torch.equal(one.recall.totals, other.recall.totals)
-    assert int(one.recall.totals[0]) > 0
+    assert torch.equal(one.transfer.totals, other.transfer.totals)
+    assert int(one.transfer.totals[0]) > 0
     for mine, theirs in zip(one.slots, other.slots, strict=True):
         assert torch.equal(mine.table, theirs.table)
         assert torch.equal(mine.pages, theirs.pages)
