@@ -190,7 +190,7 @@ def _causal_bias(start: int, n: int, first: int, window: int | None, like: Tenso
     """``[n, start + n - first]``: queries from position ``start`` on, keys from position ``first`` on."""
     queries = torch.arange(start, start + n, device=like.device)[:, None]
     keys = torch.arange(first, start + n, device=like.device)[None]
-    closed = keys > queries
+    masked = keys > queries
     if window is not None:
-        closed |= keys <= queries - window
-    return torch.zeros(closed.shape, dtype=like.dtype, device=like.device).masked_fill_(closed, float("-inf"))
+        masked |= keys <= queries - window
+    return torch.zeros(masked.shape, dtype=like.dtype, device=like.device).masked_fill_(masked, float("-inf"))

@@ -56,7 +56,7 @@ def launch_everything(dtype, d, tokens):
     bounds.reserve(tokens)
     ops.update_bounds(bounds, 0, torch.zeros(1, dtype=torch.int64), key)
     scores = ops.page_scores(query, bounds.of(0), 0.1)
-    flagged = ops.turned(query, query, 0.8)
+    flagged = ops.needs_correction(query, query, 0.8)
     everything = Layout(0, LAYERS, 0, tokens)
     followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)

@@ -43,7 +43,7 @@ class FakeSession:
         self.asked: list[tuple[tuple[Turn, ...], Sampling]] = []
         self.switches: list[dict[str, Any]] = []
         self.cancelled = threading.Event()
-        self.closed = False
+        self.masked = False
         self.loaded: dict[str, Any] = {}
         self.withdrawable = 0
         self.notes: tuple[str, ...] = ()
@@ -105,4 +105,4 @@ class FakeSession:
         return f"[{start}:{end}]"
 
     def close(self) -> None:
-        self.closed = True
+        self.masked = True

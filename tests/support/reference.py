@@ -243,7 +243,7 @@ class SpeculativeReference(FullReference):
         best = self._choose(layer, query, now)
         mask = torch.zeros(heads, now + 1, dtype=torch.bool)
         for head in range(heads):
-            if self._turned(query, self.run.query[layer], head):
+            if self._needs_correction(query, self.run.query[layer], head):
                 self.corrections += 1
                 self.chosen[layer][head] = best[head]
             mask[head, : self.p["sink"]] = True
@@ -260,7 +260,7 @@ class SpeculativeReference(FullReference):
         last = choice.weights[choice.pages[-1]]
         return abs(choice.weights[token // self.page] - last) <= 1e-6 * last
 
-    def _turned(self, query: Tensor, last: Tensor, head: int) -> bool:
+    def _needs_correction(self, query: Tensor, last: Tensor, head: int) -> bool:
         group = self.run.toy.geometry.group
         cosines = []
         for q in range(head * group, (head + 1) * group):

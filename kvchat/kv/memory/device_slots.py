@@ -156,8 +156,8 @@ class DeviceSlots:
         p = self.geometry.page
         pages = self.pages[layers, :, :, None]
         tokens = pages * p + torch.arange(p, device=pages.device)
-        closed = (pages < 0) | (tokens < first) | (tokens > last)
-        self.table[layers, :, : self.offset] = tokens.masked_fill(closed, EMPTY).flatten(2).to(torch.int32)
+        masked = (pages < 0) | (tokens < first) | (tokens > last)
+        self.table[layers, :, : self.offset] = tokens.masked_fill(masked, EMPTY).flatten(2).to(torch.int32)
 
     def truncate(self, tokens: int) -> None:
         """Release everything from position ``tokens`` on; the page it lies in too, for it will be written anew."""
@@ -207,13 +207,13 @@ class DeviceSlots:
         if key not in self._masks:
             table = self.table_of(layer)
             self.attended_of(layer).copy_(table)
-            closed = table < 0
+            masked = table < 0
             if window is not None:
-                closed = closed | (table <= position - window)
+                masked = masked | (table <= position - window)
             bias = torch.zeros(table.shape, dtype=self.geometry.dtype, device=table.device)
-            bias.masked_fill_(closed, float("-inf"))
+            bias.masked_fill_(masked, float("-inf"))
             heads = self.layout.width(self.geometry) // table.shape[0]
-            self._masks[key] = bias.unsqueeze(1), (~closed).sum() * heads
+            self._masks[key] = bias.unsqueeze(1), (~masked).sum() * heads
         bias, active = self._masks[key]
         self.active += active
         return bias

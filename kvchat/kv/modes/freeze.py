@@ -161,8 +161,8 @@ class Freeze(Mode):
             if spec is not None:
                 keys, values = store.host.dense(layer, total)
                 query = store.query[layer].view(len(keys), -1, keys.shape[-1])
-                closed = positions <= total - 1 - (spec.window or total)
-                bias = torch.zeros(total, dtype=keys.dtype, device=store.device).masked_fill(closed, -torch.inf)
+                masked = positions <= total - 1 - (spec.window or total)
+                bias = torch.zeros(total, dtype=keys.dtype, device=store.device).masked_fill(masked, -torch.inf)
                 sinks = None if spec.sinks is None else spec.sinks.view(len(keys), -1)
                 weights = attend(query, keys, values, bias.view(1, 1, -1), spec, sinks)[1]
                 scores.add(Weights(weights), query, keys, spec, store.position - 1)

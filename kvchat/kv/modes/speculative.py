@@ -9,7 +9,7 @@ Departures and decisions:
     * The window is exact (the last W tokens, a ring), not whole pages: a page that the window is leaving is a candidate
       from its first token on, and of a resident page only tokens outside sinks and window are read. So a token attends
       to at most ``budget`` tokens, to none twice, and no page is missing for a step (candidates for position i+1).
-    * Scores are scaled by the layer's attention scale (``select.page_scores``).
+    * Scores are scaled by the layer's attention scale (``selection.page_scores``).
     * The window holds at least one page, so that candidates are always complete.
 
 Shapes: per layer tables ``[H, k*p + S + W]``; bounds ``[layers, H, page, 2*d_k]``. The first layer is full by default.
@@ -160,7 +160,7 @@ class Speculative(Mode):
     def _correct(self, layer: int, query: Tensor) -> Tensor:
         """Recall now, for the heads whose query turned; the pages' scores."""
         ops = self.store.ops
-        flagged = ops.turned(query, self.store.query[layer], self.parameters.tau)
+        flagged = ops.needs_correction(query, self.store.query[layer], self.parameters.tau)
         self._flags.append(flagged)
         scores = self._scores(layer, query)
         self._recall(layer, self.choose(layer, scores, self._now, flagged))

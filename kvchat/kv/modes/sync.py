@@ -39,7 +39,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
-from kvchat.kv.ops.selection import place_tokens
+from kvchat.kv.ops.selection import assign_token_slots
 
 if TYPE_CHECKING:
     from kvchat.kv.manager import Store
@@ -186,10 +186,10 @@ class Sync(Mode):
         query = everything.pick(layer, store.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
         sinks = None if spec.sinks is None else everything.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
         table = everything.table_of(layer)
-        closed = table < 0
+        masked = table < 0
         if spec.window is not None:
-            closed = closed | (table < store.total - spec.window)
-        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(closed, float("-inf"))
+            masked = masked | (table < store.total - spec.window)
+        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(masked, float("-inf"))
         return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), spec, sinks)[1]
 
     # ---- a step
@@ -222,7 +222,7 @@ class Sync(Mode):
         ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
         before = self.held[layer, :, self.static :]
         wanted = self._best(ranked, self._k - SINK - self.static)
-        placed = place_tokens(wanted, before, ranked.shape[1])
+        placed = assign_token_slots(wanted, before, ranked.shape[1])
         self.overlap[0].add_(((placed == before) & (placed >= 0)).sum())
         self.overlap[1].add_((placed >= 0).sum())
         self._fetch(layer, placed, before)
@@ -246,10 +246,10 @@ class Sync(Mode):
         """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
         spec = self.store.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
-        closed = (tokens < SINK) | (tokens > last)
+        masked = (tokens < SINK) | (tokens > last)
         if spec is not None and spec.window is not None:
-            closed |= tokens <= last + self.window - spec.window
-        return best.masked_fill(closed, -1.0)
+            masked |= tokens <= last + self.window - spec.window
+        return best.masked_fill(masked, -1.0)
 
     def _best(self, ranked: Tensor, k: int) -> Tensor:
         """The ``k`` highest of ``ranked [N_r, n]``, best first, EMPTY where there are fewer: ``[N_r, <= k]``."""

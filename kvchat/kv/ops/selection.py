@@ -15,11 +15,11 @@ from kvchat.kv.memory.device_slots import EMPTY
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The pages ``first`` to ``last`` (0-d int64, inclusive), and ``closed [page]`` (bool), all others."""
+    """The pages ``first`` to ``last`` (0-d int64, inclusive), and ``masked [page]`` (bool), all others."""
 
     first: int
     last: Tensor
-    closed: Tensor
+    masked: Tensor
 
     @classmethod
     def between(cls, first: int, last: Tensor, pages: int) -> Candidates:
@@ -43,7 +43,7 @@ def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
     return torch.bmm(parts.view(bounds.shape[0], -1, bounds.shape[-1]), bounds.transpose(1, 2))
 
 
-def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
+def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
     """Which KV heads' queries turned: mean cosine over the group below ``tau`` (FreeKV section 3.3).
 
     Args:
@@ -62,28 +62,28 @@ def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
     return below
 
 
-def top_pages(scores: Tensor, closed: Tensor, k: int) -> Tensor:
+def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:
     """The ``k`` candidate pages of highest group-consistent weight, per KV head.
 
     Softmax over the candidates in float32, mean over the group (FreeKV's MeanS).
 
     Args:
         scores: ``[H, G, page]``.
-        closed: the pages that are no candidates, bool ``[page]``.
+        masked: the pages that are no candidates, bool ``[page]``.
         k: pages to choose.
 
     Returns:
         ``[H, k]`` int64 page numbers, -1 where there are fewer candidates.
     """
-    weights = scores.float().masked_fill(closed, float("-inf")).softmax(-1).mean(1)
+    weights = scores.float().masked_fill(masked, float("-inf")).softmax(-1).mean(1)
     # A page outside the candidates must lose against one whose weight underflowed to 0.
-    ranked = weights.masked_fill(closed, -1.0)
+    ranked = weights.masked_fill(masked, -1.0)
     best, chosen = ranked.topk(min(k, ranked.shape[-1]), -1)
     chosen = chosen.masked_fill(~(best >= 0), EMPTY)
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
 
 
-def place(wanted: Tensor, resident: Tensor) -> Tensor:
+def assign_slots(wanted: Tensor, resident: Tensor) -> Tensor:
     """Where the wanted pages go: what is resident stays in its slot, the rest takes the slots of what is not wanted.
 
     Args:
@@ -104,7 +104,7 @@ def place(wanted: Tensor, resident: Tensor) -> Tensor:
     return placed.scatter(1, free_first, torch.maximum(incoming, placed.gather(1, free_first)))
 
 
-def place_tokens(wanted: Tensor, resident: Tensor, tokens: int) -> Tensor:
+def assign_token_slots(wanted: Tensor, resident: Tensor, tokens: int) -> Tensor:
     """Where the wanted tokens go: what is resident stays in its slot, the rest takes empty slots, best first.
 
     Slots of tokens that are no longer wanted become empty, but are not written to: attention may be reading them.

@@ -19,7 +19,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
 from kvchat.kv.modes.page_bounds import PageBounds
-from kvchat.kv.ops.selection import Candidates, page_scores, place, top_pages, turned
+from kvchat.kv.ops.selection import Candidates, assign_slots, needs_correction, page_scores, top_pages
 
 
 class TorchOps:
@@ -86,12 +86,12 @@ class TorchOps:
     # ---- select
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-        """``select.page_scores``: ``query [H_q, d_k]``, ``bounds [H, page, 2 * d_k]`` -> ``[H, G, page]``."""
+        """``selection.page_scores``: ``query [H_q, d_k]``, ``bounds [H, page, 2 * d_k]`` -> ``[H, G, page]``."""
         return page_scores(query, bounds, scaling)
 
-    def turned(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
-        """``select.turned``: queries ``[H_q, d_k]`` -> bool ``[H]``."""
-        return turned(query, before, self.geometry.kv_heads, tau)
+    def needs_correction(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
+        """``selection.needs_correction``: queries ``[H_q, d_k]`` -> bool ``[H]``."""
+        return needs_correction(query, before, self.geometry.kv_heads, tau)
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         """The pages that each slot is to hold next.
@@ -105,7 +105,7 @@ class TorchOps:
         Returns:
             ``[H, k]``, -1 = none.
         """
-        placed = place(top_pages(scores, candidates.closed, resident.shape[1]), resident)
+        placed = assign_slots(top_pages(scores, candidates.masked, resident.shape[1]), resident)
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:

@@ -80,9 +80,9 @@ class TritonOps(TorchOps):
         with self._on:
             return select.page_scores(query, bounds, scaling)
 
-    def turned(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
+    def needs_correction(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
         with self._on:
-            return select.turned(query, before, self.geometry.kv_heads, tau)
+            return select.needs_correction(query, before, self.geometry.kv_heads, tau)
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         if not select.choosable(scores.shape[2], resident.shape[1]):

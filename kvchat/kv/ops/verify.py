@@ -68,8 +68,8 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     found["update_bounds"] = bounds.of(0)[:, PAGES - 1].clone()
     found["page_scores"] = ops.page_scores(query, bounds.of(0), g.d_k**-0.5)[..., :PAGES]
     signs = torch.tensor([1 - 2 * (row // g.group % 2) for row in range(g.q_heads)], device=device)
-    flagged = ops.turned(query, query * signs[:, None], 0.5)
-    found["turned"] = flagged
+    flagged = ops.needs_correction(query, query * signs[:, None], 0.5)
+    found["needs_correction"] = flagged
     scores = noise(g.kv_heads, g.group, bounds.pages).float()
     candidates = Candidates.between(1, position // p - 2, bounds.pages)
     counters = torch.zeros(2, dtype=torch.int64, device=device)

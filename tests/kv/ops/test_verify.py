@@ -45,7 +45,7 @@ def test_a_kernel_that_does_nothing_is_named(module, kernel, named, device, monk
     assert named in failure
 
 
-@pytest.mark.parametrize("verb", ["page_scores", "turned", "choose"])
+@pytest.mark.parametrize("verb", ["page_scores", "needs_correction", "choose"])
 def test_a_wrong_choice_is_named(verb, device, monkeypatch):
     right = getattr(select, verb)
     monkeypatch.setattr(select, verb, lambda *args: right(*args) * 0)

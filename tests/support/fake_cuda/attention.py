@@ -17,8 +17,8 @@ def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=Fa
     key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
     scores = query.float() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        closed = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + key.shape[-2] - query.shape[-2])
-        scores.masked_fill_(closed, -torch.inf)
+        masked = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + key.shape[-2] - query.shape[-2])
+        scores.masked_fill_(masked, -torch.inf)
     output = (scores.softmax(-1) @ value).to(query.dtype)
     # As the kernel lays it out: heads inside of tokens.
     output = output.transpose(1, 2).contiguous().transpose(1, 2)

@@ -62,11 +62,13 @@ def _large_products_are_not_interpreted() -> None:
     def some_rotate(query, key, cos, sin):
         if query.numel() < LARGE:
             return rotate(query, key, cos, sin)
-        return tuple(_turned(x.float(), cos.float(), sin.float()).to(x.dtype).contiguous() for x in (query, key))
+        return tuple(
+            _needs_correction(x.float(), cos.float(), sin.float()).to(x.dtype).contiguous() for x in (query, key)
+        )
 
     kernels.project, kernels.gated, kernels.rotate = some_project, some_gated, some_rotate
 
 
-def _turned(x, cos, sin):
+def _needs_correction(x, cos, sin):
     low, high = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]

@@ -51,7 +51,7 @@ def _page_scores(
 
 
 @triton.jit
-def _turned(
+def _needs_correction(
     query,
     before,
     flags,
@@ -106,7 +106,7 @@ def _choose(
         # The list is read by other threads than wrote it.
         tl.debug_barrier()
         wanted = tl.load(best + head * k + slot, mask=slot < tl.sum(taken, 0), other=-1)
-        held = _placed(wanted, held, slot < k)
+        held = _assigned(wanted, held, slot < k)
     tl.store(chosen + head * k + slot, held.to(tl.int64), mask=slot < k)
 
 
@@ -138,8 +138,8 @@ def _top(weight, candidate, k):
 
 
 @triton.jit
-def _placed(wanted, held, is_slot):
-    """``select.place``: what is held and wanted stays, the i-th missing page goes to the i-th free slot."""
+def _assigned(wanted, held, is_slot):
+    """``selection.assign_slots``: what is held and wanted stays, the i-th missing page goes to the i-th free slot."""
     same = ((wanted[:, None] == held[None, :]) & (wanted >= 0)[:, None]).to(tl.int32)
     missing = ((wanted >= 0) & (tl.max(same, 1) == 0)).to(tl.int32)
     free = (is_slot & (tl.max(same, 0) == 0)).to(tl.int32)
@@ -162,7 +162,7 @@ def _open_pages(table, pages, last, k, n, first, PAGE: tl.constexpr, SLOTS: tl.c
 
 
 def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-    """``select.page_scores`` in float32, whatever the dtype of the query."""
+    """``selection.page_scores`` in float32, whatever the dtype of the query."""
     query, bounds = with_dense_rows(query), bounds.contiguous()
     heads, pages, d_k = bounds.shape[0], bounds.shape[1], query.shape[1]
     group = len(query) // heads
@@ -173,13 +173,15 @@ def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
     return scores
 
 
-def turned(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
-    """``select.turned``"""
+def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
+    """``selection.needs_correction``"""
     query, before = with_dense_rows(query), with_dense_rows(before)
     flags = torch.empty(kv_heads, dtype=torch.bool, device=query.device)
     group, d_k = len(query) // kv_heads, query.shape[1]
     strides, shape = (query.stride(0), before.stride(0)), (triton.next_power_of_2(group), padded(d_k))
-    _turned[(kv_heads,)](query, before, flags.view(torch.uint8), *strides, tau, group, d_k, *shape, num_warps=1)
+    _needs_correction[(kv_heads,)](
+        query, before, flags.view(torch.uint8), *strides, tau, group, d_k, *shape, num_warps=1
+    )
     return flags
 
 

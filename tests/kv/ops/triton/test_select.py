@@ -47,23 +47,23 @@ def test_turned_heads(shape, dtype, device):
     turn = torch.linspace(0, 2, g.q_heads, device=device)[:, None]
     before = (query + turn * noise(2, device, dtype, g.q_heads, g.d_k)).to(dtype)
     for tau in (-1.0, 0.7, 0.9, 2.0):
-        flags = measured.turned(query, before, tau)
+        flags = measured.needs_correction(query, before, tau)
         assert flags.dtype == torch.bool
-        assert torch.equal(flags, expected.turned(query.float(), before.float(), tau))
-    assert not bool(measured.turned(query, torch.zeros_like(query), -0.5).any())
+        assert torch.equal(flags, expected.needs_correction(query.float(), before.float(), tau))
+    assert not bool(measured.needs_correction(query, torch.zeros_like(query), -0.5).any())
 
 
 def check_choice(scores, candidates, resident, flagged, placed):
     """The best candidates, each once; what stays does not move; nothing happens to heads that are not meant."""
     k = resident.shape[1]
-    weights = scores.double().masked_fill(candidates.closed, -torch.inf).softmax(-1).mean(1)
+    weights = scores.double().masked_fill(candidates.masked, -torch.inf).softmax(-1).mean(1)
     for head in range(len(scores)):
         before, after = resident[head].tolist(), placed[head].tolist()
         if flagged is not None and not flagged[head]:
             assert after == before
             continue
         chosen = {page for page in after if page != EMPTY}
-        may = set((~candidates.closed).nonzero().flatten().tolist())
+        may = set((~candidates.masked).nonzero().flatten().tolist())
         assert len(chosen) == k - after.count(EMPTY) == min(k, len(may))
         assert chosen <= may
         if chosen != may:
