@@ -57,7 +57,7 @@ class SideStream:
         self._running = False
 
 
-class Recall:
+class Transfer:
     """Moves rows between a host pool and slots, and counts.
 
     ``counters [2, 3]`` (int64, on the device) has K/V pairs (a token in one layer and KV head) moved and wanted, and heads
