@@ -112,11 +112,11 @@ class Store:
             slots.begin_step()
         self._queries = list(self.query)
         self.ops.begin_step(self.position)
-        self.mode.begin_step(self.position)
+        self.mode.forward_begin(self.position)
         yield
         torch.stack(self._queries, out=self.query)  # one kernel for all layers
         self.transfer.side_stream.join()
-        self.mode.end_step(self.position)
+        self.mode.forward_end(self.position)
         self.position.add_(1)
 
     def settle(self, cached: int | None = None) -> None:
@@ -190,11 +190,11 @@ class Store:
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         places = self._places[layer]
         self.ops.append(places, layer, key, value)
-        self.mode.before(layer, query, key, spec)
+        self.mode.attention_begin(layer, query, key, spec)
         weigh = self.mode.weighs(layer)
         parts = [self.ops.attend(slots, layer, query, spec, weigh) for slots in places]
         self._queries[layer] = query
-        self.mode.after(layer, query, [weights for _, weights in parts if weights], spec)
+        self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
         return self._joined(layer, [attended for attended, _ in parts])
 
     def _joined(self, layer: int, parts: list[Tensor]) -> Tensor:
