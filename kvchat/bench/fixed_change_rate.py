@@ -59,8 +59,8 @@ class Prescribed(Speculative):
         self._pages_next = self._pages_at(self.store.position)
         super().fill(cached)
 
-    def begin_step(self, position: Tensor) -> None:
-        super().begin_step(position)
+    def forward_begin(self, position: Tensor) -> None:
+        super().forward_begin(position)
         self._pages_now, self._pages_next = self._pages_at(position), self._pages_at(position + 1)
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:

@@ -1,8 +1,7 @@
 """What a mode is: the policy that decides which stored tokens attention reads and when they are fetched.
 
 A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode builds its slots from
-it. The base class keeps the sinks and the window; a mode says what lies between. ``begin_step``, ``before``, ``after``
-and ``end_step`` may become part of a CUDA graph: tensors of fixed shape, state changed in place, nothing read back.
+it. The base class keeps the sinks and the window; a mode says what lies between. ``forward_begin``, ``attention_begin``, ``attention_end`` and ``forward_end`` may become part of a CUDA graph: tensors of fixed shape, state changed in place, nothing read back.
 """
 
 from __future__ import annotations
@@ -106,22 +105,22 @@ class Mode:
     def advance(self) -> None:
         """A step begins: room for its token in what the mode keeps, and counters on the host. Not part of a graph."""
 
-    def begin_step(self, position: Tensor) -> None:
+    def forward_begin(self, position: Tensor) -> None:
         """Before the first layer: the new token gets its slots."""
         for slots in self.store.slots:
             slots.assign(position)
 
-    def before(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
         """Before the layer's attention; ``query [H_q, d_k]`` and ``key [H, d_k]`` of the new token."""
 
     def weighs(self, layer: int) -> bool:
-        """Does ``after`` want the weights of the layer's attention?"""
+        """Does ``attention_end`` want the weights of the layer's attention?"""
         return False
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
+    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         """After the layer's attention, with its weights over each of its slots."""
 
-    def end_step(self, position: Tensor) -> None:
+    def forward_end(self, position: Tensor) -> None:
         """After the last layer."""
 
     def outgrown(self) -> bool:

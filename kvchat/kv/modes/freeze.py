@@ -210,20 +210,20 @@ class Freeze(Mode):
         for timers in self.timers:
             timers.reserve(self._known)
 
-    def begin_step(self, position: Tensor) -> None:
-        super().begin_step(position)
+    def forward_begin(self, position: Tensor) -> None:
+        super().forward_begin(position)
         self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.store.slots]
 
     def weighs(self, layer: int) -> bool:
         return self.rule.score in WEIGHED
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
+    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         index = layer if self.rule.per_layer else 0
         keys = self.store.slots[index].keys(layer)
         grouped = query.view(len(keys), -1, query.shape[-1])
         self._scores[index].add(weights[0] if weights else None, grouped, keys, spec, self.store.position)
 
-    def end_step(self, position: Tensor) -> None:
+    def forward_end(self, position: Tensor) -> None:
         for slots, timers, scores in zip(self.store.slots, self.timers, self._scores, strict=True):
             leaves = timers.observe(position, slots.table[0, 0], scores.result(), self.store.pinned)
             slots.table.masked_fill_(leaves, EMPTY)

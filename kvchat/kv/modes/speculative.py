@@ -114,28 +114,28 @@ class Speculative(Mode):
         self.bounds.reserve(self.store.capacity)
         self.bounds.tokens = self.store.total + 1
 
-    def begin_step(self, position: Tensor) -> None:
-        super().begin_step(position)
+    def forward_begin(self, position: Tensor) -> None:
+        super().forward_begin(position)
         self._page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
         self._now, self._next = self._candidates(position), self._candidates(position + 1)
         self._oldest = position - self.window
         self._flags: list[Tensor] = []
 
-    def before(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
         if layer < self.first:
             return
         self.store.ops.update_bounds(self.bounds, layer, self._page, key)
         if self.k:
             self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
+    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
             with self.store.transfer.side_stream(query if self._score is None else self._score):
                 scores = self._scores(layer, query) if self._score is None else self._score
                 self._recall(layer, self.choose(layer, scores, self._next))
 
-    def end_step(self, position: Tensor) -> None:
+    def forward_end(self, position: Tensor) -> None:
         if self.k:
             self._open(slice(None), self._oldest + 1)
         if self._flags:

@@ -102,7 +102,7 @@ class Streaming(Mode):
             self.sinks[layer, :, :stored] = self.store.host.dense(layer, stored)[0]
         self._realign()
 
-    def end_step(self, position: Tensor) -> None:
+    def forward_end(self, position: Tensor) -> None:
         cached = self.sink + position + 1 - self.kept_from
         self.kept_from.add_(cached - self._pruned(cached))
         (slots,) = self.store.slots

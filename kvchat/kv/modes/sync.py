@@ -208,7 +208,7 @@ class Sync(Mode):
     def weighs(self, layer: int) -> bool:
         return self.split and self.held.shape[2] > 0 and self.anticipates(layer)
 
-    def after(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
+    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # This layer's attention of this step is done: what changes now acts from the next step on.
         if weights:
             best = weights[0].best()
