@@ -46,7 +46,7 @@ class Own:
         with torch.inference_mode():
             store.truncate(self._context)
             store.switch(self._mode())
-        if store.mode.uncalibrated:
+        if store.mode.needs_calibration:
             raise UsageError("The model's heads are not measured, and the context is too short to measure them on.")
         held, predicted = store.device_bytes, store.mode.nbytes(store.geometry.grown(store.total))
         before = store.transfer.totals.tolist()

@@ -118,7 +118,7 @@ class Meter:
         cuda = store.device.type == "cuda"
         return Snapshot(
             mode=store.mode.name,
-            params=store.mode.resolved(),
+            params=store.mode.effective_params(),
             active=float(counts.sum()) / (store.geometry.layers * store.geometry.kv_heads),
             total=store.total,
             context=self._context,
@@ -140,7 +140,7 @@ class Meter:
             cell_tokens=cell,
             ribbon=ribbon,
             attended=attended,
-            extras=store.mode.extras() | self._recovery(),
+            extras=store.mode.stats() | self._recovery(),
         )
 
     def _recovery(self) -> Params:

@@ -86,7 +86,7 @@ class ModeControl:
     def enter(self, chosen: ModeParameters) -> int:
         """Enter the mode of these parameters; the bytes moved to the device."""
         mode = self.build(chosen)
-        if mode.bounded:
+        if mode.limited_by_context:
             self.check_context(self._store.total)
         with torch.inference_mode():
             moved = self._store.switch(mode)
@@ -98,7 +98,7 @@ class ModeControl:
 
         Returns the bytes moved to the device.
         """
-        if not self._store.mode.uncalibrated:
+        if not self._store.mode.needs_calibration:
             return 0
         self.calibration = calibration.on_prompt(self._model, list(self._ids()))
         return self.enter(self.parameters) if self.calibration else 0
@@ -134,10 +134,10 @@ class ModeControl:
         mode = self._store.mode
         if not mode.widens:
             with torch.inference_mode():
-                mode.relax(level)
+                mode.recover(level)
         elif level in WIDER:
             narrow = self.parameters
-            budget = mode.resolved()["budget"] * WIDER[level]
+            budget = mode.effective_params()["budget"] * WIDER[level]
             with suppress(DoesNotFitError):
                 self.enter(narrow.model_copy(update={"budget": budget}))
                 self._widened = (self._store.mode, narrow, self._store.total + RECENT)
@@ -157,7 +157,7 @@ class ModeControl:
     def _price(self, mode: str) -> Price:
         try:
             built = self.build(self.merged(mode, {}))
-            if built.bounded:
+            if built.limited_by_context:
                 self.check_context(self._store.total)
         except KvchatError as error:
             return Price(mode, refusal=str(error))

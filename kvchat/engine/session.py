@@ -192,7 +192,7 @@ class Session:
         switched = Switched(
             before,
             self._store.mode.name,
-            self._store.mode.resolved(),
+            self._store.mode.effective_params(),
             self.total,
             moved,
             time.perf_counter() - began,
@@ -252,7 +252,7 @@ class Session:
             self._control.check_context(self.total + 1)
         token = int(token)
         logits = self._decoder.step(token)
-        self._note([token], reduced=not self._store.mode.covers(self.total))
+        self._note([token], reduced=not self._store.mode.is_exact(self.total))
         return logits
 
     def truncate(self, tokens: int) -> None:
@@ -315,7 +315,7 @@ class Session:
             page=store.geometry.page,
             kv_bytes_per_token=store.geometry.token_bytes,
             mode=store.mode.name,
-            params=store.mode.resolved(),
+            params=store.mode.effective_params(),
             notes=(*m.notes, *calibration.notes(m, self._control.calibration)),
             weights=m.weights,
             fast=m.fast,
@@ -434,7 +434,7 @@ class Session:
         self._reduced.extend([reduced] * len(ids))
 
     def _full(self) -> bool:
-        return self._store.mode.bounded and self.total >= self._model.context
+        return self._store.mode.limited_by_context and self.total >= self._model.context
 
 
 def _nothing(_generated: int) -> None:

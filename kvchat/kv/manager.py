@@ -98,7 +98,7 @@ class Store:
             self.transfer.end_step()
         except BaseException:
             self.transfer.side_stream.join()
-            self.truncate(self.total, self.mode.cached())
+            self.truncate(self.total, self.mode.num_reachable())
             raise
         self.host.total += 1
         self._torn = False
@@ -191,7 +191,7 @@ class Store:
         places = self._places[layer]
         self.ops.append(places, layer, key, value)
         self.mode.attention_begin(layer, query, key, spec)
-        weigh = self.mode.weighs(layer)
+        weigh = self.mode.needs_weights(layer)
         parts = [self.ops.attend(slots, layer, query, spec, weigh) for slots in places]
         self._queries[layer] = query
         self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
@@ -314,7 +314,7 @@ class Store:
         self._reserve(tokens)
         if tokens > self.capacity:
             self.refit(self.geometry.grown(tokens))
-        elif self.mode.outgrown():
+        elif self.mode.wants_resize():
             self.refit()
 
     def refit(self, capacity: int = 0) -> None:

@@ -576,7 +576,7 @@ class Run:
     # ---- what a session does
 
     def prefill(self, n: int, chunk: int = 1000) -> None:
-        cached = self.store.mode.cached()
+        cached = self.store.mode.num_reachable()
         for low in range(0, n, chunk):
             ids = self._new_ids(min(chunk, n - low))
             start = len(self.ids)
@@ -686,7 +686,7 @@ class Run:
 
     def _refer(self) -> None:
         mode = self.store.mode
-        self.reference = REFERENCES[mode.name](self, mode.resolved())
+        self.reference = REFERENCES[mode.name](self, mode.effective_params())
 
 
 def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype, where: str) -> None:

@@ -74,7 +74,7 @@ class Decoder:
         """
         self._check_tokens(ids)
         size = self.chunk or self._planned_chunk(len(ids))
-        cached = self.store.mode.cached()
+        cached = self.store.mode.num_reachable()
         done = 0
         try:
             while done < len(ids):

@@ -44,7 +44,7 @@ class Mode:
     """Base of all modes. ``preamble`` is the number of tokens of the system prompt.
 
     ``recoveries`` are the levels of recovery that change something in this mode; a mode that ``widens`` has WR and FR
-    done by entering it with a larger budget for a while, any other by ``relax``.
+    done by entering it with a larger budget for a while, any other by ``recover``.
     """
 
     name: ClassVar[str]
@@ -113,7 +113,7 @@ class Mode:
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
         """Before the layer's attention; ``query [H_q, d_k]`` and ``key [H, d_k]`` of the new token."""
 
-    def weighs(self, layer: int) -> bool:
+    def needs_weights(self, layer: int) -> bool:
         """Does ``attention_end`` want the weights of the layer's attention?"""
         return False
 
@@ -123,14 +123,14 @@ class Mode:
     def forward_end(self, position: Tensor) -> None:
         """After the last layer."""
 
-    def outgrown(self) -> bool:
+    def wants_resize(self) -> bool:
         """Asked before each step: has the number of slots wanted changed, so that ``layouts`` is to be asked anew?"""
         return False
 
-    def relax(self, level: Level) -> None:
+    def recover(self, level: Level) -> None:
         """Between two steps: read more again, because the text may have gone wrong; ``level`` is SR, WR or FR."""
 
-    def cached(self) -> int:
+    def num_reachable(self) -> int:
         """Stored tokens that the next one may read or have recalled."""
         return self.store.total
 
@@ -139,7 +139,7 @@ class Mode:
         """Device bytes the mode itself keeps, beside the slots."""
         return 0
 
-    def resolved(self) -> dict[str, Any]:
+    def effective_params(self) -> dict[str, Any]:
         """The parameters with what was chosen for ``auto``."""
         return self.parameters.model_dump()
 
@@ -147,12 +147,12 @@ class Mode:
         """What the mode's part of a step reads or changes and keeps from step to step, beside the slots."""
         return []
 
-    def covers(self, tokens: int) -> bool:
+    def is_exact(self, tokens: int) -> bool:
         """Does a token decoded as number ``tokens`` of the store read everything before it?"""
         return True
 
     @property
-    def bounded(self) -> bool:
+    def limited_by_context(self) -> bool:
         """Are positions limited by the model's context? A mode that re-aligns sinks goes on beyond it."""
         return True
 
@@ -161,7 +161,7 @@ class Mode:
         return ()
 
     @property
-    def uncalibrated(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Does it wait for the model's heads to be measured? Until then it may hold and read everything."""
         return False
 
@@ -173,7 +173,7 @@ class Mode:
         """What the ribbon shows for tokens of which a ``share`` was read and which are neither sinks nor recent."""
         return "D" if share > 0 else self.reach()
 
-    def extras(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Numbers only this mode has, for the screen."""
         return {}
 

@@ -132,11 +132,11 @@ class Freeze(Mode):
         self._known = total
         self._bring()
 
-    def outgrown(self) -> bool:
+    def wants_resize(self) -> bool:
         self._steps += 1
         return self._steps >= CHECK and self._measure()
 
-    def relax(self, level: Level) -> None:
+    def recover(self, level: Level) -> None:
         for timers in self.timers:
             frozen = timers.frozen[: self.store.total]
             if level == "SR":
@@ -214,7 +214,7 @@ class Freeze(Mode):
         super().forward_begin(position)
         self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.store.slots]
 
-    def weighs(self, layer: int) -> bool:
+    def needs_weights(self, layer: int) -> bool:
         return self.rule.score in WEIGHED
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
@@ -251,10 +251,10 @@ class Freeze(Mode):
 
     # ---- what others read
 
-    def resolved(self) -> dict[str, Any]:
+    def effective_params(self) -> dict[str, Any]:
         return self.rule.model_dump()
 
-    def covers(self, tokens: int) -> bool:
+    def is_exact(self, tokens: int) -> bool:
         # Conservative: between two looks it is not known whether a token that could be frozen was.
         never = max(self.rule.min_active, self.sink + self.window) + 1
         return (
@@ -267,7 +267,7 @@ class Freeze(Mode):
     def letter(self, share: float) -> str:
         return "D" if share >= 0.5 else "F"
 
-    def extras(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         frozen = [timers.frozen[: self.store.total] for timers in self.timers]
         away = sum(int(mask.sum()) for mask in frozen)
         waits = sum(int(t.timer[: len(m)][m].clamp(min=0).sum()) for t, m in zip(self.timers, frozen, strict=True))

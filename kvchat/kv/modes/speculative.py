@@ -141,13 +141,13 @@ class Speculative(Mode):
         if self._flags:
             self.store.transfer.counters[0, 2].add_(torch.cat(self._flags).sum())
 
-    def extras(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         return {"pages per head": self.k, "candidate pages": self._candidate_pages(self.store.total + 1)}
 
-    def covers(self, tokens: int) -> bool:
+    def is_exact(self, tokens: int) -> bool:
         return self._candidate_pages(tokens) <= self.k
 
-    def resolved(self) -> dict[str, Any]:
+    def effective_params(self) -> dict[str, Any]:
         return self.parameters.model_dump() | {"budget": self.budget, "sink": self.sink, "window": self.window}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:

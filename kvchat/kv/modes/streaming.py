@@ -110,28 +110,28 @@ class Streaming(Mode):
         self._note_sink(slots, position)
         self._realign()
 
-    def cached(self) -> int:
+    def num_reachable(self) -> int:
         return self.sink + self.store.total - int(self.kept_from)
 
-    def resolved(self) -> dict[str, Any]:
+    def effective_params(self) -> dict[str, Any]:
         return self.parameters.model_dump() | {
             "budget": self.capacity,
             "sink": self.sink,
             "window": self.window,
         }
 
-    def covers(self, tokens: int) -> bool:
+    def is_exact(self, tokens: int) -> bool:
         return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
 
     @property
-    def bounded(self) -> bool:
+    def limited_by_context(self) -> bool:
         return self.parameters.R == 0
 
     def reach(self) -> str:
         return "X"
 
-    def extras(self) -> dict[str, Any]:
-        return {"cached": self.cached(), "dropped": int(self.kept_from) - self.sink}
+    def stats(self) -> dict[str, Any]:
+        return {"cached": self.num_reachable(), "dropped": int(self.kept_from) - self.sink}
 
     def _soft_capacity(self) -> int:
         p = self.parameters

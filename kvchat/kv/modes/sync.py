@@ -205,7 +205,7 @@ class Sync(Mode):
         if grown > 0:
             self.held = torch.nn.functional.pad(self.held, (0, grown), value=EMPTY)
 
-    def weighs(self, layer: int) -> bool:
+    def needs_weights(self, layer: int) -> bool:
         return self.split and self.held.shape[2] > 0 and self.anticipates(layer)
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
@@ -277,15 +277,15 @@ class Sync(Mode):
 
     # ---- what others read
 
-    def resolved(self) -> dict[str, Any]:
+    def effective_params(self) -> dict[str, Any]:
         kept = {"keep": self._k} if self.split else {}
         own = {"clusters": self.clusters, "window": self._recent()}
         return self.parameters.model_dump() | own | kept
 
-    def covers(self, tokens: int) -> bool:
+    def is_exact(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self._k
 
-    def extras(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         heads = self.geometry.kv_heads
         if not self.split:
             return {"representative heads": f"all {heads}: as full ({self._why_full()})"}
@@ -299,7 +299,7 @@ class Sync(Mode):
         }
 
     @property
-    def uncalibrated(self) -> bool:
+    def needs_calibration(self) -> bool:
         return not self.split and self.clusters < self.geometry.kv_heads
 
     # ---- inside
@@ -344,4 +344,4 @@ class Sync(Mode):
     def _why_full(self) -> str:
         if self.geometry.kv_heads == 1:
             return "the model has one"
-        return "calibrated on the first long prompt" if self.uncalibrated else "as many clusters"
+        return "calibrated on the first long prompt" if self.needs_calibration else "as many clusters"

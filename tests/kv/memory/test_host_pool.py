@@ -54,7 +54,7 @@ class Pins:
         del self.held[address]
         self.given_back.append(address)
 
-    def covers(self, address: int, size: int) -> bool:
+    def is_exact(self, address: int, size: int) -> bool:
         end = address
         for start, length in sorted(self.held.items()):
             if start <= end < start + length:
@@ -242,7 +242,7 @@ def test_segments_are_disjoint_whole_pages_that_cover_what_is_used(
             assert pool.capacity >= pool.total
             for layer in range(layers):
                 used = pool.layers[layer]
-                assert pins.covers(used.data_ptr(), used.nbytes)
+                assert pins.is_exact(used.data_ptr(), used.nbytes)
             assert sum(pins.held.values()) == pool.nbytes
         for start, new in zip(starts, written, strict=True):
             assert all(same(pool, layer, start, *new[layer]) for layer in range(layers))

@@ -61,7 +61,7 @@ class Run:
 
     def relax(self, level: str) -> None:
         with torch.inference_mode():
-            self.store.mode.relax(level)
+            self.store.mode.recover(level)
 
     def switch(self, name: str, **params: Any) -> None:
         with torch.inference_mode():
@@ -305,7 +305,7 @@ def test_a_floor_above_all_tokens_reads_everything():
     run.prefill(100)
     run.step(50)
     assert run.active() == set(range(150))
-    assert run.store.mode.covers(150)
+    assert run.store.mode.is_exact(150)
 
 
 def test_a_new_turn_wakes_all_tokens():
@@ -370,8 +370,8 @@ def test_covers_is_never_wrongly_true(length):
         whole = len(run.active()) == run.store.total
         run.step()
         reduced += not whole
-        covered += run.store.mode.covers(run.store.total)
-        assert whole or not run.store.mode.covers(run.store.total)
+        covered += run.store.mode.is_exact(run.store.total)
+        assert whole or not run.store.mode.is_exact(run.store.total)
     assert reduced
     assert covered
 
@@ -397,7 +397,7 @@ def test_what_the_screen_shows():
     run = Run(**EVERYTHING)
     run.prefill(150)
     run.step(30)
-    extras = run.store.mode.extras()
+    extras = run.store.mode.stats()
     assert extras["frozen now"] == 180 - len(run.active())
     assert extras["thaws a step"] > 0
     assert run.store.mode.letter(0.2) == run.store.mode.reach() == "F"

@@ -76,7 +76,7 @@ def test_covers_says_when_a_token_reads_everything():
     run.prefill(40)
     for _ in range(60):
         run.step()
-        assert run.store.mode.covers(run.store.total) == bool(run.store.attended(1).all())
+        assert run.store.mode.is_exact(run.store.total) == bool(run.store.attended(1).all())
 
 
 def test_refusals_name_the_numbers():

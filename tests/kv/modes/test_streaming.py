@@ -73,7 +73,7 @@ def test_the_saw_tooth_of_real_steps(params, peak, valley):
 def test_a_long_chunk_is_pruned_at_once():
     run = Run(toy(("plain",), kv_heads=1, group=1), "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
     run.prefill(500)
-    assert run.store.mode.cached() == 64 + 8
+    assert run.store.mode.num_reachable() == 64 + 8
     assert lengths_of(run, 10)[:9] == [*range(73, 81), 73]
 
 
@@ -115,7 +115,7 @@ def test_sinks_of_a_system_prompt_and_defaults():
     geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
 
     def resolved(preamble, **params):
-        return build(parse("streaming", params), geometry, traits, preamble).resolved()
+        return build(parse("streaming", params), geometry, traits, preamble).effective_params()
 
     assert resolved(0).items() >= {"budget": 256, "sink": 4, "window": 252, "R": 64, "sigma": 64, "delta": 16}.items()
     assert resolved(40)["sink"] == 40

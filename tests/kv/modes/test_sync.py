@@ -90,15 +90,15 @@ def test_with_nobody_to_follow_it_is_full_and_says_so(params):
     mode = mode_of(**params)
     store = Store(mode.geometry, CPU, mode)
     assert store.device_bytes == build(parse("full", {}), mode.geometry, mode.traits).nbytes(128)
-    assert "as full" in mode.extras()["representative heads"]
-    assert mode.uncalibrated == (params == {"calibrated": False})
-    assert mode.covers(10**6)
+    assert "as full" in mode.stats()["representative heads"]
+    assert mode.needs_calibration == (params == {"calibrated": False})
+    assert mode.is_exact(10**6)
 
 
 def test_one_head_is_full():
     mode = mode_of(1)
     Store(mode.geometry, CPU, mode)
-    assert mode.extras() == {"representative heads": "all 1: as full (the model has one)"}
+    assert mode.stats() == {"representative heads": "all 1: as full (the model has one)"}
 
 
 # ---- the schedule
@@ -109,7 +109,7 @@ def test_tokens_move_at_every_m_th_step_only():
     run.prefill(200)
     moved = [moved_in_a_step(run) for _ in range(25)]
     assert [t for t, n in enumerate(moved, 1) if n] == [5, 10, 15, 20, 25]
-    assert run.store.mode.extras()["anticipation steps"] == 5
+    assert run.store.mode.stats()["anticipation steps"] == 5
 
 
 def test_staggered_layers_take_turns():
@@ -162,7 +162,7 @@ def test_no_token_is_out_of_reach_between_the_ring_and_the_next_choice():
     for _ in range(80):
         run.step()
         assert bool(run.store.attended(1).all())
-        assert run.store.mode.covers(run.store.total)
+        assert run.store.mode.is_exact(run.store.total)
 
 
 def test_overlap_is_counted_from_one_anticipation_to_the_next():
@@ -172,7 +172,7 @@ def test_overlap_is_counted_from_one_anticipation_to_the_next():
     mode = run.store.mode
     kept, chosen = mode.overlap.tolist()
     assert chosen == 2 * (mode.k_of(10**6) - 4 - mode.static)
-    assert mode.extras()["set overlap"] == f"{kept / chosen:.0%}"
+    assert mode.stats()["set overlap"] == f"{kept / chosen:.0%}"
     assert 3 * (chosen - kept) == int(run.store.transfer.totals[0])
 
 
