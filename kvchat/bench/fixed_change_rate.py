@@ -55,9 +55,9 @@ class Prescribed(Speculative):
     def buffers(self) -> list[Tensor]:
         return [*super().buffers(), self._order, self._changed, self._slot, self._begins]
 
-    def fill(self, cached: int) -> None:
+    def fill(self, num_reachable: int) -> None:
         self._pages_next = self._pages_at(self.store.position)
-        super().fill(cached)
+        super().fill(num_reachable)
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)

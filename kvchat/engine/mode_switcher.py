@@ -128,7 +128,7 @@ class ModeControl:
 
     # ---- recovery
 
-    def relax(self, level: Level) -> None:
+    def recover(self, level: Level) -> None:
         """Let the mode read more for a while."""
         self.narrow()
         mode = self._store.mode

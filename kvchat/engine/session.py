@@ -397,7 +397,7 @@ class Session:
     ) -> Generator[Event, None, tuple[Tensor, Pieces]]:
         """Carry out one level; the logits and the text to go on from."""
         level, trigger = due
-        self._control.relax("FR" if level == "RR" else level)
+        self._control.recover("FR" if level == "RR" else level)
         answer.recoveries += 1
         yield Recovered(level, trigger.signal, trigger.value, self.total)
         if level != "RR":

@@ -119,10 +119,10 @@ class Store:
         self.mode.forward_end(self.position)
         self.position.add_(1)
 
-    def settle(self, cached: int | None = None) -> None:
+    def settle(self, num_reachable: int | None = None) -> None:
         """After a prefill (or an aborted step): the mode fills its slots for the next token.
 
-        ``cached`` tokens could be read before, with those just prefilled; all, where not given. After a step that was
+        ``num_reachable`` tokens could be read before, with those just prefilled; all, where not given. After a step that was
         cut short everything in the slots comes anew from the host pool.
         """
         if self._torn:
@@ -131,7 +131,7 @@ class Store:
         self._torn = True
         self.position.fill_(self.total)
         self._make_room(self.total + 1)
-        self.mode.fill(self.total if cached is None else cached)
+        self.mode.fill(self.total if num_reachable is None else num_reachable)
         for slots in self.slots:
             slots.attended.copy_(slots.table)
         self._torn = False
@@ -161,14 +161,14 @@ class Store:
         rate = self.transfer.filled_bytes / self.transfer.filled_seconds if self.transfer.filled_seconds else 0.0
         return Price(mode.name, moved, mode.nbytes(self.geometry.grown(self.total)), moved / rate if rate else None)
 
-    def truncate(self, tokens: int, cached: int | None = None) -> None:
-        """Forget all but the first ``tokens``; ``cached`` as for ``settle``."""
+    def truncate(self, tokens: int, num_reachable: int | None = None) -> None:
+        """Forget all but the first ``tokens``; ``num_reachable`` as for ``settle``."""
         self.host.truncate(tokens)
         self.pinned[tokens:] = False
         for slots in self.slots:
             slots.truncate(tokens)
         self._decoded_last = False
-        self.settle(cached)
+        self.settle(num_reachable)
 
     # ---- what the model's attention calls
 

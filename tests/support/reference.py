@@ -154,8 +154,8 @@ class FullReference:
         self.run, self.p = run, p
         self.enter(len(run.ids))
 
-    def enter(self, cached: int) -> None:
-        """The mode filled its slots; ``cached`` tokens could be read before."""
+    def enter(self, num_reachable: int) -> None:
+        """The mode filled its slots; ``num_reachable`` tokens could be read before."""
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
         """Tokens that the newest one reads, bool ``[H, T]``; called once a layer and step."""
@@ -178,7 +178,7 @@ class StreamingReference(FullReference):
 
     kept: list[int]
 
-    def enter(self, cached: int) -> None:
+    def enter(self, num_reachable: int) -> None:
         self.evicted = 0
         sink, total = self.p["sink"], len(self.run.ids)
         recent = max(0, cached - sink)
@@ -226,7 +226,7 @@ class Choice(NamedTuple):
 class SpeculativeReference(FullReference):
     """Quest's bound per page, softmax, mean over the group, top-k; chosen one step ahead, corrected by cosine."""
 
-    def enter(self, cached: int) -> None:
+    def enter(self, num_reachable: int) -> None:
         self.first = 1 if self.p["first_full"] else 0
         self.page = self.run.toy.geometry.page
         self.k = (self.p["budget"] - self.p["sink"] - self.p["window"]) // self.page
@@ -308,7 +308,7 @@ def calibration(geometry: Geometry) -> Calibration:
 class SyncReference(FullReference):
     """SyncKV: static and dynamic sets by the leading head's attention, equations 3 to 8, with a ring of w tokens."""
 
-    def enter(self, cached: int) -> None:
+    def enter(self, num_reachable: int) -> None:
         self.t, self.used = 0, {}
         geometry = self.run.toy.geometry
         heads, clusters = geometry.kv_heads, self.p["clusters"]
@@ -476,7 +476,7 @@ class FreezeReference(FullReference):
         self.simulations = [Simulation(p) for _ in self.groups]
         super().__init__(run, p)
 
-    def enter(self, cached: int) -> None:
+    def enter(self, num_reachable: int) -> None:
         total = len(self.run.ids)
         for i, simulation in enumerate(self.simulations):
             scores = functools.partial(self._scores, i, set(range(total)))

@@ -74,18 +74,18 @@ class Decoder:
         """
         self._check_tokens(ids)
         size = self.chunk or self._planned_chunk(len(ids))
-        cached = self.store.mode.num_reachable()
+        num_reachable = self.store.mode.num_reachable()
         done = 0
         try:
             while done < len(ids):
                 chunk, logits = self._read(ids, done, size)
                 size = len(chunk)
                 done += size
-                cached += size
+                num_reachable += size
                 yield chunk, logits
         finally:
             with torch.inference_mode(), self._explained("answering"):
-                self.store.settle(cached)
+                self.store.settle(num_reachable)
 
     def step(self, token: int) -> Tensor:
         """Store ``token``, in the mode at hand; the next token's logits ``[vocab]``, float32.

@@ -80,8 +80,8 @@ class Mode:
         """Take possession of freshly built, empty slots."""
         self.store = store
 
-    def fill(self, cached: int) -> None:
-        """Bring to the device what the next token attends to; ``cached`` tokens could be read before (all: ``total``).
+    def fill(self, num_reachable: int) -> None:
+        """Bring to the device what the next token attends to; ``num_reachable`` tokens could be read before (all: ``total``).
 
         Called after entering the mode, after a prefill, after growing and after truncating.
         """

@@ -117,7 +117,7 @@ class Freeze(Mode):
 
     # ---- between steps
 
-    def fill(self, cached: int) -> None:
+    def fill(self, num_reachable: int) -> None:
         total, most = self.store.total, self.rule.max_active
         for slots, timers in zip(self.store.slots, self.timers, strict=True):
             timers.reserve(total)

@@ -98,8 +98,8 @@ class Speculative(Mode):
         if layer >= self.first:
             self.bounds.compute(layer, start, keys)
 
-    def fill(self, cached: int) -> None:
-        super().fill(cached)
+    def fill(self, num_reachable: int) -> None:
+        super().fill(num_reachable)
         self.bounds.refresh(self.store.host)
         if not self.k:
             return

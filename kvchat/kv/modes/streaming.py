@@ -90,8 +90,8 @@ class Streaming(Mode):
     def buffers(self) -> list[Tensor]:
         return [self.kept_from, self.sinks]
 
-    def fill(self, cached: int) -> None:
-        length = torch.tensor(cached, device=self.store.device)
+    def fill(self, num_reachable: int) -> None:
+        length = torch.tensor(num_reachable, device=self.store.device)
         recent = int(self._pruned(length)) - self.sink
         (slots,) = self.store.slots
         self.store.transfer.load_table(slots, self.wanted(slots, max(recent, 0)))

@@ -146,10 +146,10 @@ class Sync(Mode):
 
     # ---- a new turn
 
-    def fill(self, cached: int) -> None:
+    def fill(self, num_reachable: int) -> None:
         """Static and dynamic tokens by the representatives' attention at the last stored position."""
         if not self.split:
-            return super().fill(cached)
+            return super().fill(num_reachable)
         store, (everything, rest) = self.store, self.store.slots
         store.transfer.load_table(everything, self.wanted(everything, everything.layout.window))
         candidates = max(0, store.total + 1 - self.window - SINK)
