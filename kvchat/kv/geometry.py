@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 PAGE = 32
-SPARE = 128
+GROWTH_HEADROOM = 128
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Geometry:
     d_v: int
     dtype: torch.dtype
     page: int = PAGE
-    spare: int = SPARE
+    spare: int = GROWTH_HEADROOM
 
     @property
     def group(self) -> int:
@@ -61,7 +61,7 @@ class Geometry:
         return self.pages(tokens) * self.page
 
 
-def grown(tokens: int, spare: int = SPARE) -> int:
+def grown(tokens: int, spare: int = GROWTH_HEADROOM) -> int:
     """Capacity to reserve for a store of ``tokens`` that goes on growing.
 
     A sixteenth ahead: full mode's attention reads the spare slots too, so more would cost every step.

@@ -22,7 +22,7 @@ from kvchat.kv.manager import Store
 Replay = Callable[[], None]
 
 # Kinds of step kept of one mode: sync has as many as it has phases; more come and go as a conversation grows.
-MOST = 16
+MAX_GRAPHS = 16
 
 
 class Recorder(Protocol):
@@ -121,7 +121,7 @@ class StepGraphs:
 
     def _record(self, kind: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
         assert self._recorder is not None
-        if len(self._recorded) >= MOST:
+        if len(self._recorded) >= MAX_GRAPHS:
             self._recorded.clear()
         try:
             self._recorded[kind] = self._recorder(step)

@@ -30,7 +30,7 @@ SPIKES, SPIKE_SPAN = 2, 4
 LOG_PROB_SPAN = 8
 NGRAM, REPEATS = 12, 3
 
-COOL_DOWN, ESCALATE, CALM = 16, 32, 64
+COOL_DOWN, ESCALATE, CALM_TOKENS = 16, 32, 64
 REWALK_EVERY = 128
 
 
@@ -94,7 +94,7 @@ class Ladder:
     def __init__(self, levels: Sequence[Level] = LEVELS) -> None:
         self.levels = tuple(levels)
         self.drawn = 0
-        self._acted = -CALM - 1
+        self._acted = -CALM_TOKENS - 1
         self._rewalked = -REWALK_EVERY
         self._rung = 0
         self._last = ""
@@ -102,7 +102,7 @@ class Ladder:
     @property
     def level(self) -> str:
         """The level of the last action, empty when all is calm."""
-        return self._last if self.drawn - self._acted <= CALM else ""
+        return self._last if self.drawn - self._acted <= CALM_TOKENS else ""
 
     def token(self, triggered: bool) -> Level | None:
         """A token was drawn; the action to take now."""
@@ -110,7 +110,7 @@ class Ladder:
         since = self.drawn - self._acted
         if not triggered or not self.levels or since <= COOL_DOWN:
             return None
-        if since > CALM:
+        if since > CALM_TOKENS:
             self._rung = 0
         elif since <= ESCALATE:
             self._rung = min(self._rung + 1, len(self.levels) - 1)

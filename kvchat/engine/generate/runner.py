@@ -25,13 +25,13 @@ from kvchat.kv.modes.sync_heads import Calibration
 CHUNK = 512
 
 # Tokens that what grows makes room for at least. On a GPU each time costs a new graph.
-SPARE = {"cpu": 128, "cuda": 2048}
+GROWTH_HEADROOM = {"cpu": 128, "cuda": 2048}
 
 
 def geometry_of(model: LoadedModel) -> Geometry:
     """The model's K/V geometry."""
     m = model
-    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, spare=SPARE[m.device.type])
+    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, spare=GROWTH_HEADROOM[m.device.type])
 
 
 def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> ModelTraits:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import FreezeParameters
-from kvchat.kv.geometry import SPARE, grown
+from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
 
 # What a score of 0 counts for a token that waits to return, so that it is not forgotten.
-LEAST = 0.01
+MIN_RETURN_SCORE = 0.01
 # Above every score: puts tokens that are relevant behind those that are not.
-BEHIND = 1e9
+SORT_LAST = 1e9
 
 
 def duration(detections: Tensor, k: float) -> Tensor:
@@ -42,7 +42,7 @@ class Timers:
     score: Tensor
     frozen: Tensor
 
-    def __init__(self, rule: FreezeParameters, device: torch.device, spare: int = SPARE) -> None:
+    def __init__(self, rule: FreezeParameters, device: torch.device, spare: int = GROWTH_HEADROOM) -> None:
         self.rule = rule
         self.device = device
         self.spare = spare
@@ -90,7 +90,7 @@ class Timers:
     def urgency(self) -> Tensor:
         """How much each token should return now, ``[capacity]``; 0 where it should not. Grows while it waits."""
         waiting = self.frozen & (self.timer <= 0)
-        return torch.where(waiting, (self.score + LEAST) * (1 - self.timer), 0.0)[:-1]
+        return torch.where(waiting, (self.score + MIN_RETURN_SCORE) * (1 - self.timer), 0.0)[:-1]
 
     def limit(self, total: int, most: int, pinned: Tensor) -> None:
         """Freeze the least relevant of ``total`` tokens until at most ``most`` are active; between steps."""
@@ -99,7 +99,7 @@ class Timers:
         may = active & (index < total - self.rule.window) & ~self._protected(index, pinned)
         over = min(int(active.sum()) - most, int(may.sum()))
         if over > 0:
-            least = torch.where(may, self.score[:total], BEHIND).topk(over, largest=False).indices
+            least = torch.where(may, self.score[:total], SORT_LAST).topk(over, largest=False).indices
             self.frozen[least], self.timer[least], self.since[least] = True, 1, total
 
     def restart(self, tokens: int) -> None:
@@ -125,7 +125,7 @@ class Timers:
         least, most = self.rule.min_active, self.rule.max_active
         if not least and most is None:
             return leaves
-        order = torch.where(may, score.double() + BEHIND * ~leaves, torch.inf).argsort()
+        order = torch.where(may, score.double() + SORT_LAST * ~leaves, torch.inf).argsort()
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         # One more token comes before the next look.
         forced = torch.zeros_like(leaves) if most is None else may & (rank < active + 1 - most)

@@ -154,7 +154,7 @@ def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
 
 
 def test_the_number_of_graphs_is_bounded(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST", 3)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
     one, other, recorder = pair(loaded("llama"), "sync-staggered", token_ids(60))
     same_steps(one, other, token_ids(20, seed=1))
     assert recorder.recorded > len(one.graphs._recorded)
