@@ -22,7 +22,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import Store
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.kv.modes.freeze import CHECK
+from kvchat.kv.modes.freeze import RESIZE_INTERVAL
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.rope import Rotation
 
@@ -489,7 +489,7 @@ class FreezeReference(FullReference):
     def end(self) -> None:
         for i, simulation in enumerate(self.simulations):
             simulation.total = len(self.run.ids)
-            room = self.run.store.slots[i].n - CHECK
+            room = self.run.store.slots[i].n - RESIZE_INTERVAL
             if self.p["max_active"]:
                 room = min(room, self.p["max_active"] - 1)
             simulation.step(self._scores(i, simulation.active(), simulation.score), room, self._theirs(i))

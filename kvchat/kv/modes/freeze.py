@@ -22,7 +22,7 @@ Departures and decisions:
       model looks at a number when it is about to repeat it, not when it is asked for it. The ceiling ``max_active``
       takes that risk: it keeps what the last token finds relevant.
 
-Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``CHECK`` steps (the only time it is read),
+Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``RESIZE_INTERVAL`` steps (the only time it is read),
 with room for that many new tokens; returning tokens take what room is left, the rest waits.
 Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens.
 """
@@ -49,7 +49,7 @@ from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 if TYPE_CHECKING:
     from kvchat.kv.manager import Store
 
-CHECK = 16  # steps between two looks at the number of active tokens
+RESIZE_INTERVAL = 16  # steps between two looks at the number of active tokens
 MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if that is more; where half are left, anew
 ROOM_SHARE = 4  # of the geometry's spare, where that is more: on a GPU other slots are another graph, about 0.2 s
 SHRINK = 0.8  # slots are given back when so small a share of them would do
@@ -94,7 +94,7 @@ class Freeze(Mode):
         layers = self.geometry.layers
         ends = list(range(layers + 1)) if self.rule.per_layer else [0, layers]
         most = min(capacity, self.rule.max_active or capacity)
-        sizes = self._sizes or [most + CHECK] * (len(ends) - 1)
+        sizes = self._sizes or [most + RESIZE_INTERVAL] * (len(ends) - 1)
         return [
             Layout(first, last, sink=0, window=size, unordered=True)
             for (first, last), size in zip(pairwise(ends), sizes, strict=True)
@@ -134,7 +134,7 @@ class Freeze(Mode):
 
     def wants_resize(self) -> bool:
         self._steps += 1
-        return self._steps >= CHECK and self._measure()
+        return self._steps >= RESIZE_INTERVAL and self._measure()
 
     def recover(self, level: Level) -> None:
         for timers in self.timers:
@@ -200,8 +200,8 @@ class Freeze(Mode):
         least, most = max(MIN_ROOM, active // 8), self.rule.max_active
         ahead = self.geometry.spare // ROOM_SHARE
         ahead = ahead if most is None else min(ahead, most - active)
-        wanted = self.geometry.round_up(active + CHECK + max(least, ahead))
-        return wanted if active + CHECK + least // 2 > n or wanted < SHRINK * n else n
+        wanted = self.geometry.round_up(active + RESIZE_INTERVAL + max(least, ahead))
+        return wanted if active + RESIZE_INTERVAL + least // 2 > n or wanted < SHRINK * n else n
 
     # ---- a step
 
@@ -235,7 +235,7 @@ class Freeze(Mode):
         most = min(self.rule.moves, slots.n, len(urgency))
         value, positions = urgency.topk(most)
         active = (slots.table != EMPTY).sum()
-        room = slots.n - CHECK - active
+        room = slots.n - RESIZE_INTERVAL - active
         if self.rule.max_active is not None:
             room = room.clamp(max=self.rule.max_active - 1 - active)
         taken = (value > 0) & (torch.arange(most, device=value.device) < room)
