@@ -32,7 +32,7 @@ TAIL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelLocation:
     """A folder with a model's config.json; on the hub the weights may still have to come.
 
     ``gguf`` names the file in the folder that has everything, where the model is such a file.
@@ -45,7 +45,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Source:
+class Checkpoint:
     """A folder with all of a model's files; ``revision`` changes when they do."""
 
     name: str
@@ -56,7 +56,7 @@ class Source:
     gguf: str = ""
 
 
-def locate(name: str, progress: Progress) -> Place:
+def locate(name: str, progress: Progress) -> ModelLocation:
     """Where the model ``name`` is; of one on the hub the configuration is fetched and not yet the weights.
 
     Raises:
@@ -70,7 +70,7 @@ def locate(name: str, progress: Progress) -> Place:
     return place
 
 
-def complete(place: Place, progress: Progress) -> Source:
+def complete(place: ModelLocation, progress: Progress) -> Checkpoint:
     """All files of a located model, checked as far as their headers tell; fetches what is on the hub and not here.
 
     Raises:
@@ -85,7 +85,7 @@ def complete(place: Place, progress: Progress) -> Source:
     for file in weights:
         _check_readable(file)
     revision = folder.name if place.on_hub else _digest(folder, weights)
-    return Source(place.name, folder, revision, weights, sum(file.stat().st_size for file in weights))
+    return Checkpoint(place.name, folder, revision, weights, sum(file.stat().st_size for file in weights))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -103,14 +103,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _place(name: str, progress: Progress) -> Place:
+def _place(name: str, progress: Progress) -> ModelLocation:
     if name == BUNDLED:
-        return Place(name, bundled_model_dir())
+        return ModelLocation(name, bundled_model_dir())
     folder = Path(name).expanduser()
     if name and folder.is_dir():
-        return Place(name, folder, gguf=_only_gguf(folder))
+        return ModelLocation(name, folder, gguf=_only_gguf(folder))
     if folder.is_file() and folder.suffix == GGUF:
-        return Place(name, folder.parent, gguf=folder.name)
+        return ModelLocation(name, folder.parent, gguf=folder.name)
     if folder.is_file():
         raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer, or GGUF.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
@@ -118,11 +118,11 @@ def _place(name: str, progress: Progress) -> Place:
     progress(f"Looking for {name} on the hub")
     repository, colon, file = name.partition(":")
     if colon and file.endswith(GGUF):
-        return Place(name, _download(repository, [file], progress), on_hub=True, gguf=file)
-    return Place(name, _download(name, CONFIGURATION, progress), on_hub=True)
+        return ModelLocation(name, _download(repository, [file], progress), on_hub=True, gguf=file)
+    return ModelLocation(name, _download(name, CONFIGURATION, progress), on_hub=True)
 
 
-def _where(place: Place) -> str:
+def _where(place: ModelLocation) -> str:
     """What a person gave: a folder's path or a repository's name."""
     return place.name if place.on_hub else str(place.folder)
 
@@ -151,10 +151,10 @@ def _only_gguf(folder: Path) -> str:
     return files[0].name if len(files) == 1 and not (folder / "config.json").is_file() else ""
 
 
-def _complete_gguf(place: Place) -> Source:
+def _complete_gguf(place: ModelLocation) -> Checkpoint:
     file = place.folder / place.gguf
     revision = place.folder.name if place.on_hub else _digest(place.folder, (file,))
-    return Source(place.name, place.folder, revision, (file,), file.stat().st_size, place.gguf)
+    return Checkpoint(place.name, place.folder, revision, (file,), file.stat().st_size, place.gguf)
 
 
 def _format_hint(folder: Path) -> str:

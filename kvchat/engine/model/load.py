@@ -155,7 +155,7 @@ def refusal(config: Any, model_class: Any) -> str | None:
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _config(place: checkpoint.Place) -> Any:
+def _config(place: checkpoint.ModelLocation) -> Any:
     from transformers import AutoConfig
 
     if place.gguf:
@@ -167,7 +167,7 @@ def _config(place: checkpoint.Place) -> Any:
         raise _unreadable(place.name, "its config.json", error) from error
 
 
-def _gguf_config(place: checkpoint.Place) -> Any:
+def _gguf_config(place: checkpoint.ModelLocation) -> Any:
     from transformers import AutoConfig
 
     absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -183,7 +183,7 @@ def _gguf_config(place: checkpoint.Place) -> Any:
     return config
 
 
-def _gguf(found: checkpoint.Source) -> dict[str, str]:
+def _gguf(found: checkpoint.Checkpoint) -> dict[str, str]:
     return {"gguf_file": found.gguf} if found.gguf else {}
 
 
@@ -208,7 +208,7 @@ def _resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype
     return own if device.type == "cuda" and own in DTYPES.values() else torch.float32
 
 
-def _tokenizer(found: checkpoint.Source) -> Any:
+def _tokenizer(found: checkpoint.Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
@@ -218,7 +218,7 @@ def _tokenizer(found: checkpoint.Source) -> Any:
 
 
 def _model(
-    model_class: Any, found: checkpoint.Source, dtype: torch.dtype, device: torch.device, quantised: Quantisation
+    model_class: Any, found: checkpoint.Checkpoint, dtype: torch.dtype, device: torch.device, quantised: Quantisation
 ) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
     else. Quantised weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
@@ -313,13 +313,13 @@ def _cuda_device(given: str, index: int) -> torch.device:
     raise UsageError(f'There is no device "{given}".', f"This machine has {torch.cuda.device_count()} GPU(s).")
 
 
-def _check_fits(found: checkpoint.Source, device: torch.device, share: float) -> None:
+def _check_fits(found: checkpoint.Checkpoint, device: torch.device, share: float) -> None:
     """By at least ``share`` of the files' size, before minutes of reading; the true size is only known afterwards."""
     if device.type == "cuda" and found.weight_bytes * share > torch.cuda.mem_get_info(device)[0]:
         raise _does_not_fit(found, device)
 
 
-def _does_not_fit(found: checkpoint.Source, device: torch.device) -> DoesNotFitError:
+def _does_not_fit(found: checkpoint.Checkpoint, device: torch.device) -> DoesNotFitError:
     free, total = torch.cuda.mem_get_info(device)
     return DoesNotFitError(
         f"{found.name} does not fit {torch.cuda.get_device_name(device)}.",
@@ -328,7 +328,7 @@ def _does_not_fit(found: checkpoint.Source, device: torch.device) -> DoesNotFitE
     )
 
 
-def _check_complete(found: checkpoint.Source, info: dict[str, Any]) -> None:
+def _check_complete(found: checkpoint.Checkpoint, info: dict[str, Any]) -> None:
     """transformers fills in random numbers for weights that are not in the files."""
     missing = sorted(info["missing_keys"])
     if missing:
