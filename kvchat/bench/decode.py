@@ -26,7 +26,7 @@ from kvchat.bench.variant import parsed
 from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine import calibration
-from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.modes import build
@@ -80,7 +80,7 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
     measured = roofline.measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
-    decoder = Decoder(model, _smallest(settings, model, 0))
+    decoder = ModelRunner(model, _smallest(settings, model, 0))
     rows = []
     for context in settings.contexts:
         ids = _store(decoder, context, settings)
@@ -288,7 +288,7 @@ def _model(settings: Settings, report: Report) -> LoadedModel:
     return model
 
 
-def _store(decoder: Decoder, context: int, settings: Settings) -> list[int]:
+def _store(decoder: ModelRunner, context: int, settings: Settings) -> list[int]:
     """Store ``context`` tokens and nothing else; their ids."""
     ids = _tokens(settings, decoder.model, 0, context)
     with torch.inference_mode():

@@ -10,7 +10,7 @@ import torch
 from kvchat.bench.fixed_change_rate import Prescribed
 from kvchat.bench.timing import Timing, time_steps
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
-from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
@@ -22,7 +22,7 @@ class Own:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: ModelRunner,
         who: str,
         chosen: ModeParameters,
         change_rate: float | None,

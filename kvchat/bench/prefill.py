@@ -19,7 +19,7 @@ from kvchat.bench import model_shapes
 from kvchat.bench.baselines import as_written
 from kvchat.bench.environment import fingerprint
 from kvchat.config.modes import parse
-from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import UsageError
@@ -60,7 +60,7 @@ def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any
     s = settings
     model = model_shapes.build(s.geometry, s.device, s.dtype) if s.geometry else _load(s, report)
     _check_lengths(s, model)
-    decoder = Decoder(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
+    decoder = ModelRunner(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
     token_bytes = bytes_per_token(model) if model.device.type == "cuda" else None
     rows = []
     for length in s.lengths:
@@ -89,7 +89,7 @@ def _check_lengths(settings: Settings, model: LoadedModel) -> None:
         )
 
 
-def _row(settings: Settings, decoder: Decoder, length: int, token_bytes: int | None) -> dict[str, Any]:
+def _row(settings: Settings, decoder: ModelRunner, length: int, token_bytes: int | None) -> dict[str, Any]:
     model = decoder.model
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(model.vocab, (length + settings.turn,), generator=draw).tolist()
@@ -117,7 +117,7 @@ def _row(settings: Settings, decoder: Decoder, length: int, token_bytes: int | N
     }
 
 
-def _prepared(decoder: Decoder, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
+def _prepared(decoder: ModelRunner, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
     """Read the prompt once without measuring: the tokens of its largest forward, and the peak the plan foretells."""
     _forget(decoder)
     chunk = _read(decoder, prompt)
@@ -129,12 +129,12 @@ def _prepared(decoder: Decoder, prompt: list[int], token_bytes: int | None) -> t
     return chunk, held + taken
 
 
-def _forget(decoder: Decoder) -> None:
+def _forget(decoder: ModelRunner) -> None:
     with torch.inference_mode():
         decoder.store.truncate(0)
 
 
-def _read(decoder: Decoder, ids: list[int]) -> int:
+def _read(decoder: ModelRunner, ids: list[int]) -> int:
     """Store ``ids``; the number of tokens of the largest forward."""
     with closing(decoder.prefill(ids)) as chunks:
         return max(len(chunk) for chunk, _ in chunks)

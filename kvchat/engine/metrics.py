@@ -62,7 +62,7 @@ class Answer:
         return self.token_times[0] - self.began if self.token_times else None
 
 
-class Meter:
+class MetricsCollector:
     """Reads a store; ``weight_bytes`` and ``context`` are the model's."""
 
     def __init__(self, store: Store, weight_bytes: int, context: int) -> None:

@@ -24,7 +24,7 @@ from kvchat.protocol.messages import Params, Price
 SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.model_fields)
 
 
-class ModeControl:
+class ModeSwitcher:
     """Builds modes from parameters and has a store enter them.
 
     What was said of ``SHARED`` parameters holds for every mode, of others for the mode it was said of; both over

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from kvchat.config import modes
 from kvchat.engine import calibration
-from kvchat.engine.generate.detokenizer import Pieces
+from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.hold_back import settled
 from kvchat.engine.generate.prompt import Prompt, PromptEncoder, Stored
-from kvchat.engine.generate.recovery import Guard
+from kvchat.engine.generate.recovery import RecoveryMonitor
 from kvchat.engine.generate.recovery_signals import REWALK, Trigger
-from kvchat.engine.generate.runner import Decoder
+from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
-from kvchat.engine.metrics import Answer, Meter
-from kvchat.engine.mode_switcher import ModeControl
+from kvchat.engine.metrics import Answer, MetricsCollector
+from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import UsageError
 from kvchat.kv.modes.recovery_levels import Level
@@ -104,14 +104,14 @@ class Session:
         system: str | None = None,
     ) -> None:
         self._model = model
-        self._control = ModeControl(model, mode, params or {}, mode_params or {}, lambda: self._stored.ids)
+        self._control = ModeSwitcher(model, mode, params or {}, mode_params or {}, lambda: self._stored.ids)
         self._stored = Stored()
-        self._decoder = Decoder(model, self._control.build(self._control.parameters))
+        self._decoder = ModelRunner(model, self._control.build(self._control.parameters))
         self._store = self._decoder.store
         self._control.attach(self._store)
         self._encoder = PromptEncoder(model.tokenizer)
         self._reduced: list[bool] = []
-        self._meter = Meter(self._store, model.weight_bytes, model.context)
+        self._meter = MetricsCollector(self._store, model.weight_bytes, model.context)
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
         self._cancelled = threading.Event()
@@ -361,7 +361,7 @@ class Session:
         answer: Answer,
         between: Callable[[int], None],
     ) -> Iterator[Event]:
-        pieces, guard = self._pieces(sampling, ()), Guard(sampler)
+        pieces, guard = self._pieces(sampling, ()), RecoveryMonitor(sampler)
         prepared = None
         while not (reason := self._reason(pieces, sampling, between)):
             if due := guard.take():
@@ -385,16 +385,16 @@ class Session:
         self._stored.agree(self._encoder.answered(prompt, pieces.decoded))
         yield Finished(reason, pieces.shown, self._meter.stats(answer))
 
-    def _pieces(self, sampling: Sampling, tokens: Sequence[int]) -> Pieces:
+    def _pieces(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""
-        pieces = Pieces(self._model.tokenizer, (*sampling.stop, *self._encoder.stop))
+        pieces = AnswerText(self._model.tokenizer, (*sampling.stop, *self._encoder.stop))
         for token in tokens:
             pieces.add(token)
         return pieces
 
     def _recover(
-        self, guard: Guard, due: tuple[Level, Trigger], logits: Tensor, pieces: Pieces, answer: Answer
-    ) -> Generator[Event, None, tuple[Tensor, Pieces]]:
+        self, guard: RecoveryMonitor, due: tuple[Level, Trigger], logits: Tensor, pieces: AnswerText, answer: Answer
+    ) -> Generator[Event, None, tuple[Tensor, AnswerText]]:
         """Carry out one level; the logits and the text to go on from."""
         level, trigger = due
         self._control.recover("FR" if level == "RR" else level)
@@ -413,7 +413,7 @@ class Session:
         yield Withdrawn(len(pieces.shown) - len(kept.shown), tokens)
         return logits, kept
 
-    def _reason(self, pieces: Pieces, sampling: Sampling, between: Callable[[int], None]) -> str:
+    def _reason(self, pieces: AnswerText, sampling: Sampling, between: Callable[[int], None]) -> str:
         """Why no token is to be drawn now, empty if one is; the one place where the mode may change."""
         between(len(self.token_ids))
         self._control.narrow(self.total)

@@ -19,7 +19,7 @@ from kvchat.bench.variant import parsed
 from kvchat.cli.main import app
 from kvchat.config import profiles
 from kvchat.config.profiles import Measured
-from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
 
@@ -47,7 +47,7 @@ def settings(**changes):
 
 def filled(model, mode, tokens):
     """A decoder with random K/V, in ``mode``."""
-    decoder = Decoder(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
+    decoder = ModelRunner(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
     model_shapes.fill(decoder.store, tokens)
     with torch.inference_mode():
         decoder.store.switch(mode)

@@ -14,8 +14,8 @@ import torch
 from engine.generate.test_graphs import PARAMS, mode_of, same_steps
 from engine.generate.test_runner import loaded, prefilled, token_ids
 
-from kvchat.engine.generate.graphs import StepGraphs
-from kvchat.engine.generate.runner import Decoder
+from kvchat.engine.generate.graphs import GraphRunner
+from kvchat.engine.generate.runner import ModelRunner
 from kvchat.kv.transfer import SideStream
 
 pytestmark = pytest.mark.cuda
@@ -30,14 +30,14 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
     return token_ids(steps // 25 if os.environ.get("TRITON_INTERPRET") == "1" else steps, seed=seed)
 
 
-def eager(decoder: Decoder) -> Decoder:
+def eager(decoder: ModelRunner) -> ModelRunner:
     """Every step is launched operation by operation, on one stream."""
-    decoder.graphs = StepGraphs(decoder.store, None)
+    decoder.graphs = GraphRunner(decoder.store, None)
     decoder.store.transfer.side_stream = SideStream(torch.device("cpu"))
     return decoder
 
 
-def late(decoder: Decoder) -> Decoder:
+def late(decoder: ModelRunner) -> ModelRunner:
     """What is recalled comes up to some milliseconds late."""
     ops, dice = decoder.store.ops, random.Random(0)
     for name in ("move_pages", "move_tokens", "choose"):
@@ -57,8 +57,8 @@ def delayed(verb, dice: random.Random):
 @pytest.mark.parametrize("row", PARAMS)
 def test_graphs_and_streams_change_no_bit(row, dtype):
     model = loaded("llama", "cuda", dtype)
-    one = Decoder(model, mode_of(model, row))
-    other = eager(Decoder(model, mode_of(model, row)))
+    one = ModelRunner(model, mode_of(model, row))
+    other = eager(ModelRunner(model, mode_of(model, row)))
     for each in (one, other):
         prefilled(each, token_ids(150))
     same_steps(one, other, later_ids(300))
@@ -70,8 +70,8 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
 @pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "sync-staggered", "freeze"])
 def test_what_comes_late_is_waited_for(row):
     model = loaded("llama", "cuda", torch.bfloat16)
-    one = late(Decoder(model, mode_of(model, row)))
-    other = eager(Decoder(model, mode_of(model, row)))
+    one = late(ModelRunner(model, mode_of(model, row)))
+    other = eager(ModelRunner(model, mode_of(model, row)))
     for each in (one, other):
         prefilled(each, token_ids(150))
     same_steps(one, other, later_ids(120))
@@ -80,8 +80,8 @@ def test_what_comes_late_is_waited_for(row):
 @pytest.mark.parametrize("row", PARAMS)
 def test_switches_between_steps_by_graph(row):
     model = loaded("llama", "cuda", torch.bfloat16)
-    one = Decoder(model, mode_of(model, "full"))
-    other = eager(Decoder(model, mode_of(model, "full")))
+    one = ModelRunner(model, mode_of(model, "full"))
+    other = eager(ModelRunner(model, mode_of(model, "full")))
     for each in (one, other):
         prefilled(each, token_ids(150))
     for mode in (row, "full", row, "streaming"):
@@ -96,7 +96,7 @@ def test_switches_between_steps_by_graph(row):
 def test_with_room_for_all_logits_are_the_models_own_within_its_noise(name, mode):
     """Noise is how far the model's own eager attention is from its own sdpa."""
     model, ids = loaded(name, "cuda", torch.bfloat16), token_ids(260)
-    one = Decoder(model, mode_of(model, mode, ROOMY[mode]))
+    one = ModelRunner(model, mode_of(model, mode, ROOMY[mode]))
     ours = [prefilled(one, ids[:200]), *(one.step(token) for token in ids[200:])]
     sdpa, plain = own_logits(model.model, ids, "sdpa"), own_logits(model.model, ids, "eager")
     noise = max(float((a - b).abs().max()) for a, b in zip(sdpa, plain, strict=True))
@@ -129,7 +129,7 @@ def test_what_the_plan_foretells_is_what_is_allocated():
     for row in PARAMS:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        one = Decoder(model, mode_of(model, row))
+        one = ModelRunner(model, mode_of(model, row))
         prefilled(one, token_ids(300))
         taken = torch.cuda.memory_allocated() - before
         # The store's own vectors beside the slots: queries, positions, counters.

@@ -12,8 +12,8 @@ from engine.generate.test_runner import loaded, prefilled, token_ids
 from support.fake_cuda.device import Refused, gpu
 from support.fake_cuda.races import Race
 
-from kvchat.engine.generate.graphs import StepGraphs
-from kvchat.engine.generate.runner import Decoder
+from kvchat.engine.generate.graphs import GraphRunner
+from kvchat.engine.generate.runner import ModelRunner
 from kvchat.kv.memory import host_pool
 from kvchat.kv.transfer import SideStream
 
@@ -116,8 +116,8 @@ def test_a_copy_across_two_segments_is_refused():
 
 def test_a_recall_that_is_not_waited_for_is_seen(monkeypatch):
     model = loaded("llama", "cuda", torch.bfloat16)
-    one = Decoder(model, mode_of(model, "speculative-reuse"))
-    one.graphs = StepGraphs(one.store, None)
+    one = ModelRunner(model, mode_of(model, "speculative-reuse"))
+    one.graphs = GraphRunner(one.store, None)
     prefilled(one, token_ids(150))
     one.step(1)
     monkeypatch.setattr(SideStream, "join", lambda self: None)
@@ -129,7 +129,7 @@ def test_a_conversation_gives_back_all_it_took():
     model = loaded("llama", "cuda", torch.float32)
     gc.collect()
     before = gpu.allocated, dict(gpu.pinned)
-    one = Decoder(model, mode_of(model, "full"))
+    one = ModelRunner(model, mode_of(model, "full"))
     prefilled(one, token_ids(100))
     for mode in ("speculative", "freeze", "sync", "streaming"):
         with torch.inference_mode():

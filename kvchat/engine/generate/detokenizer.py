@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 
 
-class Detokeniser:
+class Detokenizer:
     """Decodes one sequence of ids incrementally, without control tokens.
 
     The pieces joined are what ``tokenizer.decode(ids, skip_special_tokens=True)`` gives. Costs 1-2 µs a token with a
@@ -80,11 +80,11 @@ class StopBuffer:
         return text
 
 
-class Pieces:
+class AnswerText:
     """The text of one answer as its tokens come: what may be shown now, and what all of them decode to."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        self._detokeniser = Detokeniser(tokenizer)
+        self._detokeniser = Detokenizer(tokenizer)
         self._stops = StopBuffer(stop)
         self.shown = ""
         self.decoded = ""

@@ -80,7 +80,7 @@ def recorder_for(device: torch.device) -> Recorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-class StepGraphs:
+class GraphRunner:
     """Runs the steps of a store, by graphs where there is a recorder; ``refusal`` says why this mode has none."""
 
     def __init__(self, store: Store, recorder: Recorder | None) -> None:

@@ -16,7 +16,7 @@ from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import Level
 
 
-class Guard:
+class RecoveryMonitor:
     """Draws the tokens of one answer and watches them. ``due`` is what is to be done before the next one.
 
     ``level`` is that of the last action, calm, or empty without recovery.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvchat.engine.generate.graphs import Recorder, StepGraphs, recorder_for
+from kvchat.engine.generate.graphs import GraphRunner, Recorder, recorder_for
 from kvchat.engine.generate.prompt import control_ids
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
@@ -39,7 +39,7 @@ def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> Mod
     return ModelTraits(model.context, model.probe.rotations, model.probe.refusal, calibration)
 
 
-class Decoder:
+class ModelRunner:
     """Runs a model's tokens through the store.
 
     ``chunk`` is the number of tokens of one prefill forward, None where the plan chooses by what memory is free;
@@ -56,7 +56,7 @@ class Decoder:
         with torch.inference_mode():
             self.store = Store(geometry_of(model), model.device, mode)
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self.graphs = StepGraphs(self.store, recorder or recorder_for(model.device))
+        self.graphs = GraphRunner(self.store, recorder or recorder_for(model.device))
 
     @property
     def badges(self) -> tuple[str, ...]:

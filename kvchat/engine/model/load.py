@@ -107,7 +107,7 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", accelerate: 
     pinned = pin_frequencies(model)
     seen = probe(model)
     selftest(model)
-    swapped = swap.accelerate(model, swap.kernels_for(model.device)) if accelerate else swap.Accelerated()
+    swapped = swap.accelerate(model, swap.kernels_for(model.device)) if accelerate else swap.FusionReport()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # merging left as much as was merged in pieces too small for the next
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)

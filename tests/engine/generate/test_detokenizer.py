@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvchat import paths
-from kvchat.engine.generate.detokenizer import Detokeniser, StopBuffer
+from kvchat.engine.generate.detokenizer import Detokenizer, StopBuffer
 
 
 @cache
@@ -24,7 +24,7 @@ def slow() -> SimpleNamespace:
 
 
 def segments(tokenizer: object, ids: list[int]) -> list[str]:
-    detokeniser = Detokeniser(tokenizer)
+    detokeniser = Detokenizer(tokenizer)
     return [*map(detokeniser.step, ids), detokeniser.flush()]
 
 

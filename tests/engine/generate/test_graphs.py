@@ -14,8 +14,8 @@ from support.reference import calibration
 
 from kvchat.config.modes import parse
 from kvchat.engine.generate import graphs
-from kvchat.engine.generate.graphs import CudaRecorder, StepGraphs
-from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.generate.graphs import CudaRecorder, GraphRunner
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.kv.modes import build
@@ -41,10 +41,10 @@ def mode_of(model: LoadedModel, row: str, instead: dict | None = None) -> Mode:
     return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))
 
 
-def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[Decoder, Decoder, TapeRecorder]:
+def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
     """The same twice, by graph and eagerly, after a prompt."""
     recorder = TapeRecorder(lambda: one.store.buffers())
-    one, other = Decoder(model, mode_of(model, row), recorder), Decoder(model, mode_of(model, row))
+    one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
         # What moves is not picked out, as on a GPU.
         each.store.ops.skip_unchanged = False
@@ -52,7 +52,7 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[Decoder, Deco
     return one, other, recorder
 
 
-def same_steps(one: Decoder, other: Decoder, ids: list[int]) -> None:
+def same_steps(one: ModelRunner, other: ModelRunner, ids: list[int]) -> None:
     for i, token in enumerate(ids):
         assert torch.equal(one.step(token), other.step(token)), f"step {i}"
     for layer in range(one.store.geometry.layers):
@@ -174,7 +174,7 @@ def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
         session = Session(model)
         session._store.ops.skip_unchanged = False
         if recorder:
-            session._decoder.graphs = StepGraphs(session._store, TapeRecorder(session._store.buffers))
+            session._decoder.graphs = GraphRunner(session._store, TapeRecorder(session._store.buffers))
 
         def between(generated: int) -> None:
             if generated == 12:

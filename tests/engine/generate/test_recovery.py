@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat.engine.generate.hold_back import settled
-from kvchat.engine.generate.recovery import Guard, measure
+from kvchat.engine.generate.recovery import RecoveryMonitor, measure
 from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.session import Session
 from kvchat.protocol.messages import Finished, Recovered, Sampling, Started, Text, Turn, Withdrawn
@@ -144,7 +144,7 @@ def test_what_is_measured():
 def test_rewinding_puts_the_sampler_back():
     sampler = Sampler(Sampling(temperature=1.0, seed=5, repetition_penalty=1.5), 50, "cpu")
     mode = type("Mode", (), {"parameters": type("P", (), {"recovery": True}), "recoveries": ("RR",)})
-    guard = Guard(sampler)
+    guard = RecoveryMonitor(sampler)
     for _ in range(20):
         guard.draw(torch.zeros(50), mode)
     seen = sampler.state().seen

@@ -9,7 +9,7 @@ import torch
 from support import tiny_models
 
 from kvchat.config.modes import parse
-from kvchat.engine.generate.runner import Decoder, geometry_of, traits_of
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.model.probe import probe
 from kvchat.errors import DoesNotFitError, UsageError
@@ -44,15 +44,15 @@ def bundled():
     return load_model("bundled", "cpu", "float32", lambda stage: None)
 
 
-def decoder(model: LoadedModel, mode: str = "full", **params) -> Decoder:
-    return Decoder(model, build(parse(mode, params), geometry_of(model), traits_of(model)))
+def decoder(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:
+    return ModelRunner(model, build(parse(mode, params), geometry_of(model), traits_of(model)))
 
 
-def prefilled(one: Decoder, ids: list[int]) -> torch.Tensor:
+def prefilled(one: ModelRunner, ids: list[int]) -> torch.Tensor:
     return [logits for _, logits in one.prefill(ids)][-1]
 
 
-def greedy(one: Decoder, ids: list[int], n: int) -> list[int]:
+def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
     logits, generated = prefilled(one, ids), []
     for _ in range(n):
         generated.append(int(logits.argmax()))

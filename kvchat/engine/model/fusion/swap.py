@@ -40,14 +40,14 @@ CHECKED_PROMPT, CHECKED_STEPS = 7, 3
 
 
 @dataclass(frozen=True)
-class Accelerated:
+class FusionReport:
     """What runs otherwise than transformers wrote it (empty: nothing), and what a person should know of it."""
 
     swapped: str = ""
     note: str = ""
 
 
-def accelerate(model: Any, kernels: ModuleType | None) -> Accelerated:
+def accelerate(model: Any, kernels: ModuleType | None) -> FusionReport:
     """Swap in ``model`` (loaded, on its device, attending by the seam) whatever is recognised and proves right.
 
     With ``kernels`` (``kernels_for``) where they work, else without; a model that is right with neither is put back.
@@ -63,8 +63,8 @@ def accelerate(model: Any, kernels: ModuleType | None) -> Accelerated:
             swaps.undo()
             failure = failure or f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
         else:
-            return Accelerated(", ".join(swaps.kinds), _note(model, swaps, failure))
-    return Accelerated(note=f"The model runs without the fast path, which did not prove right ({failure}).")
+            return FusionReport(", ".join(swaps.kinds), _note(model, swaps, failure))
+    return FusionReport(note=f"The model runs without the fast path, which did not prove right ({failure}).")
 
 
 def _note(model: Any, swaps: Swaps, failure: str) -> str:
@@ -87,7 +87,9 @@ def kernels_for(device: torch.device) -> ModuleType | None:
 def swap(model: Any, operations: Operations, swaps: Swaps) -> None:
     """Replace what is recognised in ``model``, piece by piece, and note it in ``swaps``."""
     norms = {module: Norm.of(module) for module in model.modules() if _is_rms_norm(module)}
-    merged = {module: Merged(_projections(module), operations) for module in model.modules() if _is_attention(module)}
+    merged = {
+        module: MergedLinear(_projections(module), operations) for module in model.modules() if _is_attention(module)
+    }
     layers = [module for module in model.modules() if _is_layer(module, norms, merged)]
     for module, norm in norms.items():
         swaps.replace(module, partial(operations.normed, norm=norm), NORMS)
@@ -118,7 +120,7 @@ class Swaps:
         self.kinds[kind] = None
 
     def undo(self) -> None:
-        """Every module computes what its class says again. Merged weights stay views: they have the same values."""
+        """Every module computes what its class says again. MergedLinear weights stay views: they have the same values."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
         self._modules.clear()
@@ -199,7 +201,7 @@ def _one_token(x: Tensor) -> bool:
 # ---- attention -------------------------------------------------------------------------------------
 
 
-class Merged:
+class MergedLinear:
     """Several Linears of one input as one product; ``norm``, set before the call, is applied to that input first.
 
     Whichever is called first computes all and keeps the others' parts until they are asked for with the same input.
@@ -269,7 +271,9 @@ def _rotate(
 # ---- layers ----------------------------------------------------------------------------------------
 
 
-def _swap_layer(layer: Any, norms: dict[nn.Module, Norm], merged: Merged, operations: Operations, swaps: Swaps) -> None:
+def _swap_layer(
+    layer: Any, norms: dict[nn.Module, Norm], merged: MergedLinear, operations: Operations, swaps: Swaps
+) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     first, second = norms[layer.input_layernorm], norms[layer.post_attention_layernorm]
     output = Output(attention.o_proj, operations)
@@ -308,7 +312,7 @@ def _projections(module: Any) -> list[Any]:
     return [module.q_proj, module.k_proj, module.v_proj]
 
 
-def _is_layer(module: Any, norms: dict[nn.Module, Norm], merged: dict[nn.Module, Merged]) -> bool:
+def _is_layer(module: Any, norms: dict[nn.Module, Norm], merged: dict[nn.Module, MergedLinear]) -> bool:
     """norm -> attention -> + -> norm -> gated MLP -> +, all of whose pieces can be fused."""
     if module._modules.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
@@ -386,11 +390,11 @@ def _epsilon(module: Any) -> float | None:
 def _with_pieces(module: nn.Module, pieces: dict[str, Callable[..., Any]]) -> nn.Module:
     """A copy of ``module`` with the same code and settings and ``pieces`` for the children so named."""
     stub = copy.copy(module)
-    stub._modules = module._modules | {name: _Piece(function) for name, function in pieces.items()}
+    stub._modules = module._modules | {name: _Stub(function) for name, function in pieces.items()}
     return stub
 
 
-class _Piece(nn.Module):
+class _Stub(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = function

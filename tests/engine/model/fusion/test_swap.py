@@ -101,7 +101,7 @@ def test_with_the_triton_kernels():
 
     model = tiny_models.fresh("qwen2").to("cuda" if torch.cuda.is_available() else "cpu")
     plain = swap._observe(model)
-    assert accelerate(model, kernels) == swap.Accelerated(ALL, "")
+    assert accelerate(model, kernels) == swap.FusionReport(ALL, "")
     assert relative_error(swap._observe(model), plain) < (1e-4 if torch.cuda.is_available() else 1e-6)
 
 
