@@ -80,21 +80,21 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
     measured = roofline.measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
-    decoder = ModelRunner(model, _smallest(settings, model, 0))
+    runner = ModelRunner(model, _smallest(settings, model, 0))
     rows = []
     for context in settings.contexts:
-        ids = _store(decoder, context, settings)
+        ids = _store(runner, context, settings)
         heads = _calibration(settings, model, ids)
-        own: list[Contender] = [Own(decoder, *each, heads) for each in wanted]
+        own: list[Contender] = [Own(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
-        others = [baselines.peer(who, model, decoder.store, ids, spare) for who in chosen]
+        others = [baselines.peer(who, model, runner.store, ids, spare) for who in chosen]
         rows += _Run(settings, context, [*others, *own], floor, measured, model).rows(report)
     used = {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "peers": chosen}
     return {
         "what": "median ms per decoded token",
         "settings": asdict(settings) | used,
         "environment": fingerprint(model.device),
-        "verbs": decoder.store.ops.name,
+        "verbs": runner.store.ops.name,
         "fast": model.fast,
         "ceilings": measured.model_dump(),
         "floor_ms": floor,
@@ -288,16 +288,16 @@ def _model(settings: Settings, report: Report) -> LoadedModel:
     return model
 
 
-def _store(decoder: ModelRunner, context: int, settings: Settings) -> list[int]:
+def _store(runner: ModelRunner, context: int, settings: Settings) -> list[int]:
     """Store ``context`` tokens and nothing else; their ids."""
-    ids = _tokens(settings, decoder.model, 0, context)
+    ids = _tokens(settings, runner.model, 0, context)
     with torch.inference_mode():
-        decoder.store.truncate(0)
-        decoder.store.switch(_smallest(settings, decoder.model, context))
+        runner.store.truncate(0)
+        runner.store.switch(_smallest(settings, runner.model, context))
     if settings.geometry and not settings.prefill:
-        model_shapes.fill(decoder.store, context)
+        model_shapes.fill(runner.store, context)
     else:
-        for _ in decoder.prefill(ids):
+        for _ in runner.prefill(ids):
             pass
     return ids
 

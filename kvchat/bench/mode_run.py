@@ -22,7 +22,7 @@ class Own:
 
     def __init__(
         self,
-        decoder: ModelRunner,
+        runner: ModelRunner,
         who: str,
         chosen: ModeParameters,
         change_rate: float | None,
@@ -31,10 +31,10 @@ class Own:
         self.who = who
         self.change_rate = change_rate
         self._facts: dict[str, Any] = {}
-        self._decoder = decoder
+        self._runner = runner
         self._chosen = chosen
-        self._context = decoder.store.total
-        self._traits = traits_of(decoder.model, calibration)
+        self._context = runner.store.total
+        self._traits = traits_of(runner.model, calibration)
 
     def measure(self, tokens: Sequence[int]) -> Timing:
         """``Contender.measure``; also notes what is held and moved.
@@ -42,7 +42,7 @@ class Own:
         Raises:
             KvchatError: the mode cannot be entered.
         """
-        store = self._decoder.store
+        store = self._runner.store
         with torch.inference_mode():
             store.truncate(self._context)
             store.switch(self._mode())
@@ -50,7 +50,7 @@ class Own:
             raise UsageError("The model's heads are not measured, and the context is too short to measure them on.")
         held, predicted = store.device_bytes, store.mode.nbytes(store.geometry.grown(store.total))
         before = store.transfer.totals.tolist()
-        timing = time_steps(self._decoder.step, tokens, store.device)
+        timing = time_steps(self._runner.step, tokens, store.device)
         moved, wanted, corrected = (b - a for a, b in zip(before, store.transfer.totals.tolist(), strict=True))
         self._facts = {
             "kv_device_bytes": held,
@@ -59,7 +59,7 @@ class Own:
             "moved_bytes": moved * store.transfer.pair_bytes / len(tokens),
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
-            "not_captured": self._decoder.graphs.refusal,
+            "not_captured": self._runner.graphs.refusal,
         }
         return timing
 
@@ -72,7 +72,7 @@ class Own:
         """Nothing is held but the store."""
 
     def _mode(self) -> Mode:
-        geometry = geometry_of(self._decoder.model)
+        geometry = geometry_of(self._runner.model)
         if self.change_rate is None:
             return build(self._chosen, geometry, self._traits)
         assert isinstance(self._chosen, SpeculativeParameters)

@@ -60,11 +60,11 @@ def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any
     s = settings
     model = model_shapes.build(s.geometry, s.device, s.dtype) if s.geometry else _load(s, report)
     _check_lengths(s, model)
-    decoder = ModelRunner(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
+    runner = ModelRunner(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
     token_bytes = bytes_per_token(model) if model.device.type == "cuda" else None
     rows = []
     for length in s.lengths:
-        rows.append(_row(s, decoder, length, token_bytes))
+        rows.append(_row(s, runner, length, token_bytes))
         report(_line(rows[-1]))
     return {
         "what": "seconds and peak bytes of reading a prompt",
@@ -89,19 +89,19 @@ def _check_lengths(settings: Settings, model: LoadedModel) -> None:
         )
 
 
-def _row(settings: Settings, decoder: ModelRunner, length: int, token_bytes: int | None) -> dict[str, Any]:
-    model = decoder.model
+def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int | None) -> dict[str, Any]:
+    model = runner.model
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(model.vocab, (length + settings.turn,), generator=draw).tolist()
     prompt, turn = ids[:length], ids[length:]
-    chunk, foretold = _prepared(decoder, prompt, token_bytes)
+    chunk, foretold = _prepared(runner, prompt, token_bytes)
     _one_shot(model, prompt)
     ours, turns, theirs = [], [], []
     for _ in range(settings.rounds):
         theirs.append(_one_shot(model, prompt))
-        _forget(decoder)
-        ours.append(_measured(model, lambda: _read(decoder, prompt)))
-        turns.append(_measured(model, lambda: _read(decoder, turn)))
+        _forget(runner)
+        ours.append(_measured(model, lambda: _read(runner, prompt)))
+        turns.append(_measured(model, lambda: _read(runner, turn)))
     ratios = [our.seconds / their.seconds for our, their in zip(ours, theirs, strict=True) if their]
     return {
         "tokens": length,
@@ -117,26 +117,26 @@ def _row(settings: Settings, decoder: ModelRunner, length: int, token_bytes: int
     }
 
 
-def _prepared(decoder: ModelRunner, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
+def _prepared(runner: ModelRunner, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
     """Read the prompt once without measuring: the tokens of its largest forward, and the peak the plan foretells."""
-    _forget(decoder)
-    chunk = _read(decoder, prompt)
-    _forget(decoder)
+    _forget(runner)
+    chunk = _read(runner, prompt)
+    _forget(runner)
     if token_bytes is None:
         return chunk, None
-    held = torch.cuda.memory_allocated(decoder.model.device)
-    taken = budget.prefill_bytes(decoder.store.geometry, len(prompt) - chunk, chunk, token_bytes)
+    held = torch.cuda.memory_allocated(runner.model.device)
+    taken = budget.prefill_bytes(runner.store.geometry, len(prompt) - chunk, chunk, token_bytes)
     return chunk, held + taken
 
 
-def _forget(decoder: ModelRunner) -> None:
+def _forget(runner: ModelRunner) -> None:
     with torch.inference_mode():
-        decoder.store.truncate(0)
+        runner.store.truncate(0)
 
 
-def _read(decoder: ModelRunner, ids: list[int]) -> int:
+def _read(runner: ModelRunner, ids: list[int]) -> int:
     """Store ``ids``; the number of tokens of the largest forward."""
-    with closing(decoder.prefill(ids)) as chunks:
+    with closing(runner.prefill(ids)) as chunks:
         return max(len(chunk) for chunk, _ in chunks)
 
 

@@ -33,7 +33,7 @@ class Counts:
 
 
 @dataclass
-class Answer:
+class AnswerMetrics:
     """What is noted while one answer is made; times are ``perf_counter`` seconds."""
 
     before: Counts
@@ -76,14 +76,14 @@ class MetricsCollector:
         self._step_bytes = 0.0
         self._hit_rate: float | None = None
         self._resident: set[int] = set()
-        self.answer: Answer | None = None
+        self.answer: AnswerMetrics | None = None
 
-    def begin(self, prompt_tokens: int, reused_tokens: int) -> Answer:
+    def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
         """An answer begins."""
-        self.answer = Answer(Counts.of(self._store), prompt_tokens, reused_tokens)
+        self.answer = AnswerMetrics(Counts.of(self._store), prompt_tokens, reused_tokens)
         return self.answer
 
-    def stats(self, answer: Answer) -> Stats:
+    def stats(self, answer: AnswerMetrics) -> Stats:
         """The receipt of an answer."""
         store, now, before = self._store, Counts.of(self._store), answer.before
         new_tokens = answer.prompt_tokens - answer.reused_tokens

@@ -23,7 +23,7 @@ from kvchat.engine.generate.recovery import RecoveryMonitor
 from kvchat.engine.generate.recovery_signals import REWALK, Trigger
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
-from kvchat.engine.metrics import Answer, MetricsCollector
+from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import UsageError
@@ -104,14 +104,14 @@ class Session:
         system: str | None = None,
     ) -> None:
         self._model = model
-        self._control = ModeSwitcher(model, mode, params or {}, mode_params or {}, lambda: self._stored.ids)
+        self._switcher = ModeSwitcher(model, mode, params or {}, mode_params or {}, lambda: self._stored.ids)
         self._stored = Stored()
-        self._decoder = ModelRunner(model, self._control.build(self._control.parameters))
-        self._store = self._decoder.store
-        self._control.attach(self._store)
+        self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
+        self._store = self._runner.store
+        self._switcher.attach(self._store)
         self._encoder = PromptEncoder(model.tokenizer)
         self._reduced: list[bool] = []
-        self._meter = MetricsCollector(self._store, model.weight_bytes, model.context)
+        self._metrics = MetricsCollector(self._store, model.weight_bytes, model.context)
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
         self._cancelled = threading.Event()
@@ -154,21 +154,21 @@ class Session:
         """
         prompt = self._encoder.encode(turns, self._stored)
         sampler = Sampler(sampling, self._model.vocab, self._model.device)
-        self._control.check_context(len(prompt.ids))
+        self._switcher.check_context(len(prompt.ids))
         self._cancelled.clear()
         self.token_ids = []
-        self._control.narrow()
-        self._control.note_preamble(self._preamble(turns))
+        self._switcher.narrow()
+        self._switcher.note_preamble(self._preamble(turns))
         self.truncate(prompt.reused)
-        answer = self._meter.begin(len(prompt.ids), prompt.reused)
+        answer = self._metrics.begin(len(prompt.ids), prompt.reused)
         yield Started(len(prompt.ids), prompt.reused)
         logits = yield from self._prefill(prompt.ids[prompt.reused :])
         answer.prefilled = time.perf_counter()
         if logits is None:
-            yield Finished("stopped", "", self._meter.stats(answer))
+            yield Finished("stopped", "", self._metrics.stats(answer))
             return
         self._stored.agree(prompt.text)
-        self._control.calibrate()
+        self._switcher.calibrate()
         sampler.see(prompt.ids)
         yield from self._generate(logits, prompt, sampling, sampler, answer, between or _nothing)
 
@@ -188,7 +188,7 @@ class Session:
         """
         before = self._store.mode.name
         began = time.perf_counter()
-        moved = self._control.switch(mode or before, params)
+        moved = self._switcher.switch(mode or before, params)
         switched = Switched(
             before,
             self._store.mode.name,
@@ -198,9 +198,9 @@ class Session:
             time.perf_counter() - began,
             sum(self._reduced),
         )
-        if self._meter.answer:
-            at = len(self._meter.answer.token_times)
-            self._meter.answer.switches.append(
+        if self._metrics.answer:
+            at = len(self._metrics.answer.token_times)
+            self._metrics.answer.switches.append(
                 {"at": at, "before": before, "mode": switched.mode, "moved_bytes": moved}
             )
         return switched
@@ -213,7 +213,7 @@ class Session:
         Raises:
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._control.check_context(self.total)
+        self._switcher.check_context(self.total)
         self._cancelled.clear()
         first = self._reduced.index(True) if True in self._reduced else self.total
         whole, began = copy.deepcopy(self._stored), time.perf_counter()
@@ -225,7 +225,7 @@ class Session:
 
     def prices(self) -> tuple[Price, ...]:
         """What switching to each of the other modes would cost now."""
-        return self._control.prices()
+        return self._switcher.prices()
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
         """Store ``ids`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
@@ -236,10 +236,10 @@ class Session:
         ids = [int(token) for token in ids]
         if not ids:
             raise UsageError("There is nothing to prefill.", "No ids were given.")
-        self._control.check_context(self.total + len(ids))
+        self._switcher.check_context(self.total + len(ids))
         self._cancelled.clear()
         logits = self._read(ids)
-        self._control.calibrate()
+        self._switcher.calibrate()
         return logits
 
     def step(self, token: int) -> Tensor:
@@ -249,9 +249,9 @@ class Session:
             DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
         """
         if self._full():
-            self._control.check_context(self.total + 1)
+            self._switcher.check_context(self.total + 1)
         token = int(token)
-        logits = self._decoder.step(token)
+        logits = self._runner.step(token)
         self._note([token], reduced=not self._store.mode.is_exact(self.total))
         return logits
 
@@ -282,12 +282,12 @@ class Session:
         """What the KV manager holds and did; cheap enough for ten a second."""
         if time.monotonic() - self._priced_at >= PRICES_S:
             self._prices, self._priced_at = self.prices(), time.monotonic()
-        return replace(self._meter.snapshot(sum(self._reduced)), prices=self._prices, badges=self._decoder.badges)
+        return replace(self._metrics.snapshot(sum(self._reduced)), prices=self._prices, badges=self._runner.badges)
 
     @property
     def withdrawable(self) -> int:
         """How many of the last tokens of an answer recovery may still withdraw; 0 without recovery."""
-        return REWALK if self._control.parameters.recovery else 0
+        return REWALK if self._switcher.parameters.recovery else 0
 
     def text(self, start: int, end: int) -> str:
         """The text of the stored tokens ``start`` to ``end``, control tokens included."""
@@ -316,14 +316,14 @@ class Session:
             kv_bytes_per_token=store.geometry.token_bytes,
             mode=store.mode.name,
             params=store.mode.effective_params(),
-            notes=(*m.notes, *calibration.notes(m, self._control.calibration)),
+            notes=(*m.notes, *calibration.notes(m, self._switcher.calibration)),
             weights=m.weights,
             fast=m.fast,
         )
 
     def close(self) -> None:
         """Give the model's and the store's memory back; the session is of no use afterwards. May be called again."""
-        for name in ("_decoder", "_store", "_meter", "_control", "_model"):
+        for name in ("_runner", "_store", "_metrics", "_switcher", "_model"):
             self.__dict__.pop(name, None)
         gc.collect()  # store and mode know each other, and so do a model's layers and what the fast path swapped in
         if torch.cuda.is_available():
@@ -333,7 +333,7 @@ class Session:
 
     def _read(self, ids: Sequence[int]) -> Tensor:
         last = None
-        for chunk, logits in self._decoder.prefill(ids):
+        for chunk, logits in self._runner.prefill(ids):
             self._note(chunk, reduced=False)
             last = logits
         assert last is not None
@@ -343,7 +343,7 @@ class Session:
         """Prefill with progress; returns the logits, None if cancelled. What was read is stored either way."""
         done, last = 0, None
         # Closed here and not by the garbage collector, which would swallow what filling the slots raises.
-        with closing(self._decoder.prefill(ids)) as chunks:
+        with closing(self._runner.prefill(ids)) as chunks:
             for chunk, logits in chunks:
                 self._note(chunk, reduced=False)
                 done, last = done + len(chunk), logits
@@ -358,7 +358,7 @@ class Session:
         prompt: Prompt,
         sampling: Sampling,
         sampler: Sampler,
-        answer: Answer,
+        answer: AnswerMetrics,
         between: Callable[[int], None],
     ) -> Iterator[Event]:
         pieces, guard = self._pieces(sampling, ()), RecoveryMonitor(sampler)
@@ -373,7 +373,7 @@ class Session:
             if token in self._model.eos_ids:
                 reason = "eos"
                 break
-            if self._decoder.graphs.prepares and self._store.mode is not prepared:
+            if self._runner.graphs.prepares and self._store.mode is not prepared:
                 prepared = self._store.mode
                 yield Preparing(prepared.name)
             # On a GPU the step only begins here, and runs while the text is decoded and shown.
@@ -383,7 +383,7 @@ class Session:
         if text := pieces.finish():
             yield Text(text, 0)
         self._stored.agree(self._encoder.answered(prompt, pieces.decoded))
-        yield Finished(reason, pieces.shown, self._meter.stats(answer))
+        yield Finished(reason, pieces.shown, self._metrics.stats(answer))
 
     def _pieces(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""
@@ -393,11 +393,16 @@ class Session:
         return pieces
 
     def _recover(
-        self, guard: RecoveryMonitor, due: tuple[Level, Trigger], logits: Tensor, pieces: AnswerText, answer: Answer
+        self,
+        guard: RecoveryMonitor,
+        due: tuple[Level, Trigger],
+        logits: Tensor,
+        pieces: AnswerText,
+        answer: AnswerMetrics,
     ) -> Generator[Event, None, tuple[Tensor, AnswerText]]:
         """Carry out one level; the logits and the text to go on from."""
         level, trigger = due
-        self._control.recover("FR" if level == "RR" else level)
+        self._switcher.recover("FR" if level == "RR" else level)
         answer.recoveries += 1
         yield Recovered(level, trigger.signal, trigger.value, self.total)
         if level != "RR":
@@ -416,7 +421,7 @@ class Session:
     def _reason(self, pieces: AnswerText, sampling: Sampling, between: Callable[[int], None]) -> str:
         """Why no token is to be drawn now, empty if one is; the one place where the mode may change."""
         between(len(self.token_ids))
-        self._control.narrow(self.total)
+        self._switcher.narrow(self.total)
         if self._cancelled.is_set():
             return "stopped"
         if pieces.stopped:

@@ -46,12 +46,12 @@ def settings(**changes):
 
 
 def filled(model, mode, tokens):
-    """A decoder with random K/V, in ``mode``."""
-    decoder = ModelRunner(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
-    model_shapes.fill(decoder.store, tokens)
+    """A runner with random K/V, in ``mode``."""
+    runner = ModelRunner(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
+    model_shapes.fill(runner.store, tokens)
     with torch.inference_mode():
-        decoder.store.switch(mode)
-    return decoder
+        runner.store.switch(mode)
+    return runner
 
 
 # ---- rows ------------------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ def test_random_weights_may_read_a_prompt_too():
 @pytest.mark.parametrize("rate", [0.0, 0.25, 1.0])
 def test_exactly_the_prescribed_share_of_pages_moves(model, rate):
     mode = Prescribed(rate, SPECULATIVE, geometry_of(model), traits_of(model))
-    decoder = filled(model, mode, 900)
-    store, slots = decoder.store, decoder.store.slots[-1]
+    runner = filled(model, mode, 900)
+    store, slots = runner.store, runner.store.slots[-1]
     changed = round(rate * 6)
     for token in range(8):
         before, moved = slots.pages.clone(), int(store.transfer.totals[0])
-        decoder.step(token)
+        runner.step(token)
         assert ((slots.pages != before).sum(-1) == changed).all()
         assert int(store.transfer.totals[0]) - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
         ordered = slots.pages.sort(-1).values
@@ -177,20 +177,20 @@ def test_exactly_the_prescribed_share_of_pages_moves(model, rate):
 
 def test_corrections_move_nothing_more(model):
     mode = Prescribed(0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(model), traits_of(model))
-    decoder = filled(model, mode, 900)
-    decoder.step(1)
-    moved = int(decoder.store.transfer.totals[0])
-    decoder.step(2)
-    assert int(decoder.store.transfer.totals[0]) - moved == 3 * 3 * 2 * 32
+    runner = filled(model, mode, 900)
+    runner.step(1)
+    moved = int(runner.store.transfer.totals[0])
+    runner.step(2)
+    assert int(runner.store.transfer.totals[0]) - moved == 3 * 3 * 2 * 32
     # With tau = 2 nothing is chosen ahead: what lies there is what the last token was to read.
-    assert (decoder.store.slots[-1].pages == mode._pages_at(decoder.store.position - 1)).all()
+    assert (runner.store.slots[-1].pages == mode._pages_at(runner.store.position - 1)).all()
 
 
 def test_too_few_pages_are_refused_and_the_old_mode_goes_on(model):
-    decoder = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 300)
+    runner = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 300)
     with pytest.raises(UsageError, match="longer context or a smaller budget"), torch.inference_mode():
-        decoder.store.switch(Prescribed(1.0, SPECULATIVE, geometry_of(model), traits_of(model)))
-    assert decoder.store.mode.name == "full"
+        runner.store.switch(Prescribed(1.0, SPECULATIVE, geometry_of(model), traits_of(model)))
+    assert runner.store.mode.name == "full"
 
 
 # ---- filling, geometries, peers --------------------------------------------------------------------
@@ -198,8 +198,8 @@ def test_too_few_pages_are_refused_and_the_old_mode_goes_on(model):
 
 def test_filling_leaves_no_slot_empty_and_no_layer_alike(model, monkeypatch):
     monkeypatch.setattr(model_shapes, "FILL_TOKENS", 128)
-    decoder = filled(model, build(SPECULATIVE, geometry_of(model), traits_of(model)), 900)
-    store = decoder.store
+    runner = filled(model, build(SPECULATIVE, geometry_of(model), traits_of(model)), 900)
+    store = runner.store
     assert store.total == 900
     keys = [store.host.dense(layer, 900)[0] for layer in range(model.layers)]
     assert all(bool((k != 0).all()) for k in keys)
@@ -235,18 +235,18 @@ def test_geometries_have_the_published_sizes(name, billions, token_bytes):
 @pytest.mark.parametrize("who", ["dynamic", "static"])
 def test_peers_continue_from_the_stored_context(model, who):
     """Their logits after the same tokens are full mode's."""
-    decoder = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 130)
+    runner = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 130)
     ids = [0] * 130
-    peer = baselines.peer(who, model, decoder.store, ids, spare=8)
+    peer = baselines.peer(who, model, runner.store, ids, spare=8)
     seen = []
     forward = peer._forward
     peer._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
     for _ in range(2):  # what a round leaves is rewound
         peer.measure([5, 6, 7, 8, 9])
-    ours = [decoder.step(token) for token in (5, 6, 7, 8, 9)]
+    ours = [runner.step(token) for token in (5, 6, 7, 8, 9)]
     for round_ in (seen[:5], seen[5:]):
         torch.testing.assert_close(torch.stack(round_), torch.stack(ours), atol=1e-4, rtol=1e-3)
-    assert peer.kv_device_bytes >= 130 * decoder.store.geometry.token_bytes
+    assert peer.kv_device_bytes >= 130 * runner.store.geometry.token_bytes
 
 
 def test_peers_run_the_model_as_transformers_wrote_it(model):

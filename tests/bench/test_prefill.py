@@ -17,7 +17,7 @@ from kvchat.errors import UsageError
 def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
     read, one_shot = [], []
     plain_read, plain_shot = prefill._read, prefill._one_shot
-    monkeypatch.setattr(prefill, "_read", lambda decoder, ids: read.append(ids) or plain_read(decoder, ids))
+    monkeypatch.setattr(prefill, "_read", lambda runner, ids: read.append(ids) or plain_read(runner, ids))
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: one_shot.append(ids) or plain_shot(model, ids))
     lines = []
     settings = prefill.Settings(geometry="tiny", device="cpu", lengths=(40, 600), turn=5, rounds=2)

@@ -32,7 +32,7 @@ def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monke
 
 def test_a_step_that_cannot_be_captured_is_told(model):
     session = Session(model)
-    session._decoder.graphs.refusal = "RuntimeError: not permitted"
+    session._runner.graphs.refusal = "RuntimeError: not permitted"
     assert session.snapshot().badges == ("no CUDA graph: RuntimeError: not permitted",)
 
 

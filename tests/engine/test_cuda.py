@@ -30,19 +30,19 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
     return token_ids(steps // 25 if os.environ.get("TRITON_INTERPRET") == "1" else steps, seed=seed)
 
 
-def eager(decoder: ModelRunner) -> ModelRunner:
+def eager(runner: ModelRunner) -> ModelRunner:
     """Every step is launched operation by operation, on one stream."""
-    decoder.graphs = GraphRunner(decoder.store, None)
-    decoder.store.transfer.side_stream = SideStream(torch.device("cpu"))
-    return decoder
+    runner.graphs = GraphRunner(runner.store, None)
+    runner.store.transfer.side_stream = SideStream(torch.device("cpu"))
+    return runner
 
 
-def late(decoder: ModelRunner) -> ModelRunner:
+def late(runner: ModelRunner) -> ModelRunner:
     """What is recalled comes up to some milliseconds late."""
-    ops, dice = decoder.store.ops, random.Random(0)
+    ops, dice = runner.store.ops, random.Random(0)
     for name in ("move_pages", "move_tokens", "choose"):
         setattr(ops, name, delayed(getattr(ops, name), dice))
-    return decoder
+    return runner
 
 
 def delayed(verb, dice: random.Random):

@@ -56,7 +56,7 @@ def test_a_rebuilt_conversation_is_still_reused(reduced):
 
 
 def test_a_stopped_rebuild_keeps_what_was_read(reduced):
-    reduced._decoder.chunk = 4
+    reduced._runner.chunk = 4
     events = reduced.rebuild()
     next(events)
     reduced.cancel()

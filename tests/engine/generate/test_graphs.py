@@ -174,7 +174,7 @@ def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
         session = Session(model)
         session._store.ops.skip_unchanged = False
         if recorder:
-            session._decoder.graphs = GraphRunner(session._store, TapeRecorder(session._store.buffers))
+            session._runner.graphs = GraphRunner(session._store, TapeRecorder(session._store.buffers))
 
         def between(generated: int) -> None:
             if generated == 12:
