@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvchat
-from kvchat.engine.generate.hold_back import settled
+from kvchat.engine.generate.hold_back import hold_back
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.messages import Finished, Load, Params, Sampling, Stats, Text, Turn
 
@@ -134,7 +134,7 @@ class _Switcher:
 
 def _answer(session: Session, question: Question, between: Callable[[int], None]) -> Finished:
     events = session.answer(question.turns, question.sampling, between)
-    for event in settled(events, lambda: session.withdrawable):
+    for event in hold_back(events, lambda: session.withdrawable):
         if isinstance(event, Text) and not question.as_json:
             _write(event.text)
         elif isinstance(event, Finished):

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvchat.config import modes
 from kvchat.engine import calibration
 from kvchat.engine.generate.detokenizer import AnswerText
-from kvchat.engine.generate.hold_back import settled
+from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.prompt import Prompt, PromptEncoder, Stored
 from kvchat.engine.generate.recovery import RecoveryMonitor
 from kvchat.engine.generate.recovery_signals import REWALK, Trigger
@@ -130,7 +130,7 @@ class Session:
         self._turns.append(Turn("user", text))
         answer = ""
         try:
-            for event in settled(self.answer(tuple(self._turns), sampling), lambda: self.withdrawable):
+            for event in hold_back(self.answer(tuple(self._turns), sampling), lambda: self.withdrawable):
                 if isinstance(event, Text):
                     answer += event.text
                     yield event.text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from kvchat.protocol.messages import Event, Finished, Text, Withdrawn
 
 
-def settled(events: Iterable[Event], withdrawable: Callable[[], int]) -> Iterator[Event]:
+def hold_back(events: Iterable[Event], withdrawable: Callable[[], int]) -> Iterator[Event]:
     """The events of an answer without ``Withdrawn``: text is held back as long as recovery may still withdraw it.
 
     ``withdrawable`` tells how many of the last tokens may yet be withdrawn; a token has one ``Text`` at most. With 0

@@ -140,7 +140,7 @@ def refusal(config: Any, model_class: Any) -> str | None:
     text = config.get_text_config(decoder=True)
     others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDED_LAYERS)
     if config.is_encoder_decoder:
-        return "It is an encoder-runner; kvchat drives decoders only"
+        return "It is an encoder-decoder; kvchat drives decoders only"
     if not model_class._can_set_attn_implementation():
         return "transformers does not let its attention be replaced"
     if model_class._is_stateful:

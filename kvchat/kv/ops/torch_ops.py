@@ -208,9 +208,9 @@ def triton_refusal(geometry: Geometry, device: torch.device) -> str:
         return "Triton is not installed"
     if geometry.dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
-    from kvchat.kv.ops.verify import failure
+    from kvchat.kv.ops.verify import kernel_failure
 
-    return failure(geometry, device)
+    return kernel_failure(geometry, device)
 
 
 def _count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:

@@ -27,7 +27,7 @@ TOLERANCE = 0.05
 
 
 @functools.cache
-def failure(geometry: Geometry, device: torch.device) -> str:
+def kernel_failure(geometry: Geometry, device: torch.device) -> str:
     """Why the kernels cannot be relied on for such a model on ``device``, empty if they can."""
     g = replace(geometry, layers=1, spare=geometry.page)
     try:

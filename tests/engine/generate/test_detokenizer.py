@@ -67,7 +67,7 @@ def test_an_incomplete_character_at_the_end_is_marked_by_flush():
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_spaces_between_words_survive_a_decoder_that_strips_the_first(is_fast):
     backend = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}))
-    backend.runner = decoders.Metaspace()
+    backend.decoder = decoders.Metaspace()
     whole = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer = SimpleNamespace(is_fast=is_fast, decode=whole.decode, backend_tokenizer=backend)
     assert pieces(tokenizer, [0, 1, 2]) == ["one", " two", " three", ""]

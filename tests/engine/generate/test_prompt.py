@@ -174,7 +174,7 @@ def test_text_that_goes_on_gets_no_word_start_mark():
     vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{character: i for i, character in enumerate("▁abcdefs</>", 3)}}
     backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.runner = decoders.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     template = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from kvchat.engine.generate.hold_back import settled
+from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.recovery import RecoveryMonitor, measure
 from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.session import Session
@@ -164,7 +164,7 @@ def test_text_is_held_back_as_long_as_it_may_be_withdrawn():
         yield Text("end", 1)
         yield Finished("eos", "", None)
 
-    shown = list(settled(events(), lambda: 16))
+    shown = list(hold_back(events(), lambda: 16))
     assert "".join(e.text for e in shown if isinstance(e, Text)) == "".join(f"{i}," for i in range(18)) + "end"
     assert not any(isinstance(event, Withdrawn) for event in shown)
 
@@ -176,7 +176,7 @@ def test_without_recovery_nothing_is_held_back():
         yield Text("b", 1)
 
     shown = []
-    for event in settled(events(), lambda: 0):
+    for event in hold_back(events(), lambda: 0):
         shown.append(event.text)
     assert shown == ["a", "b"]
 
