@@ -88,18 +88,18 @@ def data_folder(folder: Path | None = None) -> Check:
 def terminal(
     environ: Mapping[str, str] = os.environ, is_terminal: bool | None = None, size: tuple[int, int] | None = None
 ) -> Check:
-    """Colours, size and characters of the terminal."""
+    """Colors, size and characters of the terminal."""
     if not (sys.stdout.isatty() if is_terminal is None else is_terminal):
         return Check("terminal", "ok", f"{MISSING}: the output is no terminal")
     columns, lines = size or shutil.get_terminal_size()
-    term, colours = environ.get("TERM", ""), environ.get("COLORTERM", "")
-    found = f"TERM={term or MISSING} COLORTERM={colours or MISSING}, {columns}x{lines}"
+    term, colors = environ.get("TERM", ""), environ.get("COLORTERM", "")
+    found = f"TERM={term or MISSING} COLORTERM={colors or MISSING}, {columns}x{lines}"
     if term in ("", "dumb"):
         return Check("terminal", "warning", found, "The chat needs a terminal that can move its cursor; ask works.")
     if columns < SMALLEST[0] or lines < SMALLEST[1]:
         return Check("terminal", "warning", found, "The chat needs {}x{}: enlarge the window.".format(*SMALLEST))
-    if colours not in ("truecolor", "24bit") and "direct" not in term:
-        return Check("terminal", "ok", f"{found}; colours are approximated")
+    if colors not in ("truecolor", "24bit") and "direct" not in term:
+        return Check("terminal", "ok", f"{found}; colors are approximated")
     return Check("terminal", "ok", found)
 
 

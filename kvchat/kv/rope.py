@@ -18,7 +18,7 @@ class Rotation:
     """How a layer's keys turn with their position.
 
     The ``2 * len(inv_freq)`` dimensions from ``offset`` on turn in pairs, pair i by ``inv_freq[i]`` (float64) radians
-    a token; pairs are neighbours if ``interleaved``, else dimension i and the i-th of the second half.
+    a token; pairs are neighbors if ``interleaved``, else dimension i and the i-th of the second half.
     """
 
     inv_freq: Tensor

@@ -136,7 +136,7 @@ class ModeInfo:
 class Loaded:
     """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers.
 
-    ``weights`` names how they are quantised and ``fast`` what the fast path swapped, empty for nothing.
+    ``weights`` names how they are quantized and ``fast`` what the fast path swapped, empty for nothing.
     """
 
     model: str

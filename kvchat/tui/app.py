@@ -43,7 +43,7 @@ class KvchatApp(App[None]):
         self.chat = ChatScreen(self)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """The ribbon's colours where a theme leaves them out."""
+        """The ribbon's colors where a theme leaves them out."""
         return themes.RIBBON_DEFAULTS
 
     def on_mount(self) -> None:
@@ -64,7 +64,7 @@ class KvchatApp(App[None]):
         await self.client.close()
 
     def use_theme(self, name: str) -> None:
-        """Change the colours.
+        """Change the colors.
 
         Raises:
             UsageError: there is no such theme.

@@ -182,7 +182,7 @@ class EngineClient:
 
 
 def coalesce(reports: Iterable[Report]) -> list[Report]:
-    """Neighbouring pieces of text merged, and only the latest snapshot and progress kept, at its own place."""
+    """Neighboring pieces of text merged, and only the latest snapshot and progress kept, at its own place."""
     kept: list[Report] = []
     latest: dict[type, int] = {}
     for report in reports:

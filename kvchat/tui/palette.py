@@ -50,4 +50,4 @@ class Commands(Provider):
         for name in available_modes():
             yield Choice(f"mode {name}", PARAMETERS[name].title, partial(screen.command, f"/mode {name}"))
         for name in screen.kvchat.themes:
-            yield Choice(f"theme {name}", "colours", partial(screen.command, f"/theme {name}"))
+            yield Choice(f"theme {name}", "colors", partial(screen.command, f"/theme {name}"))

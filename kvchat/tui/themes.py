@@ -1,4 +1,4 @@
-"""Themes: one TOML file each, a Textual theme's fields with the ribbon's colours under ``[variables]``."""
+"""Themes: one TOML file each, a Textual theme's fields with the ribbon's colors under ``[variables]``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load(path: Path) -> Theme:
     """The theme in one file; its name is the file's where it gives none.
 
     Raises:
-        UsageError: the file cannot be read, is no TOML or has a wrong field or colour; it names file and reason.
+        UsageError: the file cannot be read, is no TOML or has a wrong field or color; it names file and reason.
     """
     try:
         fields = {"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}
@@ -77,7 +77,7 @@ def _check(fields: dict[str, object]) -> None:
         try:
             Color.parse(str(value))
         except ColorParseError:
-            raise ValueError(f'{key} = "{value}" is no colour; write it as "#rrggbb"') from None
+            raise ValueError(f'{key} = "{value}" is no color; write it as "#rrggbb"') from None
 
 
 def _refused(path: Path, reason: str) -> UsageError:

@@ -16,7 +16,7 @@ from kvchat import paths
 from kvchat.doctor import report
 from kvchat.doctor.machine import Check
 
-COLOURS = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+COLORS = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "size", "state", "words"),
     [
-        (COLOURS, (80, 24), "ok", "80x24"),
-        (COLOURS, (80, 11), "warning", "80x11"),
-        (COLOURS, (39, 90), "warning", "39x90"),
-        (COLOURS | {"TERM": "dumb"}, (80, 24), "warning", "TERM=dumb"),
+        (COLORS, (80, 24), "ok", "80x24"),
+        (COLORS, (80, 11), "warning", "80x11"),
+        (COLORS, (39, 90), "warning", "39x90"),
+        (COLORS | {"TERM": "dumb"}, (80, 24), "warning", "TERM=dumb"),
         ({}, (80, 24), "warning", "TERM=n/a COLORTERM=n/a"),
         ({"TERM": "screen"}, (80, 24), "ok", "approximated"),
     ],
@@ -108,7 +108,7 @@ def test_the_terminal(environ, size, state, words):
 
 
 def test_without_a_terminal():
-    assert report.terminal(COLOURS, False).found.startswith("n/a")
+    assert report.terminal(COLORS, False).found.startswith("n/a")
 
 
 def test_the_package_is_found_where_it_lies():

@@ -41,7 +41,7 @@ def modes(draw, page: int):
             "window": st.integers(1, 40),
             "m": st.integers(1, 6),
             "rho": st.floats(0, 1),
-            "clusters": st.sampled_from([1, 2, 4]),  # of three heads in four either neighbour may be the pair
+            "clusters": st.sampled_from([1, 2, 4]),  # of three heads in four either neighbor may be the pair
         }
         flags = {"staggered": st.booleans(), "offload": st.booleans()}
         return name, {"budget": budget, **{key: draw(values) for key, values in {**numbers, **flags}.items()}}

@@ -38,7 +38,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 class Toy:
     """Layers that do not depend on each other: token id -> content of q, k, v ``[layers, heads, ids, d]`` (float64).
 
-    ``plain`` layers have no window, cap or learned sinks; neighbouring ids have similar queries, in some heads more
+    ``plain`` layers have no window, cap or learned sinks; neighboring ids have similar queries, in some heads more
     than in others, so that a correction threshold flags some heads and not others.
     """
 
@@ -298,7 +298,7 @@ SYNC_SINK = 4
 
 
 def calibration(geometry: Geometry) -> Calibration:
-    """Neighbouring heads are alike, clusters are runs of neighbours; ``SyncReference`` tells who leads."""
+    """Neighboring heads are alike, clusters are runs of neighbors; ``SyncReference`` tells who leads."""
     heads = range(geometry.kv_heads)
     similarity = tuple(tuple(1 - abs(a - b) / 8 for b in heads) for a in heads)
     retrieval = tuple(tuple(((7 * head + 3 * layer) % 5) / 5 for head in heads) for layer in range(geometry.layers))
@@ -370,7 +370,7 @@ class SyncReference(FullReference):
 
 
 def _runs(heads: int, clusters: int) -> list[range]:
-    """Heads in as many runs of neighbours."""
+    """Heads in as many runs of neighbors."""
     return [range(c * heads // clusters, (c + 1) * heads // clusters) for c in range(clusters)]
 
 

@@ -551,12 +551,12 @@ async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkey
 
 
 async def test_a_bad_user_theme_is_a_toast_and_the_default_stays(running, config, tmp_path):
-    (tmp_path / "bad.toml").write_text('primary = "no colour"\n')
+    (tmp_path / "bad.toml").write_text('primary = "no color"\n')
     async with running(replace(config, theme_dirs=(tmp_path,), theme="bad")) as (app, _pilot, _until):
         assert app.theme == "kvchat-dark"
         messages = " ".join(notice.message for notice in app._notifications)
         assert "bad.toml" in messages
-        assert "is no colour" in messages
+        assert "is no color" in messages
 
 
 async def test_no_engine_survives_quitting(running):

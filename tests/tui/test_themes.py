@@ -23,9 +23,9 @@ def test_bundled_themes_are_complete():
     [
         ("primary = ", "Invalid value"),
         ('secondary = "#fff"', "primary is missing"),
-        ('primary = "#12"', "is no colour"),
+        ('primary = "#12"', "is no color"),
         ('primary = "#123456"\nprimari = "#fff"', 'Did you mean "primary"'),
-        ('primary = "#123456"\n[variables]\nribbon-sink = "reddish"', 'ribbon-sink = "reddish" is no colour'),
+        ('primary = "#123456"\n[variables]\nribbon-sink = "reddish"', 'ribbon-sink = "reddish" is no color'),
         ('primary = "#123456"\nvariables = 3', "variables is no table"),
     ],
 )

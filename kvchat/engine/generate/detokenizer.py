@@ -84,7 +84,7 @@ class AnswerText:
     """The text of one answer as its tokens come: what may be shown now, and what all of them decode to."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        self._detokeniser = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopBuffer(stop)
         self.shown = ""
         self.decoded = ""
@@ -96,11 +96,11 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """The text that ``token`` lets be shown."""
-        return self._show(self._detokeniser.step(token))
+        return self._show(self._detokenizer.step(token))
 
     def finish(self) -> str:
         """The text held back until now. Nothing may follow."""
-        held = self._show(self._detokeniser.flush())
+        held = self._show(self._detokenizer.flush())
         if not self.stopped:
             rest = self._stops.flush()
             self.shown += rest

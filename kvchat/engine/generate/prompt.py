@@ -1,9 +1,9 @@
 """Conversation -> token ids, and how many of them are stored already.
 
 Knows the tokenizer and its chat template, nothing of the model or of K/V. Reuse goes by text first: templates
-tokenise again what the model generated, and other tokens may come out for the same text. So ``Stored`` remembers at
+tokenize again what the model generated, and other tokens may come out for the same text. So ``Stored`` remembers at
 some places the exact text that the ids before it stand for; where that text is a prefix of the newly rendered one its
-ids are kept and only the rest is tokenised. Past the last such place the longest common prefix of ids decides.
+ids are kept and only the rest is tokenized. Past the last such place the longest common prefix of ids decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 
 # Unicode noncharacters: they never occur in real text and are taken out of what is given.
-ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenising
+ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenizing
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 _NONCHARACTERS = {ord(ESCAPE): None, ord(GUARD): None}
 
@@ -76,7 +76,7 @@ class Stored:
 class PromptEncoder:
     """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
 
-    Message contents never become control tokens: what is spelled like one is tokenised as ordinary text.
+    Message contents never become control tokens: what is spelled like one is tokenized as ordinary text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -98,7 +98,7 @@ class PromptEncoder:
         """
         text = self.render(turns)
         kept, chars = stored.agreed(text)
-        rest = self._tokenise(text[chars:], anchored=chars > 0)
+        rest = self._tokenize(text[chars:], anchored=chars > 0)
         ids = stored.ids[:kept] + rest
         reused = kept + common_prefix(stored.ids[kept:], rest)
         return Prompt(ids, min(reused, len(ids) - 1), text)
@@ -188,18 +188,18 @@ class PromptEncoder:
 
     # ---- ids ------------------------------------------------------------------------------------
 
-    def _tokenise(self, text: str, anchored: bool) -> list[int]:
+    def _tokenize(self, text: str, anchored: bool) -> list[int]:
         ids: list[int] = []
         for part in text.split(ESCAPE):
-            ids += self._tokenise_part(part, anchored)
+            ids += self._tokenize_part(part, anchored)
             anchored = True
         return ids
 
-    def _tokenise_part(self, text: str, anchored: bool) -> list[int]:
+    def _tokenize_part(self, text: str, anchored: bool) -> list[int]:
         """Ids of a text; ``anchored`` is text that goes on from earlier text.
 
         Tokenizers with word-start marks (SentencePiece) put one at the very beginning; behind a control token they
-        do not, so anchored text is tokenised behind one.
+        do not, so anchored text is tokenized behind one.
         """
         if not text:
             return []

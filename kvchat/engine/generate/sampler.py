@@ -1,7 +1,7 @@
 """Logits -> the next token, on the logits' device and without waiting for it.
 
 The order is transformers': repetition penalty, temperature, top-k, top-p, min-p. Departure: top-k keeps exactly k
-tokens where several tie for the last place. Nothing here synchronises, so a call may be part of a CUDA graph (register
+tokens where several tie for the last place. Nothing here synchronizes, so a call may be part of a CUDA graph (register
 ``Sampler.generator`` with it); only ``read`` waits.
 """
 
@@ -55,27 +55,27 @@ class Sampler:
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._forks = 0
         self.generator.manual_seed(self._seed)
-        self._penalised = sampling.repetition_penalty != 1
-        self._seen = torch.zeros(vocab if self._penalised else 0, dtype=torch.bool, device=device)
+        self._penalized = sampling.repetition_penalty != 1
+        self._seen = torch.zeros(vocab if self._penalized else 0, dtype=torch.bool, device=device)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The next token, 0-d int64, from float32 logits [vocab]; ``NO_TOKEN`` where they hold NaN or infinity.
 
         Logits of -infinity are tokens that the model rules out, unless all are.
         """
-        if self._penalised:
-            logits = self._penalise(logits)
+        if self._penalized:
+            logits = self._penalize(logits)
         top, token = logits.max(0)
         if not self.greedy:
             token = self._draw(*self.weights(logits - top))
         token = token.masked_fill(~top.isfinite(), NO_TOKEN)
-        if self._penalised:
+        if self._penalized:
             self._seen.index_fill_(0, token.clamp(min=0).view(1), True)
         return token
 
     def see(self, ids: Sequence[int] | Tensor) -> None:
         """Count ids of the prompt as seen by the repetition penalty; drawn tokens are counted as they are drawn."""
-        if self._penalised:
+        if self._penalized:
             self._seen[torch.as_tensor(ids, dtype=torch.int64, device=self._seen.device)] = True
 
     def weights(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -107,7 +107,7 @@ class Sampler:
         self._forks += 1
         self.generator.manual_seed((self._seed + self._forks * 0x9E3779B97F4A7C15) % 2**63)
 
-    def _penalise(self, logits: Tensor) -> Tensor:
+    def _penalize(self, logits: Tensor) -> Tensor:
         """Divide what speaks for a seen token, multiply what speaks against it (CTRL, arXiv:1909.05858)."""
         penalty = self.sampling.repetition_penalty
         return torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -20,7 +20,7 @@ import torch
 from kvchat.engine.model import attention_hook, checkpoint, quantization
 from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
-from kvchat.engine.model.quantization import Quantisation
+from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import selftest
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
 
@@ -33,7 +33,7 @@ ATTENDED_LAYERS = {"full_attention", "sliding_attention"}
 class LoadedModel:
     """A model on its device with all that is known about it.
 
-    ``context`` is in tokens; ``weights`` names how they are quantised, ``fast`` what the fast path swapped.
+    ``context`` is in tokens; ``weights`` names how they are quantized, ``fast`` what the fast path swapped.
     """
 
     model: Any
@@ -70,12 +70,12 @@ def load_model(
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
     ``name`` may be a GGUF file, too, whose weights are unpacked to the dtype.
-    ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantised already stays as it is with "none".
+    ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantized already stays as it is with "none".
     ``accelerate`` swaps in what the fast path knows.
 
     Raises:
         ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
-        UsageError: no such device, dtype or quantisation.
+        UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
     on = resolve_device(device)
@@ -84,14 +84,14 @@ def load_model(
         config = _config(place)
         model_class = _model_class(config)
         precision = _resolve_dtype(dtype, config, on)
-        quantised = quantization.resolve(quantize, config, precision)
+        quantized = quantization.resolve(quantize, config, precision)
         found = checkpoint.complete(place, progress)
-        _check_fits(found, on, quantised.share)
+        _check_fits(found, on, quantized.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(found)
         progress("Loading the weights")
         try:
-            model = _model(model_class, found, precision, on, quantised)
+            model = _model(model_class, found, precision, on, quantized)
             progress("Testing the model")
             return wrap(model, tokenizer, found.name, found.revision, accelerate)
         except torch.OutOfMemoryError as error:
@@ -218,13 +218,13 @@ def _tokenizer(found: checkpoint.Checkpoint) -> Any:
 
 
 def _model(
-    model_class: Any, found: checkpoint.Checkpoint, dtype: torch.dtype, device: torch.device, quantised: Quantisation
+    model_class: Any, found: checkpoint.Checkpoint, dtype: torch.dtype, device: torch.device, quantized: Quantization
 ) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
-    else. Quantised weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
+    else. Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
     """
     attention_hook.register()
-    in_place = bool(quantised.method) and importlib.util.find_spec("accelerate") is not None
+    in_place = bool(quantized.method) and importlib.util.find_spec("accelerate") is not None
     place = {"device_map": {"": device}} if in_place else {}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a bar over a GGUF file's tensors that knows no switch
@@ -235,13 +235,13 @@ def _model(
                 local_files_only=True,
                 output_loading_info=True,
                 **place,
-                **quantised.options,
+                **quantized.options,
                 **_gguf(found),
             )
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
-        raise quantization.missing(found.name, quantised, error) from error
+        raise quantization.missing(found.name, quantized, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise _unreadable(found.name, "its weights", error) from error
     _check_complete(found, info)
@@ -350,9 +350,9 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    quantiser = getLogger("bitsandbytes")  # says on a CPU which kernels it could load from the hub
-    quantiser_level = quantiser.level
-    quantiser.setLevel(CRITICAL)
+    quantizer = getLogger("bitsandbytes")  # says on a CPU which kernels it could load from the hub
+    quantizer_level = quantizer.level
+    quantizer.setLevel(CRITICAL)
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -362,6 +362,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        quantiser.setLevel(quantiser_level)
+        quantizer.setLevel(quantizer_level)
         if bars:
             logging.enable_progress_bar()

@@ -1,6 +1,6 @@
 """What a prefill forward takes of a GPU's memory beside weights and K/V: measured on the model itself, once.
 
-It depends on the widths of the layers, on how the model's code keeps intermediate results, on experts and quantised
+It depends on the widths of the layers, on how the model's code keeps intermediate results, on experts and quantized
 weights; a forward of a few hundred tokens tells all of it, because everything a layer computes grows with the tokens.
 """
 

@@ -138,7 +138,7 @@ def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...]
         targets = {position - BASE: seen.keys[layer] for position, seen in near.items()}
         rotation = _identify(base.keys[layer], targets, candidates, TOLERANCE[model.dtype])
         if rotation is None and _differs(base.keys[layer], targets[NEAR[1] - BASE]):
-            return (), f"the rotation of layer {layer}'s keys was not recognised"
+            return (), f"the rotation of layer {layer}'s keys was not recognized"
         rotations.append(rotation)
     return tuple(rotations), _changes_with_length(model, base, rotations)
 

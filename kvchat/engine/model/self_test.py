@@ -69,7 +69,7 @@ def selftest(model: Any, make_manager: Callable[[], attention_hook.KeyValueManag
 
 
 def tolerance(model: Any) -> float:
-    """The relative error that rounding alone may make; quantised weights are multiplied in half precision."""
+    """The relative error that rounding alone may make; quantized weights are multiplied in half precision."""
     return TOLERANCE[torch.bfloat16 if is_packed(model) else model.dtype]
 
 

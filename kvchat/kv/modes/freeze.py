@@ -6,7 +6,7 @@ window of the K most recent is scored. One that scores below tau is flagged for 
 return in a step come with one copy a layer. ``freeze_timers`` keeps the counts.
 
 Departures and decisions:
-    * Score ``prob_rel``: the softmax probability, renormalised without the sinks, times the number of active tokens but
+    * Score ``prob_rel``: the softmax probability, renormalized without the sinks, times the number of active tokens but
       sinks, mean over heads and over the layers that can see the token; 1 is an equal share. ``prob_max`` is that of
       the keenest head of any layer: a token that one head needs stays, where the mean would outvote that head. Of what
       the token scored before, ``smooth`` counts too. Eq. 2's raw |q.k| is of order 10 to 100, so that tau = 0.5 would

@@ -16,7 +16,7 @@ from kvchat.units import bars, figure, percent, size
 SPARK_POINTS = 8
 
 
-# Dot, style and word of each phase: the dot's shape alone tells it without colour.
+# Dot, style and word of each phase: the dot's shape alone tells it without color.
 DOTS = {
     Phase.LOADING: ("◌", "$warning", "loading"),
     Phase.READY: ("●", "$success", "ready"),

@@ -229,6 +229,6 @@ class DetailColumn(VerticalScroll, can_focus=False):
 
 
 def legend(letters: Iterable[str] = RIBBON) -> Content:
-    """Glyph, colour and word of each state of the ribbon."""
+    """Glyph, color and word of each state of the ribbon."""
     lines = [Content.assemble((GLYPHS[x] * 2, f"$ribbon-{CLASSES[x]}"), f"  {RIBBON[x]}") for x in letters]
     return Content("\n").join([*lines, Content.assemble(("┃ ", "$ribbon-tick"), "  the mode changed")])

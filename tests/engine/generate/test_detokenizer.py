@@ -24,8 +24,8 @@ def slow() -> SimpleNamespace:
 
 
 def segments(tokenizer: object, ids: list[int]) -> list[str]:
-    detokeniser = Detokenizer(tokenizer)
-    return [*map(detokeniser.step, ids), detokeniser.flush()]
+    detokenizer = Detokenizer(tokenizer)
+    return [*map(detokenizer.step, ids), detokenizer.flush()]
 
 
 # No deadline and no chance: a busy machine must not fail a test.

@@ -101,7 +101,7 @@ def test_greedy_takes_the_largest_also_after_the_penalty():
     scores[7], scores[9] = 2.0, 1.9
     assert read(Sampler(Sampling(temperature=0), VOCAB, "cpu")(scores)) == 7
     sampler = Sampler(Sampling(temperature=0, repetition_penalty=1.5), VOCAB, "cpu")
-    assert [read(sampler(scores)) for _ in range(3)] == [7, 9, 7]  # a drawn token is penalised from then on
+    assert [read(sampler(scores)) for _ in range(3)] == [7, 9, 7]  # a drawn token is penalized from then on
 
 
 def test_a_token_is_a_scalar_on_the_device():

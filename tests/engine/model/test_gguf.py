@@ -46,7 +46,7 @@ def gguf_name(name):
 
 
 def interleaved(weight, heads):
-    """llama.cpp turns neighbours where transformers turns halves, so its files have the rows in another order."""
+    """llama.cpp turns neighbors where transformers turns halves, so its files have the rows in another order."""
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -135,7 +135,7 @@ def test_no_gguf_file_at_all(tmp_path):
 
 @needs_gguf
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_a_gguf_file_is_not_quantised_again(file):
+def test_a_gguf_file_is_not_quantized_again(file):
     with pytest.raises(ModelError):
         load_model(str(file), "cpu", "auto", silent, quantize="4bit")
 

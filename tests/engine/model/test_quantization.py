@@ -1,4 +1,4 @@
-"""Weights in 4 bits, and checkpoints that come quantised; the real ones where bitsandbytes is installed."""
+"""Weights in 4 bits, and checkpoints that come quantized; the real ones where bitsandbytes is installed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def nothing_installed(monkeypatch):
 
 
 def test_a_choice_that_is_not():
-    with pytest.raises(UsageError, match=r'no quantisation "4bits".*Did you mean "4bit"'):
+    with pytest.raises(UsageError, match=r'no quantization "4bits".*Did you mean "4bit"'):
         load_model("bundled", "cpu", "auto", silent, quantize="4bits")
 
 
@@ -66,9 +66,9 @@ def test_without_bitsandbytes_the_command_is_named(nothing_installed):
         load_model("bundled", "cpu", "auto", silent, quantize="4bit")
 
 
-def test_a_quantised_model_is_not_quantised_again(folder):
+def test_a_quantized_model_is_not_quantized_again(folder):
     declare(folder, QUANTISED["gptq"])
-    with pytest.raises(ModelError, match="quantised already, by gptq"):
+    with pytest.raises(ModelError, match="quantized already, by gptq"):
         load_model(str(folder), "cpu", "auto", silent, quantize="4bit")
 
 
@@ -95,7 +95,7 @@ def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, 
     config = SimpleNamespace(dtype=stored)
     config.get_text_config = lambda runner: config
     assert quantization.resolve("4bit", config, torch.bfloat16).share == share
-    assert quantization.resolve("none", config, torch.bfloat16) == quantization.Quantisation()
+    assert quantization.resolve("none", config, torch.bfloat16) == quantization.Quantization()
 
 
 def test_weights_too_large_even_in_4_bits(monkeypatch):
@@ -109,7 +109,7 @@ def test_weights_too_large_even_in_4_bits(monkeypatch):
         load_model("bundled", "cuda", "auto", silent, quantize="4bit")
 
 
-def test_ordinary_weights_are_not_called_quantised():
+def test_ordinary_weights_are_not_called_quantized():
     assert quantization.describe(tiny_models.model("llama")) == ""
 
 
@@ -148,7 +148,7 @@ def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
 
 
 @needs_bitsandbytes
-def test_quantised_projections_are_not_merged(four_bits):
+def test_quantized_projections_are_not_merged(four_bits):
     assert four_bits.fast == "norms, rope"
 
 

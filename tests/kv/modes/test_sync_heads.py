@@ -43,11 +43,11 @@ def test_as_many_clusters_as_heads_leave_no_follower():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_kmeans_finds_separate_clouds_and_numbers_them_by_their_first_member(seed):
-    centres = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 9.0]], dtype=torch.float64)
+    centers = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 9.0]], dtype=torch.float64)
     noise = torch.randn(30, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    labels, found = kmeans(centres.repeat(10, 1) + 0.3 * noise, 3, seed)
+    labels, found = kmeans(centers.repeat(10, 1) + 0.3 * noise, 3, seed)
     assert labels.tolist() == [0, 1, 2] * 10
-    torch.testing.assert_close(found, centres, atol=0.5, rtol=0)
+    torch.testing.assert_close(found, centers, atol=0.5, rtol=0)
 
 
 def test_kmeans_gives_the_same_answer_twice():

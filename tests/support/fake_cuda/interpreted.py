@@ -44,19 +44,19 @@ def _large_products_are_not_interpreted() -> None:
     """It would take minutes for a model that is not tiny."""
     project, gated, rotate = kernels.project, kernels.gated, kernels.rotate
 
-    def normalised(x, norm, eps):
+    def normalized(x, norm, eps):
         return x if norm is None else functional.rms_norm(x.float(), x.shape[-1:], norm.float(), eps)
 
     def some_project(x, weight, bias=None, norm=None, eps=0.0, residual=None):
         if weight.numel() < LARGE:
             return project(x, weight, bias, norm, eps, residual)
-        out = functional.linear(normalised(x, norm, eps).float(), weight.float())
+        out = functional.linear(normalized(x, norm, eps).float(), weight.float())
         return sum((t.float() for t in (bias, residual) if t is not None), out).to(x.dtype)
 
     def some_gated(x, gate, up, norm=None, eps=0.0):
         if gate.numel() < LARGE:
             return gated(x, gate, up, norm, eps)
-        x32 = normalised(x, norm, eps).float()
+        x32 = normalized(x, norm, eps).float()
         return (functional.silu(x32 @ gate.float().t()) * (x32 @ up.float().t())).to(x.dtype)
 
     def some_rotate(query, key, cos, sin):

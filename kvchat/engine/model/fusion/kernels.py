@@ -166,7 +166,7 @@ def project(
     eps: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """One token's ``weight @ x + bias + residual``, with ``x`` normalised first (RMS, scaled by ``norm``) if given.
+    """One token's ``weight @ x + bias + residual``, with ``x`` normalized first (RMS, scaled by ``norm``) if given.
 
     ``x`` is ``[..., K]`` with one token, ``weight [N, K]``, ``bias [N]``, ``norm [K]`` and ``residual [..., N]``, all
     contiguous; the result is ``[..., N]`` in x's dtype.
@@ -187,7 +187,7 @@ def project(
 
 
 def gated(x: Tensor, gate: Tensor, up: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """One token's ``silu(gate @ x) * (up @ x)``, with ``x`` normalised first if ``norm [K]`` is given.
+    """One token's ``silu(gate @ x) * (up @ x)``, with ``x`` normalized first if ``norm [K]`` is given.
 
     ``x`` is ``[..., K]`` with one token, ``gate`` and ``up`` ``[N, K]``, all contiguous; the result is ``[..., N]``.
     """

@@ -1,6 +1,6 @@
 """The fast path: pieces of a loaded model swapped in place for ones of fewer kernels. No model is written anew.
 
-Modules are recognised by what they compute on a few numbers, never by a model's name, and stay where they are: only the
+Modules are recognized by what they compute on a few numbers, never by a model's name, and stay where they are: only the
 ``forward`` of single instances is replaced, so parameters, hooks and other models of the process know nothing of it.
 
   norms               RMSNorm as one kernel
@@ -48,7 +48,7 @@ class FusionReport:
 
 
 def accelerate(model: Any, kernels: ModuleType | None) -> FusionReport:
-    """Swap in ``model`` (loaded, on its device, attending by the seam) whatever is recognised and proves right.
+    """Swap in ``model`` (loaded, on its device, attending by the seam) whatever is recognized and proves right.
 
     With ``kernels`` (``kernels_for``) where they work, else without; a model that is right with neither is put back.
     """
@@ -85,7 +85,7 @@ def kernels_for(device: torch.device) -> ModuleType | None:
 
 
 def swap(model: Any, operations: Operations, swaps: Swaps) -> None:
-    """Replace what is recognised in ``model``, piece by piece, and note it in ``swaps``."""
+    """Replace what is recognized in ``model``, piece by piece, and note it in ``swaps``."""
     norms = {module: Norm.of(module) for module in model.modules() if _is_rms_norm(module)}
     merged = {
         module: MergedLinear(_projections(module), operations) for module in model.modules() if _is_attention(module)
@@ -161,7 +161,7 @@ class Operations:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """``x [..., K]``, normalised if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
+        """``x [..., K]``, normalized if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
         if self._kernels and _one_token(x):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = self._kernels.project(x, weight, bias, scale, eps, residual)
@@ -170,7 +170,7 @@ class Operations:
         return projected if residual is None else projected.add_(residual)
 
     def gated(self, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-        """``silu(gate) * up`` of ``x [..., K]`` normalised; ``weight [2 N, K]`` is gate's above up's."""
+        """``silu(gate) * up`` of ``x [..., K]`` normalized; ``weight [2 N, K]`` is gate's above up's."""
         if self._kernels and _one_token(x):
             gate_weight, up_weight = weight.chunk(2)
             result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
@@ -374,7 +374,7 @@ def _mergeable(linears: list[Any]) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """A Linear of unquantised weights that nobody has changed."""
+    """A Linear of unquantized weights that nobody has changed."""
     return type(module) is nn.Linear and module.weight.is_floating_point() and "forward" not in module.__dict__
 
 

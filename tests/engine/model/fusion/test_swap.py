@@ -1,4 +1,4 @@
-"""The fast path: what is recognised, that it computes the same, and what is put back where it does not."""
+"""The fast path: what is recognized, that it computes the same, and what is put back where it does not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def storages(model):
 
 
 @pytest.mark.parametrize(("name", "swapped"), SWAPPED.items())
-def test_recognised_by_structure_and_the_same_afterwards(name, swapped):
+def test_recognized_by_structure_and_the_same_afterwards(name, swapped):
     model = tiny_models.fresh(name)
     plain = swap._observe(model)
     done = accelerate(model, None)
@@ -242,12 +242,12 @@ def test_layers_that_sum_otherwise_are_not_fused():
 
 
 def test_projections_of_other_kinds_are_left_alone():
-    class Quantised(nn.Linear):
+    class Quantized(nn.Linear):
         pass
 
     model = tiny_models.fresh("llama")
     for layer in model.model.layers:
-        layer.self_attn.k_proj.__class__ = Quantised
+        layer.self_attn.k_proj.__class__ = Quantized
     assert accelerate(model, None).swapped == "norms, rope"
 
 
