@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvchat.engine.session import Session, load
+    from kvchat.engine.session import Session, load, open_session
 
 __version__ = "0.1.0"
-__all__ = ["Session", "__version__", "load"]
+__all__ = ["Session", "__version__", "load", "open_session"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Session", "load"):
+    if name in ("Session", "load", "open_session"):
         from kvchat.engine import session
 
         return getattr(session, name)

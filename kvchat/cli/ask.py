@@ -70,15 +70,7 @@ def ask(question: Question) -> int:
         KvchatError: the model cannot be loaded or the answer cannot be given.
     """
     _quiet()
-    load = question.load
-    session = kvchat.load(
-        load.model,
-        device=load.device,
-        dtype=load.dtype,
-        mode=load.mode,
-        mode_params=load.mode_params,
-        **load.params,
-    )
+    session = kvchat.open_session(question.load)
     for text in session.info.notes:
         note(text)
     switcher = _Switcher(session, question.switches)
@@ -91,7 +83,7 @@ def ask(question: Question) -> int:
 
         finished = _answer(session, question, between)
     if question.as_json:
-        _write(json.dumps(_result(session, load.mode, finished)) + "\n")
+        _write(json.dumps(_result(session, question.load.mode, finished)) + "\n")
     elif not finished.text.endswith("\n"):
         _write("\n")
     for switch in switcher.pending:

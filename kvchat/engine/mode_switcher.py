@@ -27,24 +27,22 @@ SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.mod
 class ModeSwitcher:
     """Builds modes from parameters and has a store enter them.
 
-    What was said of ``SHARED`` parameters holds for every mode, of others for the mode it was said of; both over
-    ``mode_params``, the settings of each mode. ``ids`` gives the stored tokens, for a mode that has to measure the
-    model on them first.
+    Values given at run time (``given``, by mode) override the settings ``mode_params``. ``SHARED`` parameters apply to
+    all modes, the others to the mode they were given for. ``ids`` returns the stored tokens, for a mode that has to
+    measure the model on them first.
     """
 
     def __init__(
         self,
         model: LoadedModel,
         mode: str,
-        said: Params,
+        given: Mapping[str, Params],
         mode_params: Mapping[str, Params],
         ids: Callable[[], Sequence[int]],
     ) -> None:
         self._model = model
-        self._shared: Params = {}
-        self._own: dict[str, Params] = {}
+        self._given = {name: dict(params) for name, params in given.items()}
         self._mode_params = mode_params
-        self._remember(mode, said)
         self._ids = ids
         self._preamble = 0
         self._widened: tuple[Mode, ModeParameters, int] | None = None
@@ -56,13 +54,26 @@ class ModeSwitcher:
         self._store = store
 
     def merged(self, mode: str, changes: Params) -> ModeParameters:
-        """The parameters of ``mode``: its settings, what was said so far, and ``changes``.
+        """The parameters of ``mode``: its settings, values given so far, and ``changes``.
 
         Raises:
             UsageError: an unknown mode or parameter, or a value out of range.
         """
-        kept = {**self._mode_params.get(mode, {}), **self._shared, **self._own.get(mode, {})}
-        return modes.merge(kept, mode, changes)
+        return self.parameters_of(mode, self._given, self._mode_params, changes)
+
+    @staticmethod
+    def parameters_of(
+        mode: str, given: Mapping[str, Params], mode_params: Mapping[str, Params], changes: Params | None = None
+    ) -> ModeParameters:
+        """The parameters of ``mode``: its settings, then values ``given`` (later ones win), then ``changes``.
+
+        Raises:
+            UsageError: an unknown mode or parameter, or a value out of range.
+        """
+        shared = {name: value for params in given.values() for name, value in params.items() if name in SHARED}
+        kept = {**mode_params.get(mode, {}), **shared}
+        own = {name: value for name, value in given.get(mode, {}).items() if name not in SHARED}
+        return modes.merge(kept, mode, {**own, **(changes or {})})
 
     def build(self, chosen: ModeParameters) -> Mode:
         """A mode, not yet entered.
@@ -150,9 +161,9 @@ class ModeSwitcher:
             if self._store.mode is mode:
                 self.enter(narrow)
 
-    def _remember(self, mode: str, said: Params) -> None:
-        for name, value in said.items():
-            (self._shared if name in SHARED else self._own.setdefault(mode, {}))[name] = value
+    def _remember(self, mode: str, given: Params) -> None:
+        # Behind all others, so that of values given for several modes the last one counts.
+        self._given[mode] = {**self._given.pop(mode, {}), **given}
 
     def _price(self, mode: str) -> Price:
         try:

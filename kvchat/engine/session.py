@@ -31,6 +31,7 @@ from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (
     Event,
     Finished,
+    Load,
     Loaded,
     Params,
     Prefilled,
@@ -80,10 +81,23 @@ def load(
         UsageError: an unknown mode or parameter, device or dtype.
         DoesNotFitError: there is not enough memory.
     """
-    settings = mode_params or {}
-    modes.merge(settings.get(mode, {}), mode, params)
-    loaded = load_model(model, device, dtype, progress, quantize=quantize, accelerate=fast)
-    return Session(loaded, mode, params, settings, system)
+    asked = Load(model, device, dtype, mode, {mode: params}, dict(mode_params or {}), quantize, fast)
+    return open_session(asked, progress, system)
+
+
+def open_session(
+    asked: Load, progress: Callable[[str], None] = lambda stage: None, system: str | None = None
+) -> Session:
+    """Load what ``asked`` names and open a session with it; ``progress`` is told each stage.
+
+    Raises:
+        KvchatError: as ``load``.
+    """
+    for name, params in asked.given.items():
+        modes.parse(name, params)
+    ModeSwitcher.parameters_of(asked.mode, asked.given, asked.mode_params)
+    model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, accelerate=asked.fast)
+    return Session(model, asked.mode, given=asked.given, mode_params=asked.mode_params, system=system)
 
 
 PRICES_S = 1.0  # switches are priced at most this often
@@ -102,9 +116,11 @@ class Session:
         params: Params | None = None,
         mode_params: Mapping[str, Params] | None = None,
         system: str | None = None,
+        given: Mapping[str, Params] | None = None,
     ) -> None:
         self._model = model
-        self._switcher = ModeSwitcher(model, mode, params or {}, mode_params or {}, lambda: self._stored.ids)
+        given = given or {mode: params or {}}
+        self._switcher = ModeSwitcher(model, mode, given, mode_params or {}, lambda: self._stored.ids)
         self._stored = Stored()
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._store = self._runner.store

@@ -28,6 +28,7 @@ SNAPSHOT_S = 1 / 10
 IDLE_SNAPSHOT_S = 1.0
 GRACE_S = 2.0
 IN_ANSWER = Stop | Switch | Peek
+Progress = Callable[[str], None]
 
 
 class Session(Protocol):
@@ -108,14 +109,17 @@ class Outbox:
 
 
 class Server:
-    """Executes commands against one session at a time. ``load`` makes it and may raise ``KvchatError``."""
+    """Executes commands against one session at a time. ``open_session`` makes it and may raise ``KvchatError``."""
 
     def __init__(
-        self, events: BinaryIO, load: Callable[..., Session], clock: Callable[[], float] = time.monotonic
+        self,
+        events: BinaryIO,
+        open_session: Callable[[Load, Progress], Session],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = Inbox()
         self._outbox = Outbox(events, clock)
-        self._load_session = load
+        self._open_session = open_session
         self._clock = clock
         self._session: Session | None = None
         self._answering = False
@@ -178,17 +182,7 @@ class Server:
             self._session.close()
             self._session = None
         self._outbox.send(Loading("importing torch"))  # 4 seconds before the loader can say anything
-        self._session = self._load_session(
-            command.model,
-            device=command.device,
-            dtype=command.dtype,
-            mode=command.mode,
-            mode_params=command.mode_params,
-            quantize=command.quantize,
-            fast=command.fast,
-            progress=lambda stage: self._outbox.send(Loading(stage)),
-            **command.params,
-        )
+        self._session = self._open_session(command, lambda stage: self._outbox.send(Loading(stage)))
         self._outbox.send(self._session.info)
         self._snapshot()
 
@@ -258,7 +252,7 @@ def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = _take_streams()
-    server = Server(events, lambda *args, **kwargs: kvchat.load(*args, **kwargs))
+    server = Server(events, lambda load, progress: kvchat.open_session(load, progress))
     finished = threading.Event()
 
     def read() -> None:

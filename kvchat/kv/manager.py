@@ -122,8 +122,8 @@ class Store:
     def settle(self, num_reachable: int | None = None) -> None:
         """After a prefill (or an aborted step): the mode fills its slots for the next token.
 
-        ``num_reachable`` tokens could be read before, with those just prefilled; all, where not given. After a step that was
-        cut short everything in the slots comes anew from the host pool.
+        ``num_reachable`` tokens could be read before, with those just prefilled; all, where not given. After a step
+        that was cut short everything in the slots comes anew from the host pool.
         """
         if self._torn:
             for slots in self.slots:

@@ -1,7 +1,7 @@
 """Recall: when K/V is copied from the host pool into slots, what it costs, and the stream beside the model's.
 
-A recall moves what is missing and nothing else. ``SideStream`` is what makes it hidden: on a GPU what runs in it overlaps
-with the layers that follow, and the step waits for it before it ends.
+A recall moves what is missing and nothing else. ``SideStream`` makes it hidden: on a GPU what runs in it overlaps with
+the layers that follow, and the step waits for it before it ends.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class SideStream:
 class Transfer:
     """Moves rows between a host pool and slots, and counts.
 
-    ``counters [2, 3]`` (int64, on the device) has K/V pairs (a token in one layer and KV head) moved and wanted, and heads
-    corrected; the second row is what was counted aside, for two streams may not add to the same number.
+    ``counters [2, 3]`` (int64, on the device) has K/V pairs (a token in one layer and KV head) moved and wanted, and
+    heads corrected; the second row is what was counted aside, for two streams may not add to the same number.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class Transfer:
         self.filled_seconds += time.perf_counter() - began
 
     def load_into_free(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
-        """Bring tokens ``positions [m]`` into slots ``targets [m]`` of a unordered layout where ``taken [m]`` (bool)."""
+        """Bring tokens ``positions [m]`` into slots ``targets [m]`` of an unordered layout where ``taken``."""
         began = time.perf_counter()
         layers = slots.layout.last - slots.layout.first
         self.counters[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)

@@ -49,15 +49,15 @@ class Sampling:
 class Load:
     """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
-    ``mode_params`` are the settings of each mode, taken when it is entered. What is said later (``params``, ``Switch``)
-    wins: budget, sink and window in every mode, other parameters in the mode they are said of.
+    ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
+    for; they override the settings: budget, sink and window in every mode, the others in that mode only.
     """
 
     model: str = "bundled"
     device: str = "auto"
     dtype: str = "auto"
     mode: str = "full"
-    params: Params = field(default_factory=dict)
+    given: dict[str, Params] = field(default_factory=dict)
     mode_params: dict[str, Params] = field(default_factory=dict)
     quantize: str = "none"
     fast: bool = True

@@ -33,8 +33,8 @@ class Phase(Enum):
 class ChatState:
     """``mode`` and ``params`` are what the engine is in; ``wanted`` is the mode last asked for.
 
-    ``said`` are the parameters somebody chose, ``pending`` those the engine has not answered yet, ``later`` those that
-    wait for a mode that has them.
+    ``given`` are the values given at run time, by the mode they were given for, ``pending`` those the engine has not
+    answered yet, ``later`` those that wait for a mode that has them.
     """
 
     conversation: Conversation
@@ -42,7 +42,7 @@ class ChatState:
     mode: str
     params: Params = field(default_factory=dict)
     wanted: str = ""
-    said: Params = field(default_factory=dict)
+    given: dict[str, Params] = field(default_factory=dict)
     pending: Params = field(default_factory=dict)
     later: Params = field(default_factory=dict)
     first_mode: str = ""
@@ -51,9 +51,11 @@ class ChatState:
     snapshot: Snapshot | None = None
     stats: list[Stats] = field(default_factory=list)
 
-    def accept(self, params: Params) -> None:
-        """The engine has switched, to these parameters: of what was asked for it took what is among them."""
-        self.said |= {name: value for name, value in self.pending.items() if params.get(name) == value}
+    def accept(self, mode: str, params: Params) -> None:
+        """The engine is in ``mode`` with these parameters: of what was asked for it took what is among them."""
+        taken = {name: value for name, value in self.pending.items() if params.get(name) == value}
+        # Behind all others: of values given for several modes the last one counts.
+        self.given[mode] = {**self.given.pop(mode, {}), **taken}
         self.pending.clear()
 
     def take_later(self, mode: str) -> Params:

@@ -20,7 +20,7 @@ from kvchat import paths
 from kvchat.cli import main
 from kvchat.config.modes import PARAMETERS
 from kvchat.errors import DoesNotFitError, EngineError
-from kvchat.protocol.messages import Sampling, Turn
+from kvchat.protocol.messages import Load, Sampling, Turn
 from kvchat.tui import app
 from kvchat.tui.config import AppConfig
 
@@ -46,7 +46,7 @@ Run = Callable[..., Outcome]
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setitem(vars(kvchat), "load", session.load)
+    monkeypatch.setitem(vars(kvchat), "open_session", session.open)
     return session
 
 
@@ -73,9 +73,16 @@ def prompt(session: FakeSession) -> str:
 def test_ask_prints_the_text_and_nothing_else(run: Run, session: FakeSession) -> None:
     assert run("ask", "hello") == (0, ANSWER + "\n", "")
     assert session.asked == [((Turn("user", "hello"),), Sampling())]
-    loaded = {"model": "bundled", "device": "auto", "dtype": "auto", "mode": "full", "mode_params": {}}
-    assert session.loaded == loaded
+    assert session.loaded == Load()
     assert session.closed
+
+
+def test_ask_hands_on_every_setting_of_the_model(run: Run, session: FakeSession) -> None:
+    settings = paths.config_file()
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[model]\nfast = false\n")
+    assert run("ask", "hello", "--quantize", "4bit").code == 0
+    assert session.loaded == Load(quantize="4bit", fast=False)
 
 
 def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:
@@ -100,8 +107,9 @@ def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
         " --repetition-penalty 1.1 --seed 0 --stop a --stop b"
     )
     assert run(*flags).err == ""
-    mode_params = session.loaded.pop("mode_params")
-    assert session.loaded == {"model": "there", "device": "cpu", "dtype": "bfloat16", "mode": "speculative"}
+    assert session.loaded
+    mode_params = session.loaded.mode_params
+    assert session.loaded == Load("there", "cpu", "bfloat16", "speculative", mode_params=mode_params)
     assert mode_params["speculative"] == {"budget": 512, "tau": 0.5}
     assert mode_params["streaming"] == {"budget": 512}
     turns, sampling = session.asked[0]
@@ -162,7 +170,7 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session:
         "kvchat: The prompt is empty. Write it after `kvchat ask` or pipe it in.\n",
     )
     assert run("ask", "  ", stdin=stdin).code == 2
-    assert session.loaded == {}
+    assert session.loaded is None
 
 
 def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSession, tmp_path: Path) -> None:
@@ -172,7 +180,7 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSes
     assert run("ask", "x", "-f", str(file)).err.startswith(f"kvchat: Byte 2 of {file} is not UTF-8. It is 0xfc.")
     assert run("ask", os.fsdecode(b"abc\xff")).err.startswith("kvchat: Byte 3 of the prompt is not UTF-8.")
     assert run("ask", "x", "-f", str(tmp_path / "no")).err.endswith("no cannot be read: No such file or directory.\n")
-    assert session.loaded == {}
+    assert session.loaded is None
 
 
 @pytest.mark.parametrize(
@@ -196,7 +204,7 @@ def test_wrong_flags_are_refused_before_anything_is_loaded(
     run: Run, session: FakeSession, args: list[str], message: str
 ) -> None:
     outcome = run("ask", "hello", *args)
-    assert (outcome.code, outcome.out, session.loaded) == (2, "", {})
+    assert (outcome.code, outcome.out, session.loaded) == (2, "", None)
     assert outcome.err.startswith(f"kvchat: {message}")
 
 
@@ -302,7 +310,7 @@ def test_a_second_interrupt_does_not_wait(run: Run, session: FakeSession) -> Non
 ASK_A_FAKE = """
 import sys, kvchat
 from support.fake_session import FakeSession
-kvchat.load = FakeSession(["line\\n"] * 100_000).load
+kvchat.open_session = FakeSession(["line\\n"] * 100_000).open
 sys.argv[1:] = ["ask", "hello"]
 from kvchat.cli.main import main
 main()
@@ -347,7 +355,7 @@ def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     assert run("--mode", "speculative", "--budget", "256", "--theme", "x", "--system", "Short.").code == 7
     config = started[0]
-    assert (config.load.mode, config.load.params) == ("speculative", {})
+    assert (config.load.mode, config.load.given) == ("speculative", {})
     assert config.load.mode_params["speculative"] == config.load.mode_params["streaming"] == {"budget": 256}
     assert (config.theme, config.system) == ("x", "Short.")
     assert (config.log_file, config.history_file) == (paths.log_file(), paths.history_file())

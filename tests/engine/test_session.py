@@ -297,3 +297,20 @@ def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, mo
     monkeypatch.setattr(session._store, "settle", refuse)
     with pytest.raises(DoesNotFitError, match="No room"):
         list(events)
+
+
+def test_values_given_for_one_mode_reach_no_other(model) -> None:
+    given = {"speculative": {"tau": 0.9, "budget": 128}, "freeze": {}}
+    session = Session(model, "freeze", given=given)
+    assert session.info.params["tau"] == 0.5
+    assert session.switch("speculative").params["tau"] == 0.9
+    assert session.switch("streaming").params["budget"] == 128
+    session.close()
+
+
+def test_of_shared_values_the_last_given_counts(model) -> None:
+    session = Session(model, "speculative", given={"speculative": {"budget": 128}, "streaming": {"budget": 256}})
+    assert session.info.params["budget"] == 256
+    assert session.switch("speculative", budget=192).params["budget"] == 192
+    assert session.switch("streaming").params["budget"] == 192
+    session.close()

@@ -58,7 +58,7 @@ class Child:
         self._stdout, stdout = os.pipe()
         self.commands, self.events = os.fdopen(self._stdin, "wb"), os.fdopen(self._stdout, "rb", buffering=0)
         self._ends = os.fdopen(stdin, "rb"), os.fdopen(stdout, "wb")
-        self.server = worker.Server(self._ends[1], session.load, clock)
+        self.server = worker.Server(self._ends[1], session.open, clock)
         self._threads = [
             threading.Thread(target=self.server.read, args=(self._ends[0],)),
             threading.Thread(target=self._run),
@@ -107,7 +107,7 @@ def session(clock: Clock) -> FakeSession:
 @pytest.fixture
 def child(session: FakeSession, clock: Clock) -> Iterator[Child]:
     child = Child(session, clock)
-    child.send(Load("bundled", mode="speculative", params={"budget": 128}))
+    child.send(Load("bundled", mode="speculative", given={"speculative": {"budget": 128}}))
     assert [e.stage for e in child.until(Loaded)[:-1]] == ["importing torch", "reading the weights"]
     yield child
     child.close()
@@ -118,16 +118,7 @@ def tick(clock: Clock, seconds: float) -> None:
 
 
 def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: FakeSession) -> None:
-    assert session.loaded == {
-        "model": "bundled",
-        "device": "auto",
-        "dtype": "auto",
-        "mode": "speculative",
-        "mode_params": {},
-        "quantize": "none",
-        "fast": True,
-        "budget": 128,
-    }
+    assert session.loaded == Load("bundled", mode="speculative", given={"speculative": {"budget": 128}})
     assert isinstance(child.until(Snapshot)[-1], Snapshot)
 
 
@@ -152,7 +143,7 @@ def test_text_comes_in_batches_and_always_before_the_next_event(
 
 def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     output = io.BytesIO()
-    server = worker.Server(output, FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01)).load, clock)
+    server = worker.Server(output, FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01)).open, clock)
     server._do(Load())
     output.seek(0)
     output.truncate()
@@ -249,7 +240,7 @@ def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
         raise DoesNotFitError("Too big.")
 
     session = FakeSession()
-    session.load = refuse
+    session.open = refuse
     child = Child(session, clock)
     child.send(Load("huge"), CHAT)
     assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
@@ -291,7 +282,7 @@ def on_token(session, n):
     os.write(1, b"a C library prints")
     time.sleep({pause})
 
-kvchat.load = FakeSession({pieces}, on_token).load
+kvchat.open_session = FakeSession({pieces}, on_token).open
 worker.main()
 """
 

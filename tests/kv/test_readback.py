@@ -66,16 +66,16 @@ def unwatched_room(store: Store) -> Iterator[None]:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
     mode, params = ROWS[row]
-    run, skip_unchanged = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
+    run, picking = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
     run.store.ops.skip_unchanged = False
-    for one in (run, skip_unchanged):
+    for one in (run, picking):
         one.prefill(150)
         one.step()
     shapes, slots = {}, run.store.slots[0].n
     for i in range(40):
         ops, outputs = watched(run, [300 + i])
         phase = run.store.mode.phase()
-        skip_unchanged.fresh = 300 + i
+        picking.fresh = 300 + i
         for one, other in zip(outputs, skip_unchanged.step(), strict=True):
             assert torch.equal(one[:, 0], other)
         for layer in range(run.toy.geometry.layers):

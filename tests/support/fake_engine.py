@@ -91,7 +91,9 @@ class FakeEngine:
         self.commands.put(None)
 
     def load(self, command: Load) -> None:
-        self.mode, self.params = command.mode, dict(command.params)
+        self.mode, self.params = command.mode, {}
+        for params in command.given.values():
+            self.params |= params
         send(Loading("starting torch"))
         send(Loading("reading the weights"))
         if os.environ.get("FAKE_LOAD") == "crash":
@@ -217,7 +219,7 @@ def ribbon(total: int, mode: str) -> str:
     return "".join(states[: max(cells - 3, 1)] + ["W"] * min(3, max(cells - 1, 0)))[:cells]
 
 
-def segments(prompt: str) -> Iterator[str]:
+def pieces(prompt: str) -> Iterator[str]:
     """The answer's tokens."""
     if prompt in ("slow", "hold"):
         yield from (f"{WORDS[i % 10]} " for i in range(10_000))

@@ -11,6 +11,7 @@ from kvchat.errors import KvchatError
 from kvchat.protocol.messages import (
     Event,
     Finished,
+    Load,
     Loaded,
     Prefilled,
     Rebuilt,
@@ -43,18 +44,15 @@ class FakeSession:
         self.asked: list[tuple[tuple[Turn, ...], Sampling]] = []
         self.switches: list[dict[str, Any]] = []
         self.cancelled = threading.Event()
-        self.masked = False
-        self.loaded: dict[str, Any] = {}
+        self.closed = False
+        self.loaded: Load | None = None
         self.withdrawable = 0
         self.notes: tuple[str, ...] = ()
 
-    def load(
-        self, model: str = "bundled", progress: Callable[[str], None] = lambda stage: None, **given: Any
-    ) -> FakeSession:
-        """Stands in for ``kvchat.load``."""
+    def open(self, load: Load, progress: Callable[[str], None] = lambda stage: None) -> FakeSession:
+        """Stands in for ``kvchat.open_session``."""
         progress("reading the weights")
-        self.loaded = {"model": model, **given}
-        self.mode = given.get("mode", "full")
+        self.loaded, self.mode = load, load.mode
         return self
 
     @property
@@ -105,4 +103,4 @@ class FakeSession:
         return f"[{start}:{end}]"
 
     def close(self) -> None:
-        self.masked = True
+        self.closed = True

@@ -181,7 +181,7 @@ class StreamingReference(FullReference):
     def enter(self, num_reachable: int) -> None:
         self.evicted = 0
         sink, total = self.p["sink"], len(self.run.ids)
-        recent = max(0, cached - sink)
+        recent = max(0, num_reachable - sink)
         self.kept = sorted({*range(min(sink, total)), *range(max(0, total - recent), total)})
         self._prune()
 
@@ -191,7 +191,7 @@ class StreamingReference(FullReference):
         return mask
 
     def keys(self, layer: int) -> Tensor:
-        """The skip_unchanged cache: sinks directly before the first kept recent token; everyone else where they were."""
+        """The compact cache: sinks directly before the first kept recent token; everyone else where they were."""
         keys, sink = self.run.keys[layer].double().clone(), self.p["sink"]
         recents = [position for position in self.kept if position >= sink]
         first = recents[0] if recents else len(self.run.ids) - 1

@@ -11,7 +11,7 @@ from textual import events
 from textual.widgets import Markdown, Static
 
 from kvchat.config.modes import PARAMETERS
-from kvchat.protocol.messages import Turn
+from kvchat.protocol.messages import Load, Turn
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.state import Phase
@@ -368,17 +368,22 @@ async def test_a_budget_given_in_full_counts_from_the_next_mode_on(running):
         assert app.chat.state.later == {}
 
 
-async def test_a_restarted_engine_is_told_what_was_chosen_and_no_more(running):
+async def test_a_restarted_engine_is_given_the_values_of_each_mode(running, monkeypatch):
     async with running() as (app, pilot, until):
         await until(lambda: app.chat.state.phase is Phase.READY)
-        await typed(pilot, "/mode streaming budget=128")
-        await until(lambda: app.chat.state.mode == "streaming")
-        await typed(pilot, "/budget 64")
-        await until(lambda: app.chat.query(Problem))
-        assert app.chat.state.params["window"] == 64, "the engine chose a window"
+        await typed(pilot, "/mode speculative tau=0.9 budget=128")
+        await until(lambda: app.chat.state.given == {"speculative": {"tau": 0.9, "budget": 128}})
+        await typed(pilot, "/mode streaming sigma=8")
+        await until(lambda: app.chat.state.given.get("streaming") == {"sigma": 8})
+        sent = []
+        monkeypatch.setattr(app.client, "send", sent.append)
         await typed(pilot, "/restart")
-        await until(lambda: app.chat.state.params == {"budget": 128})
-        assert app.chat.state.mode == "streaming"
+        await until(lambda: any(isinstance(command, Load) for command in sent))
+        load = next(command for command in sent if isinstance(command, Load))
+        assert (load.mode, load.given) == (
+            "streaming",
+            {"speculative": {"tau": 0.9, "budget": 128}, "streaming": {"sigma": 8}},
+        )
 
 
 async def test_an_engine_that_keeps_crashing_is_restarted_by_the_next_question(running, monkeypatch):

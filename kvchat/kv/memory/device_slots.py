@@ -21,8 +21,8 @@ class Layout:
     """Slots of the layers ``first`` to ``last`` (exclusive): ``pages`` retrieved pages, ``sink`` and ``window`` tokens.
 
     ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
-    the same length for each layer; all, where there is none. In a ``unordered`` layout (shared, window only) a token may
-    lie in any slot: a new one takes a vacant one, and the mode sees to it that there is one.
+    the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
+    may lie in any slot: a new one takes a free one, which the mode provides.
     """
 
     first: int
@@ -56,8 +56,8 @@ class DeviceSlots:
     """The slots of the layers of one ``Layout``.
 
     H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
-    n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and ``attended``
-    the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots
+    n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and
+    ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots
     hold; whether their tokens may be read is the table's business; ``page_blocks [H, k]`` are their rows of ``blocks``.
     ``newest [1]`` (int64) is the slot of the token being decoded.
     ``active`` counts what was read: (token, KV head, layer) triples, summed over steps.

@@ -1,7 +1,9 @@
 """What a mode is: the policy that decides which stored tokens attention reads and when they are fetched.
 
 A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode builds its slots from
-it. The base class keeps the sinks and the window; a mode says what lies between. ``forward_begin``, ``attention_begin``, ``attention_end`` and ``forward_end`` may become part of a CUDA graph: tensors of fixed shape, state changed in place, nothing read back.
+it. The base class keeps the sinks and the window; a mode says what lies between. ``forward_begin``,
+``attention_begin``, ``attention_end`` and ``forward_end`` may become part of a CUDA graph: tensors of fixed shape, state
+changed in place, nothing read back.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Mode:
         self.store = store
 
     def fill(self, num_reachable: int) -> None:
-        """Bring to the device what the next token attends to; ``num_reachable`` tokens could be read before (all: ``total``).
+        """Bring to the device what the next token attends to; ``num_reachable`` tokens could be read before.
 
         Called after entering the mode, after a prefill, after growing and after truncating.
         """

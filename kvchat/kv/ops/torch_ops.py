@@ -1,8 +1,8 @@
 """The verbs of a decode step - append, attend, select, recall - in stock torch operations.
 
 The reference, and what runs on a CPU and wherever Triton does not. ``triton_ops`` has the same ops as Triton kernels,
-held against these; ``choose_ops`` is the one place that chooses. All shapes are fixed but for what moves on a CPU: there
-the rows that changed are picked out first, which is free; a GPU would have to be asked for their number.
+held against these; ``choose_ops`` is the one place that chooses. All shapes are static, except for copies on a CPU,
+which select the changed rows first. On a GPU that would force a synchronization.
 """
 
 from __future__ import annotations

@@ -348,13 +348,7 @@ class ChatScreen(Screen[None]):
         if problem and not self._log_told:
             self._log_told = True
             self.toast(f"{problem} Its messages are dropped.", title="Log", severity="warning", timeout=10)
-        self.send(replace(self.kvchat.config.load, mode=self.state.mode, params=self._params_to_load()))
-
-    def _params_to_load(self) -> Params:
-        """What was chosen for the mode at hand: at the start, and since then."""
-        known = modes.PARAMETERS[self.state.mode].model_fields
-        chosen = {**self.kvchat.config.load.params, **self.state.said}
-        return {name: value for name, value in chosen.items() if name in known}
+        self.send(replace(self.kvchat.config.load, mode=self.state.mode, given=self.state.given))
 
     def _accept(self) -> None:
         try:

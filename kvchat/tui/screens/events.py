@@ -221,7 +221,7 @@ class EngineEvents:
         self._close_notes()
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
         self.screen.set_mode(switched.mode, switched.params)
-        self.state.accept(switched.params)
+        self.state.accept(switched.mode, switched.params)
         if switched.before != switched.mode:
             self.screen.query_one(Ribbon).mark(switched.total, switched.mode)
             self.screen.query_one(Timeline).mark()

@@ -23,7 +23,7 @@ def slow() -> SimpleNamespace:
     return SimpleNamespace(is_fast=False, decode=fast().decode)
 
 
-def segments(tokenizer: object, ids: list[int]) -> list[str]:
+def pieces(tokenizer: object, ids: list[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
     return [*map(detokenizer.step, ids), detokenizer.flush()]
 

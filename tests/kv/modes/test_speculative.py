@@ -37,7 +37,7 @@ def test_between_some_heads_are_and_the_counter_says_which():
 def test_only_the_difference_moves(tau):
     run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)
     run.prefill(200)
-    slots, recall = run.store.slots[-1], run.store.transfer
+    slots, transfer = run.store.slots[-1], run.store.transfer
     for _ in range(50):
         before, moved = [set(row) for row in slots.pages[0].tolist()], int(transfer.totals[0])
         run.step()

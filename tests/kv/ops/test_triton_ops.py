@@ -22,7 +22,7 @@ CASES = [*FIRST.values(), "speculative-sync", "freeze-layers"]
 def with_kernels(run):
     ops = TritonOps(run.store.geometry, run.store.host, CPU)
     ops.ctas, ops.programs = 2, 4
-    run.store.ops = run.store.transfer.ops = verbs
+    run.store.ops = run.store.transfer.ops = ops
     return run
 
 

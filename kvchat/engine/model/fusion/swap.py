@@ -120,7 +120,7 @@ class Swaps:
         self.kinds[kind] = None
 
     def undo(self) -> None:
-        """Every module computes what its class says again. MergedLinear weights stay views: they have the same values."""
+        """Every module computes what its class says again. Merged weights stay views of the same values."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
         self._modules.clear()
