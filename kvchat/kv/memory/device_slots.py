@@ -57,9 +57,9 @@ class DeviceSlots:
 
     H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
     n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and
-    ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the page slots
-    hold; whether their tokens may be read is the table's business; ``page_blocks [H, k]`` are their rows of ``blocks``.
-    ``newest [1]`` (int64) is the slot of the token being decoded.
+    ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the
+    page slots hold (the table says which of their tokens may be read), ``page_blocks [H, k]`` their rows of ``blocks``.
+    ``current_slot [1]`` (int64) is the slot of the token being decoded.
     ``active`` counts what was read: (token, KV head, layer) triples, summed over steps.
     """
 

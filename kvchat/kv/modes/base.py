@@ -2,8 +2,8 @@
 
 A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode builds its slots from
 it. The base class keeps the sinks and the window; a mode says what lies between. ``forward_begin``,
-``attention_begin``, ``attention_end`` and ``forward_end`` may become part of a CUDA graph: tensors of fixed shape, state
-changed in place, nothing read back.
+``attention_begin``, ``attention_end`` and ``forward_end`` may become part of a CUDA graph: tensors of fixed shape,
+state changed in place, nothing read back.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ Departures and decisions:
       model looks at a number when it is about to repeat it, not when it is asked for it. The ceiling ``max_active``
       takes that risk: it keeps what the last token finds relevant.
 
-Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``RESIZE_INTERVAL`` steps (the only time it is
-read), with room for that many new tokens; returning tokens take what room is left, the rest waits.
+Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``RESIZE_INTERVAL`` steps (the only time it
+is read), with room for that many new tokens; returning tokens take what room is left, the rest waits.
 Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens.
 """
 

@@ -38,7 +38,7 @@ def without_room_above(one, most: int, monkeypatch, from_layer: int = 0) -> list
 def test_a_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_layer, monkeypatch):
     model, ids = loaded("llama"), ids_of(200)
     params = {"budget": 96, "sink": 8, "window": 32} if mode == "speculative" else {}
-    one, undisturbed = runner(model, mode, **params), runner(model, mode, **params)
+    one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
     one.least = 16
     tried = without_room_above(one, 60, monkeypatch, from_layer)
     torch.testing.assert_close(prefilled(one, ids), prefilled(undisturbed, ids), atol=2e-5, rtol=0)
@@ -50,7 +50,7 @@ def test_a_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_laye
 
 def test_the_smallest_chunk_is_the_last_one_tried_and_what_was_stored_is_kept(monkeypatch):
     model, ids = loaded("llama"), ids_of(200)
-    one, undisturbed = runner(model), runner(model)
+    one, undisturbed = runner_of(model), runner_of(model)
     for each in (one, undisturbed):
         prefilled(each, ids[:70])
     one.least = 20
@@ -65,7 +65,7 @@ def test_the_smallest_chunk_is_the_last_one_tried_and_what_was_stored_is_kept(mo
 
 def test_where_the_plan_chooses_it_is_asked_before_the_forward(monkeypatch):
     model, ids = loaded("llama"), ids_of(100)
-    one = runner(model)
+    one = runner_of(model)
     one.chunk = None
     monkeypatch.setattr(runner, "bytes_per_token", lambda model: 1000)
     monkeypatch.setattr(budget, "free_bytes", lambda device: 10 * 2**30)
@@ -103,7 +103,7 @@ def on_gpu():
 @pytest.mark.cuda
 @pytest.mark.parametrize("chunk", [512, 1024, None])
 def test_a_gpu_takes_at_most_what_the_plan_foretells(on_gpu, chunk):
-    one, ids = runner(on_gpu), ids_of(min(3000, on_gpu.context - 8))
+    one, ids = runner_of(on_gpu), ids_of(min(3000, on_gpu.context - 8))
     token_bytes = bytes_per_token(on_gpu)
     prefilled(one, ids[:600])  # what is allocated once
     one.chunk = size = chunk or len(ids)
@@ -133,7 +133,7 @@ def test_a_gpus_prefill_gives_the_models_own_logits(on_gpu, chunk):
             tokens = torch.tensor([ids], device="cuda")
             own[name] = on_gpu.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
     on_gpu.model.set_attn_implementation(attention_hook.NAME)
-    one = runner(on_gpu)
+    one = runner_of(on_gpu)
     one.chunk = chunk
     logits = prefilled(one, ids)
     noise = float((own["sdpa"] - own["eager"]).norm())

@@ -44,7 +44,7 @@ def bundled():
     return load_model("bundled", "cpu", "float32", lambda stage: None)
 
 
-def runner(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:
+def runner_of(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:
     return ModelRunner(model, build(parse(mode, params), geometry_of(model), traits_of(model)))
 
 
@@ -87,7 +87,7 @@ def token_ids(n: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
     model, ids = loaded(name), token_ids(60)
-    one = runner(model)
+    one = runner_of(model)
     one.chunk = 23
     assert greedy(one, ids, 40) == generate(model.model, [ids], 40, "eager")[0]
 
@@ -98,14 +98,14 @@ def test_full_mode_is_generate_on_the_bundled_model(bundled):
     assert {len(ids) for ids in prompts} == {20}
     expected = generate(bundled.model, prompts, 200, "sdpa")
     for ids, tokens in zip(prompts, expected, strict=True):
-        assert greedy(runner(bundled), ids, 200) == tokens
+        assert greedy(runner_of(bundled), ids, 200) == tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "cohere2"])
 @pytest.mark.parametrize("mode", ["streaming", "speculative"])
 def test_a_budget_above_the_conversation_gives_full_modes_logits(mode, name):
     model, ids = loaded(name), token_ids(90)
-    one, full = runner(model, mode, budget=500), runner(model)
+    one, full = runner_of(model, mode, budget=500), runner_of(model)
     torch.testing.assert_close(prefilled(one, ids), prefilled(full, ids))
     for token in token_ids(40, seed=1):
         torch.testing.assert_close(one.step(token), full.step(token), atol=2e-5, rtol=0)
@@ -114,7 +114,7 @@ def test_a_budget_above_the_conversation_gives_full_modes_logits(mode, name):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_turns_in_full_mode_are_one_prefill_of_the_transcript(name):
     model, ids = loaded(name), token_ids(150)
-    turns, once = runner(model), runner(model)
+    turns, once = runner_of(model), runner_of(model)
     prefilled(turns, ids[:50])
     for token in ids[50:80]:
         turns.step(token)
@@ -127,7 +127,7 @@ def test_turns_in_full_mode_are_one_prefill_of_the_transcript(name):
 def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbed_runs(mode):
     """E8, with layers that depend on each other."""
     model, ids = loaded("llama"), token_ids(200)
-    one, calm = runner(model, mode, **MODES[mode]), runner(model)
+    one, calm = runner_of(model, mode, **MODES[mode]), runner_of(model)
     for each in (one, calm):
         prefilled(each, ids)
     before = [layer.clone() for layer in one.store.host.layers]
@@ -151,7 +151,7 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(
     model, ids = loaded("llama"), token_ids(200)
     # Retrieval at once: speculation would go on from the failed step's query.
     params = MODES[mode] | ({"tau": 2.0} if mode == "speculative" else {})
-    one, undisturbed = runner(model, mode, **params), runner(model, mode, **params)
+    one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
     for each in (one, undisturbed):
         prefilled(each, ids)
         each.step(7)
@@ -174,7 +174,7 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(
 
 def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
     model, ids = loaded("llama"), token_ids(90)
-    one, undisturbed = runner(model, "streaming", budget=64), runner(model, "streaming", budget=64)
+    one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
     one.chunk = 30
     attention, calls = one.store.attention, []
 
@@ -196,7 +196,7 @@ def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
 def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
     """The session takes the logits and leaves: the tokens just read must be in streaming's window."""
     model, ids = loaded("llama"), token_ids(90)
-    one, full = runner(model, "streaming", budget=500), runner(model)
+    one, full = runner_of(model, "streaming", budget=500), runner_of(model)
     for part in (ids[:40], ids[40:]):
         next(one.prefill(part))
     prefilled(full, ids)
@@ -206,7 +206,7 @@ def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
 
 def test_a_prefill_may_be_abandoned_between_two_chunks():
     model, ids = loaded("llama"), token_ids(90)
-    one, once = runner(model), runner(model)
+    one, once = runner_of(model), runner_of(model)
     one.chunk = 30
     pieces = one.prefill(ids)
     chunk, logits = next(pieces)
@@ -218,7 +218,7 @@ def test_a_prefill_may_be_abandoned_between_two_chunks():
 @pytest.mark.parametrize("token", [-1, tiny_models.VOCAB])
 def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored(token):
     model, ids = loaded("llama"), token_ids(90)
-    one, undisturbed = runner(model, "streaming", budget=64), runner(model, "streaming", budget=64)
+    one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
     for each in (one, undisturbed):
         prefilled(each, ids)
     with pytest.raises(UsageError, match=f"no token {token}"):
