@@ -18,7 +18,7 @@ from kvchat.bench.timing import event
 from kvchat.config.profiles import Measured
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.ops.torch_ops import triton_refusal
+from kvchat.kv.ops.choose import triton_refusal
 
 RUNS = 5
 COLUMNS = 4096  # of the matrix that is read: the width of an 8B model

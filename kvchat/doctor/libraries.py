@@ -157,17 +157,15 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
     """Pin ``TRIAL_BYTES`` of host memory as the host pool does, and give them back."""
     if not cuda:
         return Check("pinning", "ok", "nothing is pinned on a CPU")
-    from kvchat.kv.memory import available, host_pool
+    from kvchat.kv.memory import available, pinned
 
     if available.usable(available.host_free()) < TRIAL_BYTES:
         return Check("pinning", "warning", MISSING, f"There is no {gib(TRIAL_BYTES)} of host memory to try it with.")
-    region = host_pool.PinnedRegion(TRIAL_BYTES)
+    region = pinned.PinnedRegion(TRIAL_BYTES)
     segment = region.commit(TRIAL_BYTES)
     began = time.perf_counter()
     try:
-        region.register(
-            registrar or host_pool.CudaRegistrar(torch.device("cuda", torch.cuda.current_device())), segment
-        )
+        region.register(registrar or pinned.CudaRegistrar(torch.device("cuda", torch.cuda.current_device())), segment)
     except RuntimeError as error:
         return Check("pinning", "warning", str(error), PINNED_ADVICE)
     seconds = (time.perf_counter() - began) / (TRIAL_BYTES / 2**30)

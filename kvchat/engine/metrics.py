@@ -1,4 +1,4 @@
-"""Counters of the store, torch and NVML -> the snapshots the screen draws and the receipt of an answer."""
+"""Counters of the KV manager, torch and NVML -> the snapshots the screen draws and the receipt of an answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from kvchat.kv.manager import Store
+from kvchat.engine.ribbon import Ribbon
+from kvchat.kv.inspect import attended_counts, read_tokens
+from kvchat.kv.manager import KVManager
 from kvchat.nvml import GpuReader
-from kvchat.protocol.messages import MAX_RIBBON_CELLS, Gpu, Params, Snapshot, Stats
+from kvchat.protocol.messages import Gpu, Params, Snapshot, Stats
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
 GPU_S = 0.3  # NVML is asked at most this often
@@ -18,7 +19,7 @@ GPU_S = 0.3  # NVML is asked at most this often
 
 @dataclass
 class Counts:
-    """The store's running counts at one moment."""
+    """The KV manager's running counts at one moment."""
 
     moved: int
     wanted: int
@@ -27,9 +28,9 @@ class Counts:
     steps: int
 
     @staticmethod
-    def of(store: Store) -> Counts:
-        moved, wanted, corrections = store.transfer.totals.tolist()
-        return Counts(moved, wanted, corrections, store.active_sum(), store.steps)
+    def of(kv: KVManager) -> Counts:
+        moved, wanted, corrections = kv.state.transfer.totals.tolist()
+        return Counts(moved, wanted, corrections, read_tokens(kv.state), kv.state.steps)
 
 
 @dataclass
@@ -63,29 +64,35 @@ class AnswerMetrics:
 
 
 class MetricsCollector:
-    """Reads a store; ``weight_bytes`` and ``context`` are the model's."""
+    """Reads a KV manager; ``weight_bytes`` and ``context`` are the model's."""
 
-    def __init__(self, store: Store, weight_bytes: int, context: int) -> None:
-        self._store = store
+    def __init__(self, kv: KVManager, weight_bytes: int, context: int) -> None:
+        self._kv = kv
         self._weight_bytes = weight_bytes
         self._context = context
-        self._gpu_reader = GpuReader(store.device)
+        self._gpu_reader = GpuReader(kv.state.device)
         self._gpu: Gpu | None = None
         self._gpu_read = float("-inf")
-        self._last = Counts.of(store)
+        self._last = Counts.of(kv)
         self._step_bytes = 0.0
         self._hit_rate: float | None = None
-        self._resident: set[int] = set()
+        self._ribbon = Ribbon(kv)
         self.answer: AnswerMetrics | None = None
 
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
         """An answer begins."""
-        self.answer = AnswerMetrics(Counts.of(self._store), prompt_tokens, reused_tokens)
+        self.answer = AnswerMetrics(Counts.of(self._kv), prompt_tokens, reused_tokens)
         return self.answer
+
+    def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
+        """A switch happened, perhaps in the middle of an answer."""
+        if self.answer:
+            at = len(self.answer.token_times)
+            self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})
 
     def stats(self, answer: AnswerMetrics) -> Stats:
         """The receipt of an answer."""
-        store, now, before = self._store, Counts.of(self._store), answer.before
+        kv, now, before = self._kv, Counts.of(self._kv), answer.before
         new_tokens = answer.prompt_tokens - answer.reused_tokens
         prefill_s = answer.prefilled - answer.began if answer.prefilled else None
         steps = now.steps - before.steps
@@ -93,14 +100,14 @@ class MetricsCollector:
             prompt_tokens=answer.prompt_tokens,
             reused_tokens=answer.reused_tokens,
             generated_tokens=len(answer.token_times) - answer.withdrawn,
-            total_tokens=store.total,
+            total_tokens=kv.total,
             active_tokens=(now.active - before.active) / steps if steps else None,
             ttft_s=answer.ttft_s,
             prefill_tokens_per_s=new_tokens / prefill_s if prefill_s else None,
             decode_tokens_per_s=answer.rate(),
-            kv_device_bytes=store.device_bytes,
-            kv_host_bytes=store.host.nbytes,
-            recalled_bytes=(now.moved - before.moved) * store.transfer.pair_bytes,
+            kv_device_bytes=kv.state.device_bytes,
+            kv_host_bytes=kv.state.host.nbytes,
+            recalled_bytes=(now.moved - before.moved) * kv.state.transfer.pair_bytes,
             recall_hit_rate=_hit_rate(before, now),
             corrections=now.corrections - before.corrections,
             recoveries=answer.recoveries,
@@ -109,38 +116,39 @@ class MetricsCollector:
         )
 
     def snapshot(self, reduced_tokens: int) -> Snapshot:
-        """What the store holds and did, as of now."""
-        store, now = self._store, Counts.of(self._store)
-        counts = store.attended_counts()
+        """What the KV manager holds and did, as of now."""
+        kv, now = self._kv, Counts.of(self._kv)
+        counts = attended_counts(kv.state)
         self._note_steps(now)
-        cell, ribbon, attended = self._ribbon(counts)
+        report = kv.mode.report()
+        cell, letters, shares = self._ribbon.cells(counts, report)
         p50, p95 = self._recall_ms()
-        cuda = store.device.type == "cuda"
+        cuda = kv.state.device.type == "cuda"
         return Snapshot(
-            mode=store.mode.name,
-            params=store.mode.effective_params(),
-            active=float(counts.sum()) / (store.geometry.layers * store.geometry.kv_heads),
-            total=store.total,
+            mode=kv.mode.name,
+            params=report.params,
+            active=float(counts.sum()) / (kv.state.geometry.layers * kv.state.geometry.kv_heads),
+            total=kv.total,
             context=self._context,
-            kv_device_bytes=store.device_bytes,
-            kv_host_bytes=store.host.nbytes,
+            kv_device_bytes=kv.state.device_bytes,
+            kv_host_bytes=kv.state.host.nbytes,
             weight_bytes=self._weight_bytes,
-            torch_allocated=torch.cuda.memory_allocated(store.device) if cuda else None,
-            torch_reserved=torch.cuda.memory_reserved(store.device) if cuda else None,
+            torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
+            torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
             gpu=self._read_gpu(),
             tokens_per_s=self.answer.rate(RATE_TOKENS) if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
-            recalled_bytes=now.moved * store.transfer.pair_bytes,
+            recalled_bytes=now.moved * kv.state.transfer.pair_bytes,
             recall_hit_rate=self._hit_rate,
             corrections=now.corrections,
             recall_ms_p50=p50,
             recall_ms_p95=p95,
             reduced_tokens=reduced_tokens,
             cell_tokens=cell,
-            ribbon=ribbon,
-            attended=attended,
-            extras=store.mode.stats() | self._recovery(),
+            ribbon=letters,
+            attended=shares,
+            extras=report.stats | self._recovery(),
         )
 
     def _recovery(self) -> Params:
@@ -151,12 +159,12 @@ class MetricsCollector:
         """Per-step figures since the last snapshot in which there were steps."""
         steps = now.steps - self._last.steps
         if steps > 0:
-            self._step_bytes = (now.moved - self._last.moved) * self._store.transfer.pair_bytes / steps
+            self._step_bytes = (now.moved - self._last.moved) * self._kv.state.transfer.pair_bytes / steps
             self._hit_rate = _hit_rate(self._last, now)
             self._last = now
 
     def _recall_ms(self) -> tuple[float | None, float | None]:
-        seconds = sorted(s for s in self._store.transfer.step_seconds if s > 0)
+        seconds = sorted(s for s in self._kv.state.transfer.step_seconds if s > 0)
         if not seconds:
             return None, None
         return tuple(1000 * seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.95))  # type: ignore[return-value]
@@ -165,42 +173,6 @@ class MetricsCollector:
         if time.monotonic() - self._gpu_read >= GPU_S:
             self._gpu, self._gpu_read = self._gpu_reader.read(), time.monotonic()
         return self._gpu
-
-    def _ribbon(self, counts: Tensor) -> tuple[int, str, str]:
-        """Tokens per cell, the cells' letters, and their attended shares as digits."""
-        store = self._store
-        page = store.geometry.page
-        cell = page * max(1, -(-store.geometry.pages(store.total) // MAX_RIBBON_CELLS))
-        pairs = store.geometry.layers * store.geometry.kv_heads
-        cells = -(-store.total // cell)
-        padded = torch.zeros(cells * cell, dtype=torch.float64, device=counts.device)
-        padded[: store.total] = counts.double() / pairs
-        tokens = torch.full((cells,), cell, dtype=torch.float64, device=counts.device)
-        if cells:
-            tokens[-1] = store.total - (cells - 1) * cell
-        shares = (padded.view(cells, cell).sum(1) / tokens).tolist()
-        fresh = self._fresh_cells(cell)
-        letters = (
-            self._letter(i * cell, min((i + 1) * cell, store.total), s, i in fresh) for i, s in enumerate(shares)
-        )
-        return cell, "".join(letters), "".join(str(min(9, int(share * 10))) for share in shares)
-
-    def _letter(self, start: int, end: int, share: float, fresh: bool) -> str:
-        mode, middle = self._store.mode, (start + end) // 2
-        if fresh:
-            return "R"
-        if mode.sink > middle:
-            return "S"
-        if mode.window and middle >= self._store.total - mode.window:
-            return "W"
-        return mode.letter(share)
-
-    def _fresh_cells(self, cell: int) -> set[int]:
-        """Cells with a page that was recalled since the last snapshot."""
-        store = self._store
-        held = {page for slots in store.slots for page in slots.pages.flatten().tolist() if page >= 0}
-        fresh, self._resident = held - self._resident, held
-        return {page * store.geometry.page // cell for page in fresh}
 
 
 def _hit_rate(before: Counts, now: Counts) -> float | None:

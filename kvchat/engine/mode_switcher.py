@@ -1,9 +1,9 @@
-"""The mode at hand: its parameters, entering another, what that would cost, and reading more for a while."""
+"""ModeSwitcher: the current mode's parameters, entering another mode, what that costs, and reading more for a while."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
@@ -11,10 +11,11 @@ import torch
 from kvchat.config import modes
 from kvchat.config.modes import BudgetParameters, ModeParameters
 from kvchat.engine import calibration
+from kvchat.engine.generate.prompt import Stored
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, KvchatError
-from kvchat.kv.manager import Store
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
@@ -25,11 +26,11 @@ SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.mod
 
 
 class ModeSwitcher:
-    """Builds modes from parameters and has a store enter them.
+    """Builds modes from parameters and lets the KV manager enter them.
 
     Values given at run time (``given``, by mode) override the settings ``mode_params``. ``SHARED`` parameters apply to
-    all modes, the others to the mode they were given for. ``ids`` returns the stored tokens, for a mode that has to
-    measure the model on them first.
+    all modes, the others to the mode they were given for. A mode that has to measure the model first does so on the
+    ``stored`` tokens.
     """
 
     def __init__(
@@ -38,20 +39,20 @@ class ModeSwitcher:
         mode: str,
         given: Mapping[str, Params],
         mode_params: Mapping[str, Params],
-        ids: Callable[[], Sequence[int]],
+        stored: Stored,
     ) -> None:
         self._model = model
         self._given = {name: dict(params) for name, params in given.items()}
         self._mode_params = mode_params
-        self._ids = ids
+        self._stored = stored
         self._preamble = 0
         self._widened: tuple[Mode, ModeParameters, int] | None = None
         self.calibration = calibration.find(model.revision)
         self.parameters = self.merged(mode, {})
 
-    def attach(self, store: Store) -> None:
-        """Control this store, which is in the mode of ``parameters``."""
-        self._store = store
+    def attach(self, kv: KVManager) -> None:
+        """Switch this manager, which is in the mode of ``parameters``."""
+        self._kv = kv
 
     def merged(self, mode: str, changes: Params) -> ModeParameters:
         """The parameters of ``mode``: its settings, values given so far, and ``changes``.
@@ -98,9 +99,9 @@ class ModeSwitcher:
         """Enter the mode of these parameters; the bytes moved to the device."""
         mode = self.build(chosen)
         if mode.limited_by_context:
-            self.check_context(self._store.total)
+            self.check_context(self._kv.total)
         with torch.inference_mode():
-            moved = self._store.switch(mode)
+            moved = self._kv.switch(mode)
         self.parameters = chosen
         return moved + self.calibrate()
 
@@ -109,9 +110,9 @@ class ModeSwitcher:
 
         Returns the bytes moved to the device.
         """
-        if not self._store.mode.needs_calibration:
+        if not self._kv.mode.needs_calibration:
             return 0
-        self.calibration = calibration.on_prompt(self._model, list(self._ids()))
+        self.calibration = calibration.on_prompt(self._model, self._stored.ids)
         return self.enter(self.parameters) if self.calibration else 0
 
     def note_preamble(self, tokens: int) -> None:
@@ -122,7 +123,7 @@ class ModeSwitcher:
 
     def prices(self) -> tuple[Price, ...]:
         """What entering each of the other modes would cost now."""
-        return tuple(self._price(mode) for mode in modes.available_modes() if mode != self._store.mode.name)
+        return tuple(self._price(mode) for mode in modes.available_modes() if mode != self._kv.mode.name)
 
     def check_context(self, tokens: int) -> None:
         """Refuse a conversation longer than the model was made for.
@@ -142,23 +143,23 @@ class ModeSwitcher:
     def recover(self, level: Level) -> None:
         """Let the mode read more for a while."""
         self.narrow()
-        mode = self._store.mode
+        mode = self._kv.mode
         if not mode.widens:
             with torch.inference_mode():
                 mode.recover(level)
         elif level in WIDER:
             narrow = self.parameters
-            budget = mode.effective_params()["budget"] * WIDER[level]
+            budget = mode.report().params["budget"] * WIDER[level]
             with suppress(DoesNotFitError):
                 self.enter(narrow.model_copy(update={"budget": budget}))
-                self._widened = (self._store.mode, narrow, self._store.total + RECENT)
+                self._widened = (self._kv.mode, narrow, self._kv.total + RECENT)
 
     def narrow(self, total: int = sys.maxsize) -> None:
         """Back to the budget asked for, when ``total`` tokens are stored; a mode entered since then stays."""
         if self._widened and total >= self._widened[2]:
             mode, narrow, _ = self._widened
             self._widened = None
-            if self._store.mode is mode:
+            if self._kv.mode is mode:
                 self.enter(narrow)
 
     def _remember(self, mode: str, given: Params) -> None:
@@ -169,7 +170,7 @@ class ModeSwitcher:
         try:
             built = self.build(self.merged(mode, {}))
             if built.limited_by_context:
-                self.check_context(self._store.total)
+                self.check_context(self._kv.total)
+            return Price(mode, *self._kv.check_switch(built))
         except KvchatError as error:
             return Price(mode, refusal=str(error))
-        return self._store.price(built)

@@ -16,7 +16,7 @@ class Geometry:
 
     ``d_k`` and ``d_v`` are the head sizes of keys and values; rows are stored ``d = max(d_k, d_v)`` wide, so that
     K and V share one layout (they differ only in MLA models, whose expanded K/V is large anyway). What grows makes room
-    for ``spare`` more tokens at least.
+    for ``headroom`` more tokens at least.
     """
 
     layers: int
@@ -26,7 +26,7 @@ class Geometry:
     d_v: int
     dtype: torch.dtype
     page: int = PAGE
-    spare: int = GROWTH_HEADROOM
+    headroom: int = GROWTH_HEADROOM
 
     @property
     def group(self) -> int:
@@ -54,16 +54,16 @@ class Geometry:
 
     def grown(self, tokens: int) -> int:
         """Capacity to reserve for a store of ``tokens`` that goes on growing."""
-        return grown(tokens, self.spare)
+        return grown(tokens, self.headroom)
 
     def round_up(self, tokens: int) -> int:
         """``tokens`` rounded up to whole pages."""
         return self.pages(tokens) * self.page
 
 
-def grown(tokens: int, spare: int = GROWTH_HEADROOM) -> int:
+def grown(tokens: int, headroom: int = GROWTH_HEADROOM) -> int:
     """Capacity to reserve for a store of ``tokens`` that goes on growing.
 
-    A sixteenth ahead: full mode's attention reads the spare slots too, so more would cost every step.
+    A sixteenth ahead: full mode's attention reads the unused slots too, so more would cost every step.
     """
-    return tokens + max(spare, tokens // 16)
+    return tokens + max(headroom, tokens // 16)

@@ -1,180 +1,210 @@
-"""The store: host pool, slots and the mode at hand; what the model's attention calls.
+"""KVManager: stores a conversation's K/V, attends to it, and lets one mode decide what is read.
 
 A prefill writes to the host pool and attends to everything in it; then the mode fills the slots. A decode step writes
 the new token through to the host pool, attends to the slots, and lets the mode fetch what the next step wants. Nothing
-in ``attention`` depends on the mode's name, and a decode step reads nothing back from the device.
+in ``attention`` depends on which mode it is, and a decode step reads nothing back from the device.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import attend_prefill
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import budget
-from kvchat.kv.memory.device_slots import DeviceSlots
-from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
-from kvchat.kv.ops.torch_ops import choose_ops
-from kvchat.kv.transfer import Transfer
-from kvchat.protocol.messages import Price
+from kvchat.kv.state import KVState
 
 
-class Store:
-    """K/V of one conversation.
+class SwitchCost(NamedTuple):
+    """What entering a mode costs: bytes moved to the device (at most), its device bytes afterwards, and seconds.
 
-    ``total`` tokens are stored; ``position`` (0-d int64, on the device) is the position of the token being decoded,
-    equal to ``total`` between steps; ``query [layers, H_q, d_k]`` are the last token's queries; ``pinned [reserved]``
-    (bool) marks tokens that no mode should leave out if it has the choice: the chat's control tokens. What
-    grows with the conversation has room for ``capacity`` tokens.
+    ``seconds`` follows from the rate of earlier fills; None before there was one.
+    """
+
+    moved_bytes: int
+    device_bytes: int
+    seconds: float | None
+
+
+class KVManager:
+    """Owns the ``state`` of one conversation and the ``mode`` that works on it.
+
+    A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
+    ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or
+    ``rollback_prefill``, as often as there are chunks, and ``refill`` before the next step.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
-        g = geometry
-        self.geometry = g
-        self.device = device
-        self.host = HostPool(g, device, mode.traits.context)
-        self.ops = choose_ops(g, self.host, device)
-        self.transfer = Transfer(g, self.ops, device)
-        self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
-        self.position = torch.zeros((), dtype=torch.int64, device=device)
-        self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
-        self.specs: list[AttentionSpec | None] = [None] * g.layers
-        self.slots: list[DeviceSlots] = []
-        self.steps = 0
-        self._active_before = 0
+        self.state = KVState(geometry, device, mode.traits.context)
         self._prefill: Prefill | None = None
-        self._decoded_last = False
-        # A step or a filling was cut short: tables may name tokens whose K/V never came.
-        self._torn = False
+        self._queries: list[Tensor] = []
+        # What was prefilled since the mode last filled its slots is not in them.
+        self._stale = False
+        # A step or a refill was cut short: tables may name tokens whose K/V never arrived.
+        self._dirty = False
         self.mode = mode
         self._enter(mode)
 
     @property
     def total(self) -> int:
         """Tokens stored."""
-        return self.host.total
+        return self.state.total
 
-    # ---- what the session calls between forwards
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device: slots, tables and what the mode keeps."""
+        return self.state.slot_bytes + sum(tensor.nbytes for tensor in self.mode.graph_buffers())
 
-    @contextmanager
-    def prefill(self, tokens: int, pinned: Sequence[int] = ()) -> Iterator[None]:
-        """A forward of ``tokens`` new tokens runs inside; they are stored when it returns. Some may be ``pinned``.
+    # ---- a decode step
+
+    def begin_step(self, pinned: bool = False) -> None:
+        """Make room for one token; ``pinned`` asks modes to keep it.
 
         Raises:
-            DoesNotFitError: the host has no memory for them. If the forward raises, nothing new is stored.
+            DoesNotFitError: the host has no memory for it; nothing changed.
         """
-        self._reserve(self.total + tokens)
-        self._prefill = prefill = prefill_over(self.host, tokens)
-        try:
-            yield
-        finally:
-            self._prefill = None
-            prefill.close()
-        if pinned:
-            self.pinned[self.total + torch.tensor(pinned, device=self.device)] = True
-        self.host.total += tokens
-        self._decoded_last = False
-
-    @contextmanager
-    def step(self, pinned: bool = False) -> Iterator[None]:
-        """A step of one token runs inside, in the mode at hand (``layers`` or its graph); then the token is stored."""
-        if self._torn:
-            self.settle()
+        if self._stale or self._dirty:
+            self.refill()
         self._make_room(self.total + 1)
-        self._torn = True
-        try:
-            self.pinned.index_fill_(0, self.position.view(1), pinned)
-            self.mode.advance()
-            yield
-            self.transfer.end_step()
-        except BaseException:
-            self.transfer.side_stream.join()
-            self.truncate(self.total, self.mode.num_reachable())
-            raise
-        self.host.total += 1
-        self._torn = False
-        self.steps += 1
-        self._decoded_last = True
+        self._dirty = True
+        self.state.pinned.index_fill_(0, self.state.position.view(1), pinned)
+        if self.mode.prepare_step():
+            self.state.resize(self.mode.plan(self.state.capacity).layouts, self.state.capacity)
 
-    @contextmanager
-    def layers(self) -> Iterator[None]:
-        """The model's forward of the step's token runs inside. It is all work for the device: a graph can hold it."""
-        for slots in self.slots:
+    def graph_key(self) -> tuple[object, ...]:
+        """Return the CUDA-graph key of this step: equal keys mean the same operations on the same buffers."""
+        layouts = (slots.layout for slots in self.state.slots)
+        buffers = (*self.state.graph_buffers(), *self.mode.graph_buffers())
+        return self.mode, self.mode.graph_key(), *layouts, *((t.data_ptr(), t.shape) for t in buffers)
+
+    def forward_begin(self) -> None:
+        """Begin the step's forward. From here to ``forward_end`` all is work for the device: a graph can hold it."""
+        state = self.state
+        for slots in state.slots:
             slots.begin_step()
-        self._queries = list(self.query)
-        self.ops.begin_step(self.position)
-        self.mode.forward_begin(self.position)
-        yield
-        torch.stack(self._queries, out=self.query)  # one kernel for all layers
-        self.transfer.side_stream.join()
-        self.mode.forward_end(self.position)
-        self.position.add_(1)
+        self._queries = list(state.query)
+        state.ops.begin_step(state.position)
+        self.mode.forward_begin(state.position)
 
-    def settle(self, num_reachable: int | None = None) -> None:
-        """After a prefill (or an aborted step): the mode fills its slots for the next token.
+    def forward_end(self) -> None:
+        """End the step's forward: wait for recall, let the mode look back, advance the position."""
+        state = self.state
+        torch.stack(self._queries, out=state.query)  # one kernel for all layers
+        state.transfer.side_stream.join()
+        self.mode.forward_end(state.position)
+        state.position.add_(1)
 
-        ``num_reachable`` tokens could be read before, with those just prefilled; all, where not given. After a step
-        that was cut short everything in the slots comes anew from the host pool.
+    def commit_step(self) -> None:
+        """Count the step's token as stored."""
+        self.state.transfer.end_step()
+        self.state.host.total += 1
+        self._dirty = False
+        self.state.steps += 1
+        self.state.after_step = True
+
+    def rollback_step(self) -> None:
+        """Undo a step that raised: its token is not stored, and the slots are filled again from the host pool."""
+        self.state.transfer.side_stream.join()
+        if self._dirty:
+            self._forget(self.total)
+            self.refill()
+
+    # ---- a prefill
+
+    def begin_prefill(self, tokens: int) -> None:
+        """Make room for a forward of ``tokens`` new tokens.
+
+        Raises:
+            DoesNotFitError: the host has no memory for them; nothing changed.
         """
-        if self._torn:
-            for slots in self.slots:
+        self.state.reserve(self.total + tokens)
+        self._prefill = prefill_over(self.state.host, tokens)
+
+    def commit_prefill(self, tokens: int, pinned: Sequence[int] = ()) -> None:
+        """Count the forward's ``tokens`` as stored; those at the offsets ``pinned`` modes should keep."""
+        self._end_prefill()
+        if pinned:
+            self.state.pinned[self.total + torch.tensor(pinned, device=self.state.device)] = True
+        self.state.host.total += tokens
+        self.state.after_step = False
+        self._stale = True
+
+    def rollback_prefill(self) -> None:
+        """Undo a forward that raised: nothing of it is stored."""
+        self._end_prefill()
+
+    def _end_prefill(self) -> None:
+        if self._prefill is not None:
+            self._prefill.close()
+            self._prefill = None
+
+    def refill(self, fresh: bool = False) -> None:
+        """Let the mode fill its slots for the next token.
+
+        Args:
+            fresh: everything stored may be read again, also what the mode had dropped for good.
+        """
+        state = self.state
+        if self._dirty:
+            for slots in state.slots:
                 slots.truncate(0)
-        self._torn = True
-        self.position.fill_(self.total)
+        self._dirty = True
+        state.position.fill_(self.total)
         self._make_room(self.total + 1)
-        self.mode.fill(self.total if num_reachable is None else num_reachable)
-        for slots in self.slots:
+        self.mode.fill(fresh)
+        for slots in state.slots:
             slots.attended.copy_(slots.table)
-        self._torn = False
+        self._stale = self._dirty = False
+
+    # ---- modes
+
+    def check_switch(self, mode: Mode) -> SwitchCost:
+        """Return what entering ``mode`` would cost now.
+
+        Raises:
+            DoesNotFitError: its slots do not fit the device.
+        """
+        state = self.state
+        capacity = state.geometry.grown(self.total)
+        plan = mode.plan(capacity)
+        needed = plan.device_bytes(state.geometry)
+        budget.check_fits(mode.name, needed, capacity, state.device, self.device_bytes)
+        moved, filled = plan.moved_bytes(state.geometry, self.total), state.transfer
+        seconds = moved * filled.filled_seconds / filled.filled_bytes if filled.filled_bytes else None
+        return SwitchCost(moved, needed, seconds)
 
     def switch(self, mode: Mode) -> int:
-        """Enter ``mode``; returns the bytes moved to the device. What is stored stays as it is, byte for byte.
+        """Enter ``mode``; return the bytes moved to the device. What is stored stays as it is, byte for byte.
 
         Raises:
             DoesNotFitError: there is no room for its slots; the old mode goes on.
         """
-        budget.check(mode, self.geometry.grown(self.total), self.device, self.device_bytes)
-        before, old = self.transfer.moved_bytes(), self.mode
+        self.check_switch(mode)
+        before, old = self.state.transfer.moved_bytes(), self.mode
         try:
             self._enter(mode)
         except Exception:
             self._enter(old)
             raise
-        return self.transfer.moved_bytes() - before
+        return self.state.transfer.moved_bytes() - before
 
-    def price(self, mode: Mode) -> Price:
-        """What entering ``mode`` would cost now."""
-        try:
-            budget.check(mode, self.geometry.grown(self.total), self.device, self.device_bytes)
-        except DoesNotFitError as error:
-            return Price(mode.name, refusal=str(error))
-        moved = mode.moved_bytes(self.total)
-        rate = self.transfer.filled_bytes / self.transfer.filled_seconds if self.transfer.filled_seconds else 0.0
-        return Price(mode.name, moved, mode.nbytes(self.geometry.grown(self.total)), moved / rate if rate else None)
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``."""
+        self._forget(tokens)
+        self.refill(fresh=True)
 
-    def truncate(self, tokens: int, num_reachable: int | None = None) -> None:
-        """Forget all but the first ``tokens``; ``num_reachable`` as for ``settle``."""
-        self.host.truncate(tokens)
-        self.pinned[tokens:] = False
-        for slots in self.slots:
-            slots.truncate(tokens)
-        self._decoded_last = False
-        self.settle(num_reachable)
-
-    # ---- what the model's attention calls
+    # ---- called by the model's attention
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
-        self.specs[layer] = spec
+        self.state.specs[layer] = spec
         if self._prefill is not None:
             return self._attend_prefill(self._prefill, layer, query, key, value, spec)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
@@ -182,163 +212,46 @@ class Store:
     def _attend_prefill(
         self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
     ) -> Tensor:
-        self.query[layer].copy_(query[:, -1])
+        self.state.query[layer].copy_(query[:, -1])
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
         return attend_prefill(query, keys, values, self.total, spec)
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        places = self._places[layer]
-        self.ops.append(places, layer, key, value)
-        self.mode.attention_begin(layer, query, key, spec)
-        weigh = self.mode.needs_weights(layer)
-        parts = [self.ops.attend(slots, layer, query, spec, weigh) for slots in places]
+        ops, held = self.state.ops, self.state.slots_of[layer]
+        ops.append(held, layer, key, value)
+        needs_weights = self.mode.attention_begin(layer, query, key, spec)
+        parts = [ops.attend(slots, layer, query, spec, needs_weights) for slots in held]
         self._queries[layer] = query
         self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
-        return self._joined(layer, [attended for attended, _ in parts])
+        return self._in_model_order(layer, [attended for attended, _ in parts])
 
-    def _joined(self, layer: int, parts: list[Tensor]) -> Tensor:
-        """The heads' outputs in the model's order, ``[H_q, d_v]``."""
+    def _in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
+        """The heads' outputs ``[H_q, d_v]``."""
         if len(parts) == 1:
             return parts[0].flatten(0, 1)
-        return torch.cat(parts).index_select(0, self._joins[layer]).flatten(0, 1)
-
-    def phase(self) -> tuple[object, ...]:
-        """Of the step at hand: two steps of the same phase run the same operations on the same memory."""
-        layouts = (slots.layout for slots in self.slots)
-        return self.mode, *self.mode.phase(), *layouts, *((t.data_ptr(), t.shape) for t in self.buffers())
-
-    def buffers(self) -> list[Tensor]:
-        """All that a step reads or changes and that lasts from step to step; the host pool beside it."""
-        slots = [tensor for slots in self.slots for tensor in slots.buffers()]
-        pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
-        own = [self.query, self.position, self.pinned, self.transfer.counters, *self._joins.values()]
-        return [*own, *slots, *pool, *self.mode.buffers()]
-
-    # ---- what others read
-
-    def scaling(self, layer: int) -> float:
-        """The layer's attention scale; 1/sqrt(d_k) before the model first told."""
-        spec = self.specs[layer]
-        return spec.scaling if spec else self.geometry.d_k**-0.5
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of K/V, tables and bounds on the device."""
-        return sum(slots.nbytes for slots in self.slots) + self.mode.device_bytes
-
-    def attended(self, layer: int) -> Tensor:
-        """Which stored tokens the last token's attention read, bool ``[H, total]``.
-
-        After a prefill that is all; after a switch, what the next token will read.
-        """
-        g, spec = self.geometry, self.specs[layer]
-        seen = torch.full((g.kv_heads, self.total + 1), not self._decoded_last, device=self.device)
-        if self._decoded_last:
-            for slots in self._places[layer]:
-                heads = slots.heads_of(layer)
-                table = slots.attended_of(layer).long().expand(len(heads), -1)
-                # Empty slots mark one column more, which is cut off.
-                columns = torch.where(table >= 0, table, self.total)
-                seen[heads] = seen[heads].scatter(1, columns, True)
-        seen = seen[:, : self.total]
-        if spec is not None and spec.window is not None:
-            positions = torch.arange(self.total, device=self.device)
-            seen = seen & (positions > self.total - 1 - spec.window)
-        return seen
-
-    def active_sum(self) -> float:
-        """Tokens read, mean over layers and KV heads, summed over all steps so far."""
-        pairs = self._active_before + sum(int(slots.active) for slots in self.slots)
-        return pairs / (self.geometry.layers * self.geometry.kv_heads)
-
-    def attended_counts(self) -> Tensor:
-        """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
-        alike: Counter[tuple[int, int | None]] = Counter()
-        for layer in range(self.geometry.layers):
-            shared = all(slots.layout.shared for slots in self._places[layer])
-            same_as = self._places[layer][0].layout.first if shared else layer
-            spec = self.specs[layer]
-            alike[same_as, spec.window if spec else None] += 1
-        counts = torch.zeros(self.total, dtype=torch.int64, device=self.device)
-        for (layer, _), times in alike.items():
-            counts += times * self.attended(layer).sum(0)
-        return counts
-
-    def check_integrity(self) -> None:
-        """Every readable slot holds exactly its token's stored K/V, and the last attention read no token twice.
-
-        Keys of sinks are not compared: a mode may have rotated them.
-
-        Raises:
-            AssertionError: naming layer and head.
-        """
-        for layer, places in enumerate(self._places):
-            for slots in places:
-                self._check_slots(slots, layer)
-
-    def _check_slots(self, slots: DeviceSlots, layer: int) -> None:
-        keys, values = self.host.dense(layer, self.total)
-        for row, head in enumerate(slots.heads_of(layer).tolist()):
-            where = f"{self.mode.name}, layer {layer}, head {head}"
-            table = slots.table_of(layer).expand(len(slots.heads_of(layer)), -1)[row].long()
-            held = table[table >= 0]
-            read = slots.attended_of(layer).expand(len(slots.heads_of(layer)), -1)[row]
-            assert not bool((torch.bincount(read[read >= 0], minlength=1) > 1).any()), f"{where}: a token read twice"
-            assert bool((held < self.total).all()), f"{where}: a token beyond the end"
-            assert torch.equal(slots.values(layer)[row][table >= 0], values[head][held]), f"{where}: values"
-            late = held >= slots.layout.sink
-            assert torch.equal(slots.keys(layer)[row][table >= 0][late], keys[head][held][late]), f"{where}: keys"
+        return torch.cat(parts).index_select(0, self.state.head_orders[layer]).flatten(0, 1)
 
     # ---- inside
 
     def _enter(self, mode: Mode) -> None:
-        self._active_before += sum(int(slots.active) for slots in self.slots)
-        self.slots.clear()
         self.mode = mode
-        self.transfer.step_seconds.clear()
-        self.capacity = self.geometry.grown(self.total)
-        self.slots = [DeviceSlots(layout, self.geometry, self.device) for layout in mode.layouts(self.capacity)]
-        self._place()
-        # Of layers whose heads lie in several slots: where each head's output is among theirs, which growing leaves.
-        self._joins = {
-            layer: torch.cat([slots.heads_of(layer) for slots in places]).argsort()
-            for layer, places in enumerate(self._places)
-            if len(places) > 1
-        }
-        mode.attach(self)
-        self.settle()
+        capacity = self.state.geometry.grown(self.total)
+        self.state.allocate(mode.plan(capacity).layouts, capacity)
+        mode.attach(self.state)
+        self.refill(fresh=True)
+
+    def _forget(self, tokens: int) -> None:
+        state = self.state
+        state.host.truncate(tokens)
+        state.pinned[tokens:] = False
+        for slots in state.slots:
+            slots.truncate(tokens)
+        state.after_step = False
 
     def _make_room(self, tokens: int) -> None:
-        """Grow the host pool, and slots that hold everything or no longer suit the mode; between steps only."""
-        self._reserve(tokens)
-        if tokens > self.capacity:
-            self.refit(self.geometry.grown(tokens))
-        elif self.mode.wants_resize():
-            self.refit()
-
-    def refit(self, capacity: int = 0) -> None:
-        """Give the mode as many slots as it wants now, with what they hold; between steps only.
-
-        ``capacity`` is the number of tokens to make room for; as before, where not given.
-        """
-        capacity = capacity or self.capacity
-        pairs = zip(self.slots, self.mode.layouts(capacity), strict=True)
-        self.slots = [s if s.layout == layout else s.grown(layout) for s, layout in pairs]
-        # Not before there is room: if memory ran out the next step tries again.
-        self.capacity = capacity
-        self._place()
-
-    def _reserve(self, tokens: int) -> None:
-        if self.host.reserve(tokens) and not self.host.pinned:
-            self.ops = self.transfer.ops = choose_ops(self.geometry, self.host, self.device)
-        more = self.host.reserved - len(self.pinned)
-        if more > 0:
-            self.pinned = torch.nn.functional.pad(self.pinned, (0, more))
-
-    def _place(self) -> None:
-        """Note which slots hold a layer; more than one where heads differ in what they keep."""
-        self._places = [
-            [slots for slots in self.slots if slots.layout.first <= layer < slots.layout.last]
-            for layer in range(self.geometry.layers)
-        ]
+        """Grow the host pool, and the slots that hold everything."""
+        self.state.reserve(tokens)
+        if tokens > self.state.capacity:
+            capacity = self.state.geometry.grown(tokens)
+            self.state.resize(self.mode.plan(capacity).layouts, capacity)

@@ -1,67 +1,24 @@
-"""Recall: when K/V is copied from the host pool into slots, what it costs, and the stream beside the model's.
-
-A recall moves what is missing and nothing else. ``SideStream`` makes it hidden: on a GPU what runs in it overlaps with
-the layers that follow, and the step waits for it before it ends.
-"""
+"""Recall: copies K/V that is missing from the host pool into slots, and counts and times it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.side_stream import SideStream
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
-class SideStream:
-    """A stream beside the one the model runs on; on a CPU everything simply runs in order. ``inside`` while in it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._kept: list[Tensor] = []
-        self._running = False
-        self.inside = False
-
-    @contextmanager
-    def __call__(self, *inputs: Tensor) -> Iterator[None]:
-        """What runs inside begins after everything so far, and ends before the next ``join``.
-
-        ``inputs`` are the tensors made outside that it reads: they live until then, or their memory would be given to
-        others while they are read.
-        """
-        self.inside = True
-        try:
-            if self._stream is None:
-                yield
-                return
-            self._kept += inputs
-            self._running = True
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            self.inside = False
-
-    def join(self) -> None:
-        """Whatever comes next begins after everything aside."""
-        if self._stream is not None and self._running:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._kept.clear()
-        self._running = False
-
-
 class Transfer:
-    """Moves rows between a host pool and slots, and counts.
+    """Moves rows from the host pool to slots; what runs on ``side_stream`` overlaps with the layers that follow.
 
-    ``counters [2, 3]`` (int64, on the device) has K/V pairs (a token in one layer and KV head) moved and wanted, and
-    heads corrected; the second row is what was counted aside, for two streams may not add to the same number.
+    ``counters [2, 3]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved, K/V pairs wanted
+    and heads corrected. The second row counts on the side stream: two streams must not add to the same number.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
@@ -89,7 +46,7 @@ class Transfer:
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
 
-        -1 in either is an empty slot. The tables are the caller's business.
+        -1 in either is an empty slot. The caller updates the table.
         """
         began = time.perf_counter()
         self.ops.move_tokens(slots, layer, first, placed, resident, self.counters[int(self.side_stream.inside), :2])
@@ -123,8 +80,16 @@ class Transfer:
         self.ops.move_shared(slots, positions, targets, taken)
         self._seconds += time.perf_counter() - began
 
+    def count_wanted(self, pairs: Tensor) -> None:
+        """Add K/V pairs that a step wanted and that nothing else counts (0-d)."""
+        self.counters[0, 1].add_(pairs)
+
+    def count_corrections(self, heads: Tensor) -> None:
+        """Add corrected heads (0-d)."""
+        self.counters[0, 2].add_(heads)
+
     def moved_bytes(self) -> int:
-        """Bytes copied to the device since the store was made; asks the device."""
+        """Bytes copied to the device so far; waits for the device."""
         return self.filled_bytes + int(self.totals[0]) * self.pair_bytes
 
     @property
@@ -133,7 +98,7 @@ class Transfer:
         return self.counters.sum(0)
 
     def end_step(self) -> None:
-        """Close the books of one decode step."""
+        """Record how long this step's copies took on the host."""
         if self.ops.skip_unchanged:  # a GPU works on its own time
             self.step_seconds.append(self._seconds)
         self._seconds = 0.0

@@ -2,7 +2,7 @@
 
 The first step of a kind runs eagerly, which is the warm-up a capture needs; being a step like any other it leaves no
 trace. The second is captured, and from then on replayed: the processor launches one graph a token. A kind is what
-``Store.phase`` tells apart: the mode, which of its steps it is, and where its tensors lie; when a store grew, or
+``KVManager.graph_key`` tells apart: the mode, which of its steps it is, and where its tensors lie; when a store grew, or
 another mode was entered, the next two steps begin anew. What cannot be captured runs eagerly, and ``refusal`` says why.
 """
 
@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from kvchat.kv.manager import Store
+from kvchat.kv.manager import KVManager
 
 Replay = Callable[[], None]
 
@@ -83,11 +83,11 @@ def recorder_for(device: torch.device) -> Recorder | None:
 class GraphRunner:
     """Runs the steps of a store, by graphs where there is a recorder; ``refusal`` says why this mode has none."""
 
-    def __init__(self, store: Store, recorder: Recorder | None) -> None:
+    def __init__(self, kv: KVManager, recorder: Recorder | None) -> None:
         self.refusal = ""
-        self._store = store
+        self._kv = kv
         self._recorder = recorder
-        self._mode = store.mode
+        self._mode = kv.mode
         self._recorded: dict[tuple[object, ...], tuple[Replay, Tensor]] = {}
         self._warm: set[tuple[object, ...]] = set()
 
@@ -105,7 +105,7 @@ class GraphRunner:
         """The result of ``step``, which the caller may keep."""
         if not self._usable():
             return step()
-        kind = self._store.phase()
+        kind = self._kv.graph_key()
         if kind not in self._recorded and (kind not in self._warm or not self._record(kind, step)):
             self._warm.add(kind)
             return step()
@@ -114,10 +114,10 @@ class GraphRunner:
         return result.clone()
 
     def _usable(self) -> bool:
-        if self._store.mode is not self._mode:
+        if self._kv.mode is not self._mode:
             self._forget()
         # A pageable host pool is gathered from by the CPU.
-        return self._recorder is not None and not self.refusal and self._store.host.pinned
+        return self._recorder is not None and not self.refusal and self._kv.state.host.pinned
 
     def _record(self, kind: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
         assert self._recorder is not None
@@ -135,7 +135,7 @@ class GraphRunner:
 
     def _forget(self) -> None:
         """Graphs hold addresses of memory that a mode gave back when it was left."""
-        self._mode = self._store.mode
+        self._mode = self._kv.mode
         self.refusal = ""
         self._recorded.clear()
         self._warm.clear()

@@ -43,16 +43,33 @@ class Stored:
     """The ids whose K/V are stored, and the text that they stand for.
 
     ``marks`` are pairs (number of ids, number of characters), ascending: that many ids stand for exactly that much of
-    ``text``. Ids after the last mark have no known text.
+    ``text``. Ids after the last mark have no known text. ``reduced`` tells for each id whether its K/V were computed
+    while a mode attended to less than everything.
     """
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
     marks: list[tuple[int, int]] = field(default_factory=list)
+    reduced: list[bool] = field(default_factory=list)
 
-    def extend(self, ids: Sequence[int]) -> None:
+    @property
+    def reduced_tokens(self) -> int:
+        """Number of ids whose K/V were computed with less context."""
+        return sum(self.reduced)
+
+    @property
+    def first_reduced(self) -> int:
+        """Index of the first of them; the number of ids where there is none."""
+        return self.reduced.index(True) if True in self.reduced else len(self.ids)
+
+    def extend(self, ids: Sequence[int], reduced: bool = False) -> None:
         """Add ids without a text."""
         self.ids.extend(ids)
+        self.reduced.extend([reduced] * len(ids))
+
+    def agree_as(self, other: Stored) -> None:
+        """Take text and marks of ``other``, whose ids are the same."""
+        self.text, self.marks = other.text, other.marks
 
     def agree(self, text: str) -> None:
         """Say that all ids so far stand for ``text``; older marks that contradict it are dropped."""
@@ -63,7 +80,7 @@ class Stored:
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` ids."""
-        del self.ids[length:]
+        del self.ids[length:], self.reduced[length:]
         self.marks = [mark for mark in self.marks if mark[0] <= length]
         self.text = self.text[: self.marks[-1][1]] if self.marks else ""
 

@@ -66,7 +66,7 @@ class RecoveryMonitor:
 
     def _watch(self, mode: Mode) -> None:
         """A mode has a ladder of its own levels."""
-        levels = mode.recoveries
+        levels = mode.recovery_levels
         if self.sampler.greedy and levels == ("RR",):
             levels = ()  # nothing would come out otherwise
         if levels != self.ladder.levels:

@@ -1,8 +1,8 @@
-"""Prefill and the decode step: the model's forwards over the store, and what happens when one fails."""
+"""ModelRunner: prefill and decode steps, the model's forwards over the KV manager."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,38 +15,40 @@ from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.manager import Store
-from kvchat.kv.memory import budget
+from kvchat.kv.manager import KVManager
+from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.units import size
 
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
 # K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
 CHUNK = 512
 
-# Tokens that what grows makes room for at least. On a GPU each time costs a new graph.
+# Tokens that what grows with the conversation makes room for at least. On a GPU each time costs a new graph.
 GROWTH_HEADROOM = {"cpu": 128, "cuda": 2048}
 
 
 def geometry_of(model: LoadedModel) -> Geometry:
-    """The model's K/V geometry."""
+    """Return the model's K/V geometry."""
     m = model
-    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, spare=GROWTH_HEADROOM[m.device.type])
+    headroom = GROWTH_HEADROOM[m.device.type]
+    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, headroom=headroom)
 
 
 def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> ModelTraits:
-    """What modes may need to know of the model; ``calibration`` is what was measured of its heads."""
+    """Return what modes may need to know of the model; ``calibration`` is what was measured of its heads."""
     return ModelTraits(model.context, model.probe.rotations, model.probe.refusal, calibration)
 
 
 class ModelRunner:
-    """Runs a model's tokens through the store.
+    """Runs a model's tokens through a KV manager.
 
-    ``chunk`` is the number of tokens of one prefill forward, None where the plan chooses by what memory is free;
-    when it runs out all the same, fewer are tried, down to ``least``.
+    ``chunk`` is the number of tokens of one prefill forward, None where the plan chooses by the free memory. When
+    memory runs out all the same fewer are tried, down to ``least``.
     """
 
-    least = budget.CHUNKS[0]
+    least = CHUNKS[0]
 
     def __init__(self, model: LoadedModel, mode: Mode, recorder: Recorder | None = None) -> None:
         self.model = model
@@ -54,49 +56,113 @@ class ModelRunner:
         self.chunk = None if model.device.type == "cuda" else CHUNK
         self._token_bytes: int | None = None
         with torch.inference_mode():
-            self.store = Store(geometry_of(model), model.device, mode)
+            self.kv = KVManager(geometry_of(model), model.device, mode)
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self.graphs = GraphRunner(self.store, recorder or recorder_for(model.device))
+        self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device))
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """Warnings about how it runs, for ``Snapshot.badges``."""
-        return *self.store.host.badges, *self.store.ops.badges, *self.graphs.badges
+        """Warnings about how the engine runs, for ``Snapshot.badges``."""
+        return *self.kv.state.host.badges, *self.kv.state.ops.badges, *self.graphs.badges
 
-    def prefill(self, ids: Sequence[int]) -> Generator[tuple[Sequence[int], Tensor | None]]:
-        """Store ``ids`` chunk by chunk; yields each chunk when it is stored, with the last one the logits ``[vocab]``.
+    # ---- a decode step
 
-        May be abandoned between two chunks: what was yielded is stored.
+    def step(self, token: int) -> Tensor:
+        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``, float32.
+
+        Raises:
+            UsageError: the model has no such token.
+            DoesNotFitError: memory is short. Nothing is stored then.
+        """
+        self._check_tokens((token,))
+        with torch.inference_mode(), self._memory_errors_explained("decoding"):
+            try:
+                self.kv.begin_step(pinned=token in self._control)
+                self._token.fill_(token)
+                logits = self.graphs.run(self._forward)
+            except BaseException:
+                self.kv.rollback_step()
+                raise
+            self.kv.commit_step()
+        return logits
+
+    def _forward(self) -> Tensor:
+        """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
+        self.kv.forward_begin()
+        position = self.kv.state.position.view(1)
+        logits = attention_hook.forward(self.model.model, self._token, position, self.kv, logits=True)
+        self.kv.forward_end()
+        assert logits is not None
+        return logits
+
+    # ---- a prefill
+
+    def prefill(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor | None]]:
+        """Store ``ids`` chunk by chunk; yield each chunk once it is stored, with the last one the logits ``[vocab]``.
+
+        May be abandoned between two chunks: what was yielded is stored, and the next step fills the slots first.
 
         Raises:
             UsageError: the model has no such token.
             DoesNotFitError: there is no memory for even the smallest forward; what was yielded is stored.
         """
         self._check_tokens(ids)
-        size = self.chunk or self._planned_chunk(len(ids))
-        num_reachable = self.store.mode.num_reachable()
+        chunk_size = self.chunk or self._planned_chunk(len(ids))
         done = 0
-        try:
-            while done < len(ids):
-                chunk, logits = self._read(ids, done, size)
-                size = len(chunk)
-                done += size
-                num_reachable += size
-                yield chunk, logits
-        finally:
-            with torch.inference_mode(), self._explained("answering"):
-                self.store.settle(num_reachable)
+        while done < len(ids):
+            chunk, logits = self._read_chunk(ids, done, chunk_size)
+            chunk_size = len(chunk)
+            done += chunk_size
+            yield chunk, logits
+        with torch.inference_mode(), self._memory_errors_explained("answering"):
+            self.kv.refill()
 
-    def step(self, token: int) -> Tensor:
-        """Store ``token``, in the mode at hand; the next token's logits ``[vocab]``, float32.
+    def _planned_chunk(self, tokens: int) -> int:
+        """How many of ``tokens`` new ones go through the model at once."""
+        if self._token_bytes is None:
+            with self._memory_errors_explained("reading the prompt"):
+                self._token_bytes = bytes_per_token(self.model)
+        state = self.kv.state
+        return prefill_chunk(state.geometry, state.total, tokens, self._token_bytes, state.device)
+
+    def _read_chunk(self, ids: Sequence[int], done: int, tokens: int) -> tuple[Sequence[int], Tensor | None]:
+        """Store the next ``tokens`` of ``ids`` after ``done`` of them; half as many whenever memory runs out."""
+        with self._memory_errors_explained("reading the prompt"):
+            while True:
+                chunk = ids[done : done + tokens]
+                try:
+                    return chunk, self._forward_chunk(chunk, last=done + len(chunk) == len(ids))
+                except torch.OutOfMemoryError:
+                    if len(chunk) <= self.least:
+                        raise
+                tokens = max(self.least, len(chunk) // 2)
+                # What smaller forwards may use lies scattered in what torch keeps.
+                torch.cuda.empty_cache()
+
+    def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
+        device, total = self.model.device, self.kv.total
+        with torch.inference_mode():
+            self.kv.begin_prefill(len(chunk))
+            try:
+                positions = torch.arange(total, total + len(chunk), device=device)
+                ids = torch.tensor(chunk, device=device)
+                logits = attention_hook.forward(self.model.model, ids, positions, self.kv, logits=last)
+            except BaseException:
+                self.kv.rollback_prefill()
+                raise
+            self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
+        return logits
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``.
 
         Raises:
-            UsageError: the model has no such token.
+            DoesNotFitError: memory is short; they are forgotten, and the next step fills the slots first.
         """
-        self._check_tokens((token,))
-        with torch.inference_mode(), self._explained("decoding"), self.store.step(token in self._control):
-            self._token.fill_(token)
-            return self.graphs.run(self._forward_token)
+        with torch.inference_mode(), self._memory_errors_explained("filling the slots"):
+            self.kv.truncate(tokens)
+
+    # ---- refusals
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         """On a GPU an id outside the vocabulary would end the process, not only the forward."""
@@ -105,46 +171,8 @@ class ModelRunner:
         if unknown is not None:
             raise UsageError(f"There is no token {unknown}.", f"{self.model.name} has tokens 0 to {vocab - 1:,}.")
 
-    def _forward_token(self) -> Tensor:
-        """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
-        with self.store.layers():
-            position = self.store.position.view(1)
-            logits = attention_hook.forward(self.model.model, self._token, position, self.store, logits=True)
-        assert logits is not None
-        return logits
-
-    def _planned_chunk(self, tokens: int) -> int:
-        """How many of ``tokens`` new ones go through the model at once; refused where not even the fewest can."""
-        if self._token_bytes is None:
-            with self._explained("reading the prompt"):
-                self._token_bytes = bytes_per_token(self.model)
-        store = self.store
-        return budget.prefill_chunk(store.geometry, store.total, tokens, self._token_bytes, store.device)
-
-    def _read(self, ids: Sequence[int], done: int, size: int) -> tuple[Sequence[int], Tensor | None]:
-        """Store the next ``size`` of ``ids`` after ``done`` of them; half as many whenever memory runs out."""
-        with self._explained("reading the prompt"):
-            while True:
-                chunk = ids[done : done + size]
-                try:
-                    return chunk, self._forward_chunk(chunk, last=done + len(chunk) == len(ids))
-                except torch.OutOfMemoryError:
-                    if len(chunk) <= self.least:
-                        raise
-                size = max(self.least, len(chunk) // 2)
-                # What smaller forwards may use lies scattered in what torch keeps.
-                torch.cuda.empty_cache()
-
-    def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
-        device = self.model.device
-        pinned = [i for i, token in enumerate(chunk) if token in self._control]
-        with torch.inference_mode(), self.store.prefill(len(chunk), pinned):
-            positions = torch.arange(self.store.total, self.store.total + len(chunk), device=device)
-            ids = torch.tensor(chunk, device=device)
-            return attention_hook.forward(self.model.model, ids, positions, self.store, logits=last)
-
     @contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
+    def _memory_errors_explained(self, doing: str) -> Iterator[None]:
         """Name what ran out of memory. Nothing of the failed forward is stored.
 
         Raises:
@@ -153,11 +181,10 @@ class ModelRunner:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            store, total = self.store, self.store.total
-            gib = store.device_bytes / 2**30
+            kv = self.kv
             raise DoesNotFitError(
                 f"The device ran out of memory while {doing}.",
-                f"The {store.mode.name} mode holds {gib:.2f} GiB of K/V there for {total:,} stored tokens: "
+                f"The {kv.mode.name} mode holds {size(kv.device_bytes)} of K/V there for {kv.total:,} stored tokens: "
                 f"{str(error).splitlines()[0]}",
                 "Everything stored is kept. Take a smaller budget or the streaming mode, and try again.",
             ) from error

@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.attention import PREFILL_WORKSPACE
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
-from kvchat.kv.modes.base import Mode
-
-# Tokens of one prefill forward on a GPU. With fewer the matrices are too small to be busy; with more a person who
-# cancels waits too long, and earlier K/V is read only a little less often.
-CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
+from kvchat.units import size
 
 
 def free_bytes(device: torch.device) -> int:
@@ -23,67 +17,23 @@ def free_bytes(device: torch.device) -> int:
     return available.host_free()
 
 
-def check(mode: Mode, tokens: int, device: torch.device, given_back: int = 0) -> None:
-    """Refuse a mode whose slots for ``tokens`` tokens do not fit; leaving the old one frees ``given_back`` bytes.
+def check_fits(mode: str, needed: int, tokens: int, device: torch.device, released: int = 0) -> None:
+    """Refuse a mode that needs more device memory than is free once the old mode has ``released`` its own.
+
+    Args:
+        mode: its name.
+        needed: bytes it takes for ``tokens`` tokens.
+        tokens: tokens there is to be room for.
+        device: where.
+        released: bytes that leaving the old mode frees.
 
     Raises:
         DoesNotFitError: with the numbers.
     """
-    free = free_bytes(device) + given_back
-    usable = available.usable(free)
-    needed = mode.nbytes(tokens)
+    usable = available.usable(free_bytes(device) + released)
     if needed > usable:
         raise DoesNotFitError(
-            f"The {mode.name} mode does not fit.",
-            f"Its K/V of {tokens:,} tokens takes {_gib(needed)} on {device}, {_gib(usable)} are free.",
+            f"The {mode} mode does not fit.",
+            f"Its K/V of {tokens:,} tokens takes {size(needed)} on {device}, {size(usable)} are free.",
             "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter conversation.",
         )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
-
-
-# ---- a prefill
-
-
-def staging_bytes(geometry: Geometry, stored: int, new: int) -> int:
-    """Device bytes of the buffers of a prefill (``prefill.StagedPrefill``) of ``new`` tokens after ``stored``."""
-    pages = geometry.pages(stored + new)
-    changed = pages - stored // geometry.page
-    page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
-    return (pages + geometry.pages(stored) + changed) * page_bytes
-
-
-def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -> int:
-    """Device bytes that one forward of ``new`` tokens after ``stored`` takes beside the weights and the mode's slots.
-
-    ``token_bytes`` is what the model's layers take per new token.
-    """
-    return staging_bytes(geometry, stored, new) + new * token_bytes + PREFILL_WORKSPACE
-
-
-def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, device: torch.device) -> int:
-    """How many of ``new`` tokens after ``stored`` go through the model at once; ``token_bytes`` as above.
-
-    The largest that takes no more than half of what can be had: the rest is for what memory is scattered over.
-
-    Raises:
-        DoesNotFitError: not even the fewest fit.
-    """
-    free = available.usable(free_bytes(device))
-
-    def needed(chunk: int) -> int:
-        last = min(chunk, new)
-        return prefill_bytes(geometry, stored + new - last, last, token_bytes)
-
-    least = CHUNKS[0]
-    if needed(least) > free:
-        raise DoesNotFitError(
-            "There is no room to read the prompt.",
-            f"{new:,} tokens after {stored:,} stored ones need {_gib(needed(least))} on {device}, read {least} at a "
-            f"time: {_gib(staging_bytes(geometry, stored, new))} for one layer's K/V on its way, the rest for the "
-            f"layers' intermediate results. {_gib(free)} are free.",
-            "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
-        )
-    return max((chunk for chunk in CHUNKS if needed(chunk) <= free // 2), default=least)

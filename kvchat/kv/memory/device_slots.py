@@ -89,8 +89,8 @@ class DeviceSlots:
         """Bytes allocated."""
         return self.kv.nbytes + self.table.nbytes + self.attended.nbytes + self.pages.nbytes
 
-    def buffers(self) -> list[Tensor]:
-        """All tensors that last from step to step."""
+    def graph_buffers(self) -> list[Tensor]:
+        """Return the tensors that last from step to step."""
         constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
         return [self.kv, self.table, self.attended, self.pages, self.active, *constants]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.transfer import SideStream
+from kvchat.kv.memory.side_stream import SideStream
 
 
 class Prefill(Protocol):

@@ -1,15 +1,14 @@
 """What a mode is: the policy that decides which stored tokens attention reads and when they are fetched.
 
-A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode builds its slots from
-it. The base class keeps the sinks and the window; a mode says what lies between. ``forward_begin``,
-``attention_begin``, ``attention_end`` and ``forward_end`` may become part of a CUDA graph: tensors of fixed shape,
-state changed in place, nothing read back.
+A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode fills its slots from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.rope import Rotation
-
-if TYPE_CHECKING:
-    from kvchat.kv.manager import Store
+from kvchat.kv.state import KVState
 
 
 @dataclass(frozen=True)
@@ -42,18 +39,97 @@ class ModelTraits:
     calibration: Calibration | None = None
 
 
-class Mode:
-    """Base of all modes. ``preamble`` is the number of tokens of the system prompt.
+@dataclass(frozen=True)
+class Plan:
+    """What a mode wants on the device for a given capacity.
 
-    ``recoveries`` are the levels of recovery that change something in this mode; a mode that ``widens`` has WR and FR
-    done by entering it with a larger budget for a while, any other by ``recover``.
+    ``layouts`` are its slots, which together cover every layer; ``state_bytes`` is what it keeps beside them.
+    """
+
+    layouts: Sequence[Layout]
+    state_bytes: int = 0
+
+    def device_bytes(self, geometry: Geometry) -> int:
+        """Device bytes of all of it."""
+        return sum(layout.nbytes(geometry) for layout in self.layouts) + self.state_bytes
+
+    def moved_bytes(self, geometry: Geometry, tokens: int) -> int:
+        """Bytes that filling the slots copies to the device when ``tokens`` are stored, at most."""
+        g = geometry
+        slots = sum(
+            (layout.last - layout.first) * layout.width(g) * min(tokens, layout.slots(g.page))
+            for layout in self.layouts
+        )
+        return slots * 2 * g.row_bytes
+
+
+class TokenState(Enum):
+    """Where a stored token is, as seen from the next step."""
+
+    SINK = "sink"
+    WINDOW = "window"
+    RESIDENT = "on the device"
+    RECALLED = "recalled just now"
+    ON_HOST = "on the host"
+    FROZEN = "frozen"
+    UNREACHABLE = "out of reach"
+
+
+@dataclass(frozen=True)
+class ModeReport:
+    """What a mode tells of itself.
+
+    ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
+    has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs
+    are read counts as on the device, any other as ``absent``.
+    """
+
+    params: dict[str, Any]
+    stats: dict[str, Any] = field(default_factory=dict)
+    absent: TokenState = TokenState.ON_HOST
+    resident_share: float = 1e-9
+
+
+class Mode:
+    """Base of all modes: keeps the sinks and the window; a mode decides what lies between.
+
+    ===================  =============================================  ==========================================
+    when                 member                                         duty
+    ===================  =============================================  ==========================================
+    before entering      ``plan(capacity)``                             slots and bytes wanted
+    on entering          ``attach(state)``                              allocate what is kept beside the slots
+    in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
+    after it             ``fill(fresh)``                                bring to the slots what the next token reads
+    before a step        ``prepare_step()``, ``graph_key()``            grow; which kind of step it is
+    in a step            ``forward_begin(position)``                    give the new token its slots
+    ... in each layer    ``attention_begin(layer, query, key, spec)``   correct; are the weights wanted?
+    ... in each layer    ``attention_end(layer, query, weights, spec)`` score, select, recall
+    in a step            ``forward_end(position)``                      look back at the whole step
+    after a step         ``is_exact(tokens)``                           did it read everything?
+    on an alarm          ``recover(level)``                             read more for a while
+    for screens          ``report()``                                   parameters, figures, state of tokens
+    ===================  =============================================  ==========================================
+
+    From ``forward_begin`` to ``forward_end`` everything may become part of a CUDA graph: tensors of fixed shape, state
+    changed in place (``graph_buffers``), nothing read back.
+
+    Attributes:
+        name: as in the settings.
+        recovery_levels: levels of recovery that change something in this mode.
+        widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
+        sink, window: first and most recent tokens that are always attended.
+        limited_by_context: positions must stay within the model's context.
+        needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
+        preamble: tokens of the system prompt.
     """
 
     name: ClassVar[str]
-    recoveries: ClassVar[tuple[Level, ...]] = ("RR",)
+    recovery_levels: ClassVar[tuple[Level, ...]] = ("RR",)
     widens: ClassVar[bool] = False
     sink: int = 0
     window: int = 0
+    limited_by_context: bool = True
+    needs_calibration: bool = False
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         self.parameters = parameters
@@ -61,123 +137,78 @@ class Mode:
         self.traits = traits
         self.preamble = preamble
 
-    def layouts(self, capacity: int) -> list[Layout]:
-        """The slots wanted for a store of at most ``capacity`` tokens; together they cover every layer."""
+    def plan(self, capacity: int) -> Plan:
+        """Return the slots and bytes wanted for at most ``capacity`` stored tokens."""
         raise NotImplementedError
 
-    def nbytes(self, capacity: int) -> int:
-        """Device bytes of the slots and of what else the mode keeps there."""
-        return sum(layout.nbytes(self.geometry) for layout in self.layouts(capacity))
+    def attach(self, state: KVState) -> None:
+        """Take over freshly allocated, empty slots."""
+        self.state = state
 
-    def moved_bytes(self, tokens: int) -> int:
-        """Bytes that entering the mode copies to the device when ``tokens`` are stored, at most."""
-        g = self.geometry
-        slots = sum(
-            (layout.last - layout.first) * layout.width(g) * min(tokens, layout.slots(g.page))
-            for layout in self.layouts(g.grown(tokens))
-        )
-        return slots * 2 * g.row_bytes
+    def fill(self, fresh: bool) -> None:
+        """Bring to the slots what the next token attends to.
 
-    def attach(self, store: Store) -> None:
-        """Take possession of freshly built, empty slots."""
-        self.store = store
-
-    def fill(self, num_reachable: int) -> None:
-        """Bring to the device what the next token attends to; ``num_reachable`` tokens could be read before.
-
-        Called after entering the mode, after a prefill, after growing and after truncating.
+        Called after entering the mode, after a prefill and after truncating; ``fresh`` says that everything stored may
+        be read again, also what the mode had dropped for good.
         """
-        for slots in self.store.slots:
+        for slots in self.state.slots:
             # One less than the window: the next token takes the slot of the oldest.
-            self.store.transfer.load_table(slots, self.wanted(slots, slots.layout.window - 1))
+            self.state.transfer.load_table(slots, self.wanted_table(slots, slots.layout.window - 1))
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        """A prefill brings the layer's tokens from ``start`` on; ``keys [H, n, d_k]`` of all tokens, on the device."""
+        """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` of all tokens, on the device."""
 
-    def wanted(self, slots: DeviceSlots, recent: int) -> Tensor:
-        """The table that holds the sinks and the last ``recent`` tokens before the next one."""
-        total, sink = self.store.total, slots.layout.sink
+    def prepare_step(self) -> bool:
+        """Make room for a step's token in what the mode keeps, outside the graph; True if ``plan`` changed."""
+        return False
+
+    def graph_key(self) -> tuple[int, ...]:
+        """Return which kind of step comes next; steps of one kind run the same operations on the same shapes."""
+        return ()
+
+    def graph_buffers(self) -> list[Tensor]:
+        """Return what the mode keeps on the device from step to step, beside the slots."""
+        return []
+
+    def forward_begin(self, position: Tensor) -> None:
+        """Give the new token at ``position`` (0-d int64) its slots."""
+        for slots in self.state.slots:
+            slots.assign(position)
+
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+        """Act before the layer's attention, given the new token's ``query [H_q, d_k]`` and ``key [H, d_k]``.
+
+        Returns:
+            True if ``attention_end`` needs the weights.
+        """
+        return False
+
+    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
+        """Act after the layer's attention, given its weights over each of its slots where they were asked for."""
+
+    def forward_end(self, position: Tensor) -> None:
+        """Act after the last layer."""
+
+    def is_exact(self, tokens: int) -> bool:
+        """Return whether a token decoded as number ``tokens`` reads everything before it. Costs no wait."""
+        return True
+
+    def recover(self, level: Level) -> None:
+        """Read more again between two steps, because the text may have gone wrong; ``level`` is SR, WR or FR."""
+
+    def report(self) -> ModeReport:
+        """Return parameters in force, figures and the state of tokens; may wait for the device."""
+        return ModeReport(self.parameters.model_dump())
+
+    def wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
+        """Return the table that holds the sinks and the last ``recent`` tokens before the next one."""
+        total, sink = self.state.total, slots.layout.sink
         table = torch.full_like(slots.table, EMPTY)
         first = min(total, max(sink, total - recent))
         for low, high in ((0, min(sink, total)), (first, total)):
             positions = torch.arange(low, high, device=table.device)
             table[..., slots.slot_of(positions)] = positions.to(torch.int32)
         return table
-
-    def advance(self) -> None:
-        """A step begins: room for its token in what the mode keeps, and counters on the host. Not part of a graph."""
-
-    def forward_begin(self, position: Tensor) -> None:
-        """Before the first layer: the new token gets its slots."""
-        for slots in self.store.slots:
-            slots.assign(position)
-
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
-        """Before the layer's attention; ``query [H_q, d_k]`` and ``key [H, d_k]`` of the new token."""
-
-    def needs_weights(self, layer: int) -> bool:
-        """Does ``attention_end`` want the weights of the layer's attention?"""
-        return False
-
-    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        """After the layer's attention, with its weights over each of its slots."""
-
-    def forward_end(self, position: Tensor) -> None:
-        """After the last layer."""
-
-    def wants_resize(self) -> bool:
-        """Asked before each step: has the number of slots wanted changed, so that ``layouts`` is to be asked anew?"""
-        return False
-
-    def recover(self, level: Level) -> None:
-        """Between two steps: read more again, because the text may have gone wrong; ``level`` is SR, WR or FR."""
-
-    def num_reachable(self) -> int:
-        """Stored tokens that the next one may read or have recalled."""
-        return self.store.total
-
-    @property
-    def device_bytes(self) -> int:
-        """Device bytes the mode itself keeps, beside the slots."""
-        return 0
-
-    def effective_params(self) -> dict[str, Any]:
-        """The parameters with what was chosen for ``auto``."""
-        return self.parameters.model_dump()
-
-    def buffers(self) -> list[Tensor]:
-        """What the mode's part of a step reads or changes and keeps from step to step, beside the slots."""
-        return []
-
-    def is_exact(self, tokens: int) -> bool:
-        """Does a token decoded as number ``tokens`` of the store read everything before it?"""
-        return True
-
-    @property
-    def limited_by_context(self) -> bool:
-        """Are positions limited by the model's context? A mode that re-aligns sinks goes on beyond it."""
-        return True
-
-    def phase(self) -> tuple[int, ...]:
-        """Which of its kinds of step the one at hand is; steps of a kind run the same operations on the same shapes."""
-        return ()
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Does it wait for the model's heads to be measured? Until then it may hold and read everything."""
-        return False
-
-    def reach(self) -> str:
-        """A token off the device is ``H`` (on the host, may return by itself) or ``X`` (out of reach)."""
-        return "H"
-
-    def letter(self, share: float) -> str:
-        """What the ribbon shows for tokens of which a ``share`` was read and which are neither sinks nor recent."""
-        return "D" if share > 0 else self.reach()
-
-    def stats(self) -> dict[str, Any]:
-        """Numbers only this mode has, for the screen."""
-        return {}
 
 
 def budget_of(parameters: BudgetParameters, context: int) -> int:

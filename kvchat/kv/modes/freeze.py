@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +42,16 @@ from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, TokenState
+from kvchat.kv.modes.freeze_scores import WEIGHED, Scores
 from kvchat.kv.modes.freeze_timers import Timers, state_bytes
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
-
-if TYPE_CHECKING:
-    from kvchat.kv.manager import Store
+from kvchat.kv.state import KVState
 
 RESIZE_INTERVAL = 16  # steps between two looks at the number of active tokens
 MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if that is more; where half are left, anew
-ROOM_SHARE = 4  # of the geometry's spare, where that is more: on a GPU other slots are another graph, about 0.2 s
+ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
 SHRINK = 0.8  # slots are given back when so small a share of them would do
-
-WEIGHED = ("prob_max", "prob_rel")  # the scores that are made of attention's weights
 
 PAPER: dict[str, Any] = {
     "score": "always",
@@ -71,10 +68,10 @@ PAPER: dict[str, Any] = {
 
 
 class Freeze(Mode):
-    """Token slots that irrelevant tokens leave; ``timers`` and scores for each of the store's slots."""
+    """Token slots that irrelevant tokens leave; ``timers`` and scores for each group of slots."""
 
     name = "freeze"
-    recoveries = LEVELS
+    recovery_levels = LEVELS
 
     def __init__(
         self, parameters: FreezeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
@@ -90,36 +87,30 @@ class Freeze(Mode):
         self._certain = 0
         self._known = 0
 
-    def layouts(self, capacity: int) -> list[Layout]:
+    def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         ends = list(range(layers + 1)) if self.rule.per_layer else [0, layers]
         most = min(capacity, self.rule.max_active or capacity)
         sizes = self._sizes or [most + RESIZE_INTERVAL] * (len(ends) - 1)
-        return [
+        layouts = [
             Layout(first, last, sink=0, window=size, unordered=True)
             for (first, last), size in zip(pairwise(ends), sizes, strict=True)
         ]
+        return Plan(layouts, len(layouts) * state_bytes(capacity))
 
-    def nbytes(self, capacity: int) -> int:
-        return super().nbytes(capacity) + len(self.layouts(capacity)) * state_bytes(capacity)
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(timers.nbytes for timers in self.timers)
-
-    def attach(self, store: Store) -> None:
-        super().attach(store)
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
         # When a switch to another mode fails this one is entered again, and goes on.
         if not self.timers:
-            self.timers = [Timers(self.rule, store.device, self.geometry.spare) for _ in store.slots]
-            self.thawed = torch.zeros((), dtype=torch.int64, device=store.device)
-            self._seen = (0, store.steps)
+            self.timers = [Timers(self.rule, state.device, self.geometry.headroom) for _ in state.slots]
+            self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
+            self._entered_at = state.steps
 
     # ---- between steps
 
-    def fill(self, num_reachable: int) -> None:
-        total, most = self.store.total, self.rule.max_active
-        for slots, timers in zip(self.store.slots, self.timers, strict=True):
+    def fill(self, fresh: bool) -> None:
+        total, most = self.state.total, self.rule.max_active
+        for slots, timers in zip(self.state.slots, self.timers, strict=True):
             timers.reserve(total)
             timers.truncate(total)
             if self.rule.wake and total > self._known:
@@ -128,53 +119,49 @@ class Freeze(Mode):
             if over or bool(timers.frozen[:total].any()):
                 self._look_again(slots, timers)
             if most is not None:
-                timers.limit(total, most - 1, self.store.pinned)
+                timers.limit(total, most - 1, self.state.pinned)
         self._known = total
         self._bring()
 
-    def wants_resize(self) -> bool:
-        self._steps += 1
-        return self._steps >= RESIZE_INTERVAL and self._measure()
-
     def recover(self, level: Level) -> None:
         for timers in self.timers:
-            frozen = timers.frozen[: self.store.total]
+            frozen = timers.frozen[: self.state.total]
             if level == "SR":
                 timers.wake(frozen & (timers.timer[: len(frozen)] > 1))
             elif level == "WR":
-                timers.wake(frozen & (timers.since[: len(frozen)] >= self.store.total - RECENT))
+                timers.wake(frozen & (timers.since[: len(frozen)] >= self.state.total - RECENT))
             else:
                 timers.wake(frozen)
                 timers.detections.copy_(torch.where(timers.detections > 0, timers.detections // 2, timers.detections))
                 timers.hold.fill_(RECENT)
             if self.rule.max_active is not None:
-                timers.limit(self.store.total, self.rule.max_active - 1, self.store.pinned)
+                timers.limit(self.state.total, self.rule.max_active - 1, self.state.pinned)
         self._bring()
 
     def _look_again(self, slots: DeviceSlots, timers: Timers) -> None:
         """Score all tokens by the last token's queries; the frozen ones that are relevant wake."""
-        store, total = self.store, self.store.total
-        positions = torch.arange(total, device=store.device)
+        state, total = self.state, self.state.total
+        positions = torch.arange(total, device=state.device)
         scores = Scores(self.rule, positions)
         for layer in range(slots.layout.first, slots.layout.last):
-            spec = store.specs[layer]
+            spec = state.specs[layer]
             if spec is not None:
-                keys, values = store.host.dense(layer, total)
-                query = store.query[layer].view(len(keys), -1, keys.shape[-1])
+                keys, values = state.host.dense(layer, total)
+                query = state.query[layer].view(len(keys), -1, keys.shape[-1])
                 masked = positions <= total - 1 - (spec.window or total)
-                bias = torch.zeros(total, dtype=keys.dtype, device=store.device).masked_fill(masked, -torch.inf)
+                bias = torch.zeros(total, dtype=keys.dtype, device=state.device).masked_fill(masked, -torch.inf)
                 sinks = None if spec.sinks is None else spec.sinks.view(len(keys), -1)
                 weights = attend(query, keys, values, bias.view(1, 1, -1), spec, sinks)[1]
-                scores.add(Weights(weights), query, keys, spec, store.position - 1)
+                scores.add(Weights(weights), query, keys, spec, state.position - 1)
         timers.score[:total] = scores.result()
         timers.wake(timers.score[:total] >= self.rule.tau)
 
     def _bring(self) -> None:
         """Make the slots hold exactly the active tokens."""
         self._measure()
-        self.store.refit()
-        for slots, timers in zip(self.store.slots, self.timers, strict=True):
-            frozen, table = timers.frozen[: self.store.total], slots.table[0, 0].clone()
+        self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
+        for slots, timers in zip(self.state.slots, self.timers, strict=True):
+            frozen, table = timers.frozen[: self.state.total], slots.table[0, 0].clone()
             held = table[table != EMPTY].long()
             table[(table != EMPTY) & timers.frozen[table.long()]] = EMPTY
             missing = ~frozen
@@ -182,15 +169,15 @@ class Freeze(Mode):
             positions = missing.nonzero().flatten()
             vacant = (table == EMPTY).nonzero().flatten()
             table[vacant[: len(positions)]] = positions.to(torch.int32)
-            self.store.transfer.load_table(slots, table.expand_as(slots.table))
+            self.state.transfer.load_table(slots, table.expand_as(slots.table))
 
     def _measure(self) -> bool:
         """Note how many slots are wanted for what is active; has it changed?"""
         self._steps = 0
-        total, first = self.store.total, math.ceil(self.rule.k**2)
+        total, first = self.state.total, math.ceil(self.rule.k**2)
         active = [total - int(timers.frozen[:total].sum()) for timers in self.timers]
-        sizes = [self._size(slots.n, tokens) for slots, tokens in zip(self.store.slots, active, strict=True)]
-        changed, self._sizes = sizes != [slots.n for slots in self.store.slots], sizes
+        sizes = [self._size(slots.n, tokens) for slots, tokens in zip(self.state.slots, active, strict=True)]
+        changed, self._sizes = sizes != [slots.n for slots in self.state.slots], sizes
         flags = max([int(timers.detections[:total].max()) for timers in self.timers] if total else [0])
         self._certain = total + max(1, first - max(flags, 0)) if min(active) == total else 0
         return changed
@@ -198,34 +185,37 @@ class Freeze(Mode):
     def _size(self, n: int, active: int) -> int:
         """DeviceSlots for ``active`` tokens where there are ``n`` now; ``n`` while it will do."""
         least, most = max(MIN_ROOM, active // 8), self.rule.max_active
-        ahead = self.geometry.spare // ROOM_SHARE
+        ahead = self.geometry.headroom // ROOM_SHARE
         ahead = ahead if most is None else min(ahead, most - active)
         wanted = self.geometry.round_up(active + RESIZE_INTERVAL + max(least, ahead))
         return wanted if active + RESIZE_INTERVAL + least // 2 > n or wanted < SHRINK * n else n
 
     # ---- a step
 
-    def advance(self) -> None:
-        self._known = self.store.total + 1
+    def prepare_step(self) -> bool:
+        self._steps += 1
+        changed = self._steps >= RESIZE_INTERVAL and self._measure()
+        self._known = self.state.total + 1
         for timers in self.timers:
             timers.reserve(self._known)
+        return changed
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
-        self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.store.slots]
+        self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.state.slots]
 
-    def needs_weights(self, layer: int) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         return self.rule.score in WEIGHED
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         index = layer if self.rule.per_layer else 0
-        keys = self.store.slots[index].keys(layer)
+        keys = self.state.slots[index].keys(layer)
         grouped = query.view(len(keys), -1, query.shape[-1])
-        self._scores[index].add(weights[0] if weights else None, grouped, keys, spec, self.store.position)
+        self._scores[index].add(weights[0] if weights else None, grouped, keys, spec, self.state.position)
 
     def forward_end(self, position: Tensor) -> None:
-        for slots, timers, scores in zip(self.store.slots, self.timers, self._scores, strict=True):
-            leaves = timers.observe(position, slots.table[0, 0], scores.result(), self.store.pinned)
+        for slots, timers, scores in zip(self.state.slots, self.timers, self._scores, strict=True):
+            leaves = timers.observe(position, slots.table[0, 0], scores.result(), self.state.pinned)
             slots.table.masked_fill_(leaves, EMPTY)
             self._thaw(slots, timers)
 
@@ -239,20 +229,17 @@ class Freeze(Mode):
         if self.rule.max_active is not None:
             room = room.clamp(max=self.rule.max_active - 1 - active)
         taken = (value > 0) & (torch.arange(most, device=value.device) < room)
-        self.store.transfer.load_into_free(slots, positions, slots.free_slots(most), taken)
+        self.state.transfer.load_into_free(slots, positions, slots.free_slots(most), taken)
         timers.frozen[positions] &= ~taken
         self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first
-        self.store.transfer.counters[0, 1].add_((active + taken.sum()) * (layers * self.geometry.kv_heads))
+        self.state.transfer.count_wanted((active + taken.sum()) * (layers * self.geometry.kv_heads))
 
-    def buffers(self) -> list[Tensor]:
+    def graph_buffers(self) -> list[Tensor]:
         states = [[t.detections, t.timer, t.since, t.score, t.frozen, t.hold] for t in self.timers]
         return [self.thawed, *(tensor for state in states for tensor in state)]
 
     # ---- what others read
-
-    def effective_params(self) -> dict[str, Any]:
-        return self.rule.model_dump()
 
     def is_exact(self, tokens: int) -> bool:
         # Conservative: between two looks it is not known whether a token that could be frozen was.
@@ -261,23 +248,18 @@ class Freeze(Mode):
             tokens <= (min(never, self.rule.max_active) if self.rule.max_active else never) or tokens <= self._certain
         )
 
-    def reach(self) -> str:
-        return "F"
+    def report(self) -> ModeReport:
+        return ModeReport(self.rule.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)
 
-    def letter(self, share: float) -> str:
-        return "D" if share >= 0.5 else "F"
-
-    def stats(self) -> dict[str, Any]:
-        frozen = [timers.frozen[: self.store.total] for timers in self.timers]
+    def _stats(self) -> dict[str, Any]:
+        frozen = [timers.frozen[: self.state.total] for timers in self.timers]
         away = sum(int(mask.sum()) for mask in frozen)
         waits = sum(int(t.timer[: len(m)][m].clamp(min=0).sum()) for t, m in zip(self.timers, frozen, strict=True))
-        now = int(self.thawed), self.store.steps
-        thawed, steps = now[0] - self._seen[0], now[1] - self._seen[1]
-        self._seen = now
+        steps = self.state.steps - self._entered_at
         return {
             "frozen now": away // len(frozen),
             "mean timer": round(waits / away, 1) if away else 0.0,
-            "thaws a step": round(thawed / len(frozen) / steps, 1) if steps > 0 else 0.0,
+            "thaws a step": round(int(self.thawed) / len(frozen) / steps, 1) if steps else 0.0,
         }
 
     def _refuse_small_ceiling(self) -> None:
@@ -289,44 +271,3 @@ class Freeze(Mode):
                 f"sink + window = {self.sink + self.window}.",
                 f"Give a max_active above {least}, or less min_active.",
             )
-
-
-class Scores:
-    """Relevance of the tokens in ``table [n]`` (-1 empty) to one token, gathered layer by layer."""
-
-    def __init__(self, rule: FreezeParameters, table: Tensor) -> None:
-        self.kind = rule.score
-        self.table = table
-        self.sum = torch.zeros(len(table), device=table.device)
-        self.highest = torch.zeros_like(self.sum)
-        self.layers = 0
-        self.windowed: Tensor | int = 0
-        self._counted = (table >= rule.sink).float()
-        self._number = self._counted.sum()
-
-    def add(self, weights: Weights | None, query: Tensor, keys: Tensor, spec: AttentionSpec, position: Tensor) -> None:
-        """One layer's weights, where the score is made of them, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``."""
-        if self.kind == "always":
-            return
-        seen = None if spec.window is None else (self.table > position - spec.window).float()
-        if seen is None:
-            self.layers += 1
-        else:
-            self.windowed = self.windowed + seen
-        if weights is not None and self.kind in WEIGHED:
-            number = self._number if seen is None else (self._counted * seen).sum()
-            if self.kind == "prob_max":
-                self.highest = torch.maximum(self.highest, weights.best().amax(0) * number)
-            else:
-                weights.add_shares(self.sum, self._counted, number)
-        else:
-            scale = spec.scaling if self.kind == "scaled" else 1.0
-            products = torch.bmm(query, keys.transpose(1, 2)).float().abs().mean((0, 1)) * scale
-            self.sum += products if seen is None else products * seen
-
-    def result(self) -> Tensor:
-        """``[n]``, the highest or the mean over the layers; 0 for a token that no layer can see."""
-        if self.kind == "prob_max":
-            return self.highest
-        layers = self.layers + self.windowed
-        return self.sum / (layers.clamp(min=1) if isinstance(layers, Tensor) else max(1, layers))

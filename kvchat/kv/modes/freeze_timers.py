@@ -42,13 +42,13 @@ class Timers:
     score: Tensor
     frozen: Tensor
 
-    def __init__(self, rule: FreezeParameters, device: torch.device, spare: int = GROWTH_HEADROOM) -> None:
+    def __init__(self, rule: FreezeParameters, device: torch.device, headroom: int = GROWTH_HEADROOM) -> None:
         self.rule = rule
         self.device = device
-        self.spare = spare
+        self.headroom = headroom
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
         self.capacity = 0
-        self._allocate(grown(0, spare))
+        self._allocate(grown(0, headroom))
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class Timers:
     def reserve(self, tokens: int) -> None:
         """Make room for the state of ``tokens``."""
         if tokens > self.capacity:
-            self._allocate(grown(tokens, self.spare))
+            self._allocate(grown(tokens, self.headroom))
 
     def truncate(self, tokens: int) -> None:
         """Forget the tokens from position ``tokens`` on; those in the window before it are active."""

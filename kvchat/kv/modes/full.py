@@ -7,13 +7,13 @@ token; nothing moves after the mode was entered.
 from __future__ import annotations
 
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.base import Mode, Plan
 
 
 class Full(Mode):
-    """All layers: a window as large as the store."""
+    """One window as large as the conversation in all layers."""
 
     name = "full"
 
-    def layouts(self, capacity: int) -> list[Layout]:
-        return [Layout(0, self.geometry.layers, sink=0, window=capacity)]
+    def plan(self, capacity: int) -> Plan:
+        return Plan([Layout(0, self.geometry.layers, sink=0, window=capacity)])

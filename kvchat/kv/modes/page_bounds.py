@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.selection import page_bounds
 
 
 class PageBounds:
-    """PageBounds ``[layers, H, page, 2 * d_k]`` of the layers ``first`` to the last, kept where selection needs them.
+    """Bounds ``[layers, H, page, 2 * d_k]`` of the layers ``first`` to the last, kept where selection needs them.
 
-    They count the first ``tokens`` tokens.
+    They cover the first ``tokens`` tokens.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
@@ -49,7 +50,7 @@ class PageBounds:
         return self.data[layer - self.first]
 
     def refresh(self, host: HostPool) -> None:
-        """Count exactly what the host pool holds; what was counted and is still stored is not read again."""
+        """Cover exactly what the host pool holds; only pages that are not covered yet are read from it."""
         g = self.geometry
         begin, end = min(self.tokens, host.total) // g.page, g.pages(host.total)
         self.reserve(g.grown(host.total))
@@ -59,39 +60,24 @@ class PageBounds:
             return
         for layer in range(self.first, g.layers):
             keys = host.dense(layer, host.total, begin)[0]
-            self.of(layer)[:, begin:end] = _bounds_of(keys, end - begin, g.page)
+            self.of(layer)[:, begin:end] = page_bounds(keys, end - begin, g.page)
 
     def compute(self, layer: int, start: int, keys: Tensor) -> None:
-        """Count a layer's tokens from ``start`` on, with the ``keys [H, n, d_k]`` of all that a prefill has at hand.
+        """Cover a layer's tokens from ``start`` on, given the ``keys [H, n, d_k]`` of all tokens during a prefill.
 
-        They are counted with the last layer, if all before them were; ``refresh`` then reads back one page at most
-        (and clears what a forward that failed may have left behind it).
+        ``tokens`` advances only after the last layer. ``refresh`` then re-reads at most one page, and clears what a
+        failed forward left.
         """
         g = self.geometry
         if start > self.tokens:
             return
         begin, end = start // g.page, g.pages(keys.shape[1])
         self.reserve(g.grown(keys.shape[1]))
-        self.of(layer)[:, begin:end] = _bounds_of(keys[:, begin * g.page :], end - begin, g.page)
+        self.of(layer)[:, begin:end] = page_bounds(keys[:, begin * g.page :], end - begin, g.page)
         if layer == g.layers - 1:
             self.tokens = keys.shape[1]
-
-    def update(self, layer: int, page: Tensor, keys: Tensor) -> None:
-        """Widen the bounds of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
-        bounds = self.of(layer)
-        row = torch.cat((keys, -keys), -1).unsqueeze(1)
-        bounds.index_copy_(1, page, torch.maximum(bounds.index_select(1, page), row))
 
     @property
     def _lowest(self) -> float:
         # Not -inf: relu(q) = 0 times it would be NaN.
         return torch.finfo(self.geometry.dtype).min
-
-
-def _bounds_of(keys: Tensor, pages: int, page: int) -> Tensor:
-    """``keys [H, n, d_k]`` -> ``[H, pages, 2 * d_k]``; the last page may be partly filled."""
-    heads, n, d_k = keys.shape
-    both = torch.cat((keys, -keys), -1)
-    lowest = torch.finfo(keys.dtype).min
-    padded = torch.nn.functional.pad(both, (0, 0, 0, pages * page - n), value=lowest)
-    return padded.view(heads, pages, page, 2 * d_k).amax(2)

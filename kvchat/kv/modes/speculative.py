@@ -18,8 +18,6 @@ Costs: a step scores all pages (2*d_k elements a page and head), and recalls onl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -29,19 +27,17 @@ from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, budget_of, refuse_small_budget
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
-
-if TYPE_CHECKING:
-    from kvchat.kv.manager import Store
+from kvchat.kv.state import KVState
 
 
 class Speculative(Mode):
     """Sinks, a window and k retrieved pages per layer and KV head."""
 
     name = "speculative"
-    recoveries = ("WR", "FR", "RR")
+    recovery_levels = ("WR", "FR", "RR")
     widens = True
     parameters: SpeculativeParameters
 
@@ -66,53 +62,47 @@ class Speculative(Mode):
                 "Speculative retrieval needs a second layer.", "The model has one.", "Set first_full=false."
             )
 
-    def layouts(self, capacity: int) -> list[Layout]:
-        full = [Layout(0, self.first, sink=0, window=capacity)] if self.first else []
-        window = min(self.window, max(capacity, self.geometry.page))
-        pages = min(self.k, self.geometry.pages(capacity))
-        rest = Layout(self.first, self.geometry.layers, min(self.sink, capacity), window, pages, shared=False)
-        return [*full, rest]
-
-    def nbytes(self, capacity: int) -> int:
+    def plan(self, capacity: int) -> Plan:
         g = self.geometry
-        per_page = (g.layers - self.first) * g.kv_heads * 2 * g.d_k * g.dtype.itemsize
-        return super().nbytes(capacity) + g.pages(capacity) * per_page
+        full = [Layout(0, self.first, sink=0, window=capacity)] if self.first else []
+        window = min(self.window, max(capacity, g.page))
+        pages = min(self.k, g.pages(capacity))
+        rest = Layout(self.first, g.layers, min(self.sink, capacity), window, pages, shared=False)
+        bounds_per_page = (g.layers - self.first) * g.kv_heads * 2 * g.d_k * g.dtype.itemsize
+        return Plan([*full, rest], g.pages(capacity) * bounds_per_page)
 
-    @property
-    def device_bytes(self) -> int:
-        return self.bounds.nbytes
-
-    def buffers(self) -> list[Tensor]:
+    def graph_buffers(self) -> list[Tensor]:
         return [self.bounds.data]
 
     @property
     def slots(self) -> DeviceSlots:
         """Those of the layers that retrieve."""
-        return self.store.slots[-1]
+        return self.state.slots[-1]
 
-    def attach(self, store: Store) -> None:
-        super().attach(store)
-        self.bounds = PageBounds(self.geometry, store.device, self.first)
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        self.bounds = PageBounds(self.geometry, state.device, self.first)
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         if layer >= self.first:
             self.bounds.compute(layer, start, keys)
 
-    def fill(self, num_reachable: int) -> None:
-        super().fill(num_reachable)
-        self.bounds.refresh(self.store.host)
+    def fill(self, fresh: bool) -> None:
+        super().fill(fresh)
+        self.bounds.refresh(self.state.host)
         if not self.k:
             return
-        position = self.store.position
+        position = self.state.position
         candidates = self._candidates(position)
         for layer in range(self.first, self.geometry.layers):
-            self._recall(layer, self.choose(layer, self._scores(layer, self.store.query[layer]), candidates))
+            self._recall(layer, self.choose(layer, self._scores(layer, self.state.query[layer]), candidates))
         self._open(slice(None), position - self.window)
 
-    def advance(self) -> None:
+    def prepare_step(self) -> bool:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
-        self.bounds.reserve(self.store.capacity)
-        self.bounds.tokens = self.store.total + 1
+        self.bounds.reserve(self.state.capacity)
+        self.bounds.tokens = self.state.total + 1
+        return False
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
@@ -121,17 +111,17 @@ class Speculative(Mode):
         self._oldest = position - self.window
         self._flags: list[Tensor] = []
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> None:
-        if layer < self.first:
-            return
-        self.store.ops.update_bounds(self.bounds, layer, self._page, key)
-        if self.k:
-            self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+        if layer >= self.first:
+            self.state.ops.update_bounds(self.bounds.of(layer), self._page, key)
+            if self.k:
+                self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
+        return False
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.parameters.tau <= 1:
-            with self.store.transfer.side_stream(query if self._score is None else self._score):
+            with self.state.transfer.side_stream(query if self._score is None else self._score):
                 scores = self._scores(layer, query) if self._score is None else self._score
                 self._recall(layer, self.choose(layer, scores, self._next))
 
@@ -139,28 +129,27 @@ class Speculative(Mode):
         if self.k:
             self._open(slice(None), self._oldest + 1)
         if self._flags:
-            self.store.transfer.counters[0, 2].add_(torch.cat(self._flags).sum())
-
-    def stats(self) -> dict[str, Any]:
-        return {"pages per head": self.k, "candidate pages": self._candidate_pages(self.store.total + 1)}
+            self.state.transfer.count_corrections(torch.cat(self._flags).sum())
 
     def is_exact(self, tokens: int) -> bool:
         return self._candidate_pages(tokens) <= self.k
 
-    def effective_params(self) -> dict[str, Any]:
-        return self.parameters.model_dump() | {"budget": self.budget, "sink": self.sink, "window": self.window}
+    def report(self) -> ModeReport:
+        chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
+        stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
+        return ModeReport(self.parameters.model_dump() | chosen, stats)
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        return self.store.ops.page_scores(query, self.bounds.of(layer), self.store.scaling(layer))
+        return self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer))
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
         """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
-        return self.store.ops.choose(scores, candidates, self.slots.pages_of(layer), flagged)
+        return self.state.ops.choose(scores, candidates, self.slots.pages_of(layer), flagged)
 
     def _correct(self, layer: int, query: Tensor) -> Tensor:
         """Recall now, for the heads whose query turned; the pages' scores."""
-        ops = self.store.ops
-        flagged = ops.needs_correction(query, self.store.query[layer], self.parameters.tau)
+        ops = self.state.ops
+        flagged = ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
         self._flags.append(flagged)
         scores = self._scores(layer, query)
         self._recall(layer, self.choose(layer, scores, self._now, flagged))
@@ -175,10 +164,10 @@ class Speculative(Mode):
         return Candidates.between(self.sink // p, last, self.bounds.pages)
 
     def _recall(self, layer: int, placed: Tensor) -> None:
-        self.store.transfer.load_pages(self.slots, layer, placed, self.slots.pages_of(layer))
+        self.state.transfer.load_pages(self.slots, layer, placed, self.slots.pages_of(layer))
 
     def _open(self, layers: slice, last: Tensor) -> None:
-        self.store.ops.open_pages(self.slots, layers, self.sink, last)
+        self.state.ops.open_pages(self.slots, layers, self.sink, last)
 
     def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""

@@ -19,8 +19,6 @@ Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -28,11 +26,17 @@ from kvchat.config.modes import StreamingParameters
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, budget_of, refuse_small_budget
+from kvchat.kv.modes.base import (
+    Mode,
+    ModelTraits,
+    ModeReport,
+    Plan,
+    TokenState,
+    budget_of,
+    refuse_small_budget,
+)
 from kvchat.kv.rope import Rotation, cos_sin, rotate
-
-if TYPE_CHECKING:
-    from kvchat.kv.manager import Store
+from kvchat.kv.state import KVState
 
 MIN_SINK = 4
 
@@ -63,75 +67,58 @@ class Streaming(Mode):
         self.capacity = self._soft_capacity()
         self.sink = self._sinks()
         self.window = self.capacity - self.sink
+        self.limited_by_context = parameters.R == 0  # sinks that are re-aligned go on beyond it
         refuse_small_budget(self.name, self.capacity, self.sink, parameters.window or 1)
 
-    def layouts(self, capacity: int) -> list[Layout]:
-        p = self.parameters
+    def plan(self, capacity: int) -> Plan:
+        g, p = self.geometry, self.parameters
         peak = self.capacity + (max(p.R, p.sigma + 1) if p.delta else p.R)
         recent = capacity if p.R == 0 else min(capacity, peak - self.sink)
-        return [Layout(0, self.geometry.layers, self.sink, recent)]
+        sink_keys = g.layers * g.kv_heads * (self.sink + 1) * g.d_k * g.dtype.itemsize
+        return Plan([Layout(0, g.layers, self.sink, recent)], sink_keys)
 
-    def nbytes(self, capacity: int) -> int:
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
         g = self.geometry
-        return super().nbytes(capacity) + g.layers * g.kv_heads * (self.sink + 1) * g.d_k * g.dtype.itemsize
-
-    @property
-    def device_bytes(self) -> int:
-        return self.sinks.nbytes
-
-    def attach(self, store: Store) -> None:
-        super().attach(store)
-        g = self.geometry
-        self._rotated = self._rotated_layers(store.device)
-        self.kept_from = torch.zeros((), dtype=torch.int64, device=store.device)
+        self._rotated = self._rotated_layers(state.device)
+        self.kept_from = torch.zeros((), dtype=torch.int64, device=state.device)
         # One row more than sinks: there the keys of all later tokens go.
-        self.sinks = torch.zeros((g.layers, g.kv_heads, self.sink + 1, g.d_k), dtype=g.dtype, device=store.device)
+        self.sinks = torch.zeros((g.layers, g.kv_heads, self.sink + 1, g.d_k), dtype=g.dtype, device=state.device)
 
-    def buffers(self) -> list[Tensor]:
+    def graph_buffers(self) -> list[Tensor]:
         return [self.kept_from, self.sinks]
 
-    def fill(self, num_reachable: int) -> None:
-        length = torch.tensor(num_reachable, device=self.store.device)
+    def fill(self, fresh: bool) -> None:
+        length = torch.tensor(self.state.total if fresh else self._cached(), device=self.state.device)
         recent = int(self._pruned(length)) - self.sink
-        (slots,) = self.store.slots
-        self.store.transfer.load_table(slots, self.wanted(slots, max(recent, 0)))
-        self.kept_from.fill_(max(self.sink, self.store.total - recent))
+        (slots,) = self.state.slots
+        self.state.transfer.load_table(slots, self.wanted_table(slots, max(recent, 0)))
+        self.kept_from.fill_(max(self.sink, self.state.total - recent))
         g = self.geometry
         for layer in range(g.layers):
-            stored = min(self.sink, self.store.total)
-            self.sinks[layer, :, :stored] = self.store.host.dense(layer, stored)[0]
+            stored = min(self.sink, self.state.total)
+            self.sinks[layer, :, :stored] = self.state.host.dense(layer, stored)[0]
         self._realign()
 
     def forward_end(self, position: Tensor) -> None:
         cached = self.sink + position + 1 - self.kept_from
         self.kept_from.add_(cached - self._pruned(cached))
-        (slots,) = self.store.slots
+        (slots,) = self.state.slots
         slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
         self._note_sink(slots, position)
         self._realign()
 
-    def num_reachable(self) -> int:
-        return self.sink + self.store.total - int(self.kept_from)
-
-    def effective_params(self) -> dict[str, Any]:
-        return self.parameters.model_dump() | {
-            "budget": self.capacity,
-            "sink": self.sink,
-            "window": self.window,
-        }
-
     def is_exact(self, tokens: int) -> bool:
         return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
 
-    @property
-    def limited_by_context(self) -> bool:
-        return self.parameters.R == 0
+    def report(self) -> ModeReport:
+        chosen = {"budget": self.capacity, "sink": self.sink, "window": self.window}
+        stats = {"cached": self._cached(), "dropped": int(self.kept_from) - self.sink}
+        return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
 
-    def reach(self) -> str:
-        return "X"
-
-    def stats(self) -> dict[str, Any]:
-        return {"cached": self.num_reachable(), "dropped": int(self.kept_from) - self.sink}
+    def _cached(self) -> int:
+        """Stored tokens that were not dropped."""
+        return self.sink + self.state.total - int(self.kept_from)
 
     def _soft_capacity(self) -> int:
         p = self.parameters
@@ -156,7 +143,7 @@ class Streaming(Mode):
 
     def _realign(self) -> None:
         """Put the sinks directly before the first kept recent token."""
-        (slots,) = self.store.slots
+        (slots,) = self.state.slots
         keys = slots.kv[:, 0, :, : self.sink, : self.geometry.d_k]
         for rotation, layers in self._rotated:
             cos, sin = cos_sin(rotation, self.kept_from - self.sink)

@@ -26,7 +26,7 @@ Costs: an anticipation ranks all tokens once per cluster; between anticipations 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +37,10 @@ from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
-
-if TYPE_CHECKING:
-    from kvchat.kv.manager import Store
+from kvchat.kv.state import KVState
 
 SINK = 4
 
@@ -94,24 +92,30 @@ class Sync(Mode):
             self.split = True
             self.sink, self.window = SINK, recent
             self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
+        self.needs_calibration = not self.split
 
     # ---- slots
 
-    def layouts(self, capacity: int) -> list[Layout]:
+    def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if not self.split:
-            return [Layout(0, layers, sink=0, window=capacity)]
-        representatives = tuple(r.representatives for r in self.roles)
-        followers = tuple(r.followers for r in self.roles)
-        everything = Layout(0, layers, sink=0, window=capacity, heads=representatives)
+            return Plan([Layout(0, layers, sink=0, window=capacity)])
+        held_bytes = layers * self.clusters * self._width(capacity) * torch.int64.itemsize
+        return Plan([self._representatives(capacity), self._followers(capacity)], held_bytes)
+
+    def _representatives(self, capacity: int) -> Layout:
+        heads = tuple(r.representatives for r in self.roles)
+        return Layout(0, self.geometry.layers, sink=0, window=capacity, heads=heads)
+
+    def _followers(self, capacity: int) -> Layout:
+        layers, heads = self.geometry.layers, tuple(r.followers for r in self.roles)
         if not self.parameters.offload:
-            return [everything, Layout(0, layers, 0, capacity, shared=False, heads=followers)]
+            return Layout(0, layers, 0, capacity, shared=False, heads=heads)
         pages = self.geometry.pages(self._region(capacity))
-        rest = Layout(0, layers, SINK, min(self.ring, capacity), pages, shared=False, heads=followers)
-        return [everything, rest]
+        return Layout(0, layers, SINK, min(self.ring, capacity), pages, shared=False, heads=heads)
 
     def k_of(self, capacity: int) -> int:
-        """Static and dynamic tokens of a follower, the sinks included, in a store of ``capacity`` tokens."""
+        """Static and dynamic tokens of a follower, the sinks included, with room for ``capacity`` stored tokens."""
         p = self.parameters
         if p.keep is not None:
             k = p.keep
@@ -124,41 +128,33 @@ class Sync(Mode):
         # More than there can be outside the ring of the step that needs the next slot would stay empty.
         return max(SINK, min(k, capacity + 1 - self._recent()))
 
-    def nbytes(self, capacity: int) -> int:
-        held = self.geometry.layers * self.clusters * self._width(capacity) * torch.int64.itemsize if self.split else 0
-        return super().nbytes(capacity) + held
-
-    @property
-    def device_bytes(self) -> int:
-        return self.held.nbytes if self.split else 0
-
-    def attach(self, store: Store) -> None:
-        super().attach(store)
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
         self.anticipations = 0
         if self.split:
-            self.overlap = torch.zeros(2, dtype=torch.int64, device=store.device)
+            self.overlap = torch.zeros(2, dtype=torch.int64, device=state.device)
             follows = [[*r.follows] for r in self.roles]
-            self._follows = torch.tensor(follows, device=store.device)
-            self.held = torch.full((self.geometry.layers, self.clusters, 0), EMPTY, device=store.device)
+            self._follows = torch.tensor(follows, device=state.device)
+            self.held = torch.full((self.geometry.layers, self.clusters, 0), EMPTY, device=state.device)
 
-    def buffers(self) -> list[Tensor]:
+    def graph_buffers(self) -> list[Tensor]:
         return [self.held, self.overlap] if self.split else []
 
     # ---- a new turn
 
-    def fill(self, num_reachable: int) -> None:
+    def fill(self, fresh: bool) -> None:
         """Static and dynamic tokens by the representatives' attention at the last stored position."""
         if not self.split:
-            return super().fill(num_reachable)
-        store, (everything, rest) = self.store, self.store.slots
-        store.transfer.load_table(everything, self.wanted(everything, everything.layout.window))
-        candidates = max(0, store.total + 1 - self.window - SINK)
+            return super().fill(fresh)
+        state, (everything, rest) = self.state, self.state.slots
+        state.transfer.load_table(everything, self.wanted_table(everything, everything.layout.window))
+        candidates = max(0, state.total + 1 - self.window - SINK)
         self.t = 0
         self.static = min(self._static_share(), candidates)
         layers = self.geometry.layers
         self._widen_held()
         self.held.fill_(EMPTY)
-        last = torch.tensor(store.total - self.window, device=store.device)
+        last = torch.tensor(state.total - self.window, device=state.device)
         if candidates:
             for layer in range(layers):
                 chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), self._k - SINK)
@@ -169,55 +165,56 @@ class Sync(Mode):
     def _load(self, rest: DeviceSlots, last: Tensor) -> None:
         """Bring to the followers' slots what they hold from now on."""
         if self.parameters.offload:
-            table = self.wanted(rest, self.window - 1)
+            table = self.wanted_table(rest, self.window - 1)
             for layer in range(self.geometry.layers):
                 table[layer, :, : rest.offset] = self.held[layer][self._follows[layer]].to(torch.int32)
-            self.store.transfer.load_table(rest, table)
+            self.state.transfer.load_table(rest, table)
             return
-        self.store.transfer.load_table(rest, self.wanted(rest, rest.layout.window))
+        self.state.transfer.load_table(rest, self.wanted_table(rest, rest.layout.window))
         for layer in range(self.geometry.layers):
             self._open(rest, layer, last)
 
     def _last_weights(self, layer: int) -> Tensor:
         """The representatives' attention of the last stored token, ``[N_r, G, n]``."""
-        g, store, (everything, _) = self.geometry, self.store, self.store.slots
-        spec = store.specs[layer]
+        g, state, (everything, _) = self.geometry, self.state, self.state.slots
+        spec = state.specs[layer]
         assert spec is not None
-        query = everything.pick(layer, store.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
+        query = everything.pick(layer, state.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
         sinks = None if spec.sinks is None else everything.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
         table = everything.table_of(layer)
         masked = table < 0
         if spec.window is not None:
-            masked = masked | (table < store.total - spec.window)
+            masked = masked | (table < state.total - spec.window)
         bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(masked, float("-inf"))
         return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), spec, sinks)[1]
 
     # ---- a step
 
-    def advance(self) -> None:
+    def prepare_step(self) -> bool:
         if self.split:
             self.t += 1
             self.anticipations += any(self.anticipates(layer) for layer in range(self.geometry.layers))
             self._widen_held()
+        return False
 
     def _widen_held(self) -> None:
         grown = self._width(self._capacity) - self.held.shape[2]
         if grown > 0:
             self.held = torch.nn.functional.pad(self.held, (0, grown), value=EMPTY)
 
-    def needs_weights(self, layer: int) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         return self.split and self.held.shape[2] > 0 and self.anticipates(layer)
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # This layer's attention of this step is done: what changes now acts from the next step on.
         if weights:
             best = weights[0].best()
-            with self.store.transfer.side_stream(best):
+            with self.state.transfer.side_stream(best):
                 self._anticipate(layer, best)
 
     def _anticipate(self, layer: int, best: Tensor) -> None:
         """Choose and fetch the dynamic tokens by ``best [N_r, n]``, the representatives' weights."""
-        last = self.store.position + 1 - self.window
+        last = self.state.position + 1 - self.window
         ranked = self._rank(layer, best, last)
         ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
         before = self.held[layer, :, self.static :]
@@ -227,14 +224,14 @@ class Sync(Mode):
         self.overlap[1].add_((placed >= 0).sum())
         self._fetch(layer, placed, before)
         before.copy_(placed)
-        self._open(self.store.slots[1], layer, last)
+        self._open(self.state.slots[1], layer, last)
 
     def anticipates(self, layer: int) -> bool:
         """Does ``layer`` choose at the step being decoded? Counted from 1 since the mode filled its slots."""
         m = self.parameters.m
         return self.t % m == (layer % m if self.parameters.staggered else 0)
 
-    def phase(self) -> tuple[int, ...]:
+    def graph_key(self) -> tuple[int, ...]:
         if not self.split:
             return ()
         since = self.t % self.parameters.m
@@ -244,7 +241,7 @@ class Sync(Mode):
 
     def _rank(self, layer: int, best: Tensor, last: Tensor) -> Tensor:
         """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
-        spec = self.store.specs[layer]
+        spec = self.state.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
         masked = (tokens < SINK) | (tokens > last)
         if spec is not None and spec.window is not None:
@@ -259,7 +256,7 @@ class Sync(Mode):
     def _fetch(self, layer: int, placed: Tensor, before: Tensor) -> None:
         if self.parameters.offload:
             follows = self._follows[layer]
-            self.store.transfer.load_tokens(self.store.slots[1], layer, self.static, placed[follows], before[follows])
+            self.state.transfer.load_tokens(self.state.slots[1], layer, self.static, placed[follows], before[follows])
 
     def _open(self, rest: DeviceSlots, layer: int, last: Tensor) -> None:
         """Let the followers' attention read what they hold, the sinks, and what is later than ``last``."""
@@ -277,15 +274,14 @@ class Sync(Mode):
 
     # ---- what others read
 
-    def effective_params(self) -> dict[str, Any]:
-        kept = {"keep": self._k} if self.split else {}
-        own = {"clusters": self.clusters, "window": self._recent()}
-        return self.parameters.model_dump() | own | kept
-
     def is_exact(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self._k
 
-    def stats(self) -> dict[str, Any]:
+    def report(self) -> ModeReport:
+        chosen = {"clusters": self.clusters, "window": self._recent()} | ({"keep": self._k} if self.split else {})
+        return ModeReport(self.parameters.model_dump() | chosen, self._stats())
+
+    def _stats(self) -> dict[str, Any]:
         heads = self.geometry.kv_heads
         if not self.split:
             return {"representative heads": f"all {heads}: as full ({self._why_full()})"}
@@ -298,16 +294,12 @@ class Sync(Mode):
             "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
         }
 
-    @property
-    def needs_calibration(self) -> bool:
-        return not self.split and self.clusters < self.geometry.kv_heads
-
     # ---- inside
 
     @property
     def _capacity(self) -> int:
         """Tokens that the slots are made for."""
-        return self.store.slots[0].layout.window
+        return self.state.slots[0].layout.window
 
     @property
     def _k(self) -> int:

@@ -28,6 +28,24 @@ class Candidates:
         return cls(first, last, (every < first) | (every > last))
 
 
+def page_bounds(keys: Tensor, pages: int, page: int) -> Tensor:
+    """Element-wise maximum and negated minimum of each page's keys.
+
+    Args:
+        keys: ``[H, n, d_k]``; the last page may be partly filled.
+        pages: number of pages.
+        page: tokens of a page.
+
+    Returns:
+        ``[H, pages, 2 * d_k]``, ``[max | -min]``.
+    """
+    heads, n, d_k = keys.shape
+    both = torch.cat((keys, -keys), -1)
+    lowest = torch.finfo(keys.dtype).min
+    padded = torch.nn.functional.pad(both, (0, 0, 0, pages * page - n), value=lowest)
+    return padded.view(heads, pages, page, 2 * d_k).amax(2)
+
+
 def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
     """Upper bound of each page's attention logit (Quest's bound, FreeKV section 3.2), times ``scaling``.
 

@@ -7,7 +7,6 @@ which select the changed rows first. On a GPU that would force a synchronization
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,6 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
-from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates, assign_slots, needs_correction, page_scores, top_pages
 
 
@@ -27,18 +25,17 @@ class TorchOps:
 
     name = "torch"
 
-    def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         self.geometry = geometry
         self.host = host
+        self.kernel_refusal = kernel_refusal
         self.skip_unchanged = device.type == "cpu"
         self._heads = torch.arange(geometry.kv_heads, device=device)
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """What is to be known about what a step runs with."""
-        stock = self._heads.is_cuda and self.name == TorchOps.name and self.host.pinned
-        refusal = triton_refusal(self.geometry, self._heads.device) if stock else None
-        return (f"no Triton kernels: {refusal}",) if refusal else ()
+        """Warnings about how a step runs, for the screen."""
+        return (f"no Triton kernels: {self.kernel_refusal}",) if self.kernel_refusal else ()
 
     def begin_step(self, position: Tensor) -> None:
         """Before the first layer; ``position`` (0-d int64) of the new token."""
@@ -55,9 +52,10 @@ class TorchOps:
         for slots in places:
             slots.write(layer, kv)
 
-    def update_bounds(self, bounds: PageBounds, layer: int, page: Tensor, keys: Tensor) -> None:
-        """Widen the bounds of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
-        bounds.update(layer, page, keys)
+    def update_bounds(self, bounds: Tensor, page: Tensor, keys: Tensor) -> None:
+        """Widen ``bounds [H, page, 2 * d_k]`` of ``page`` (1-element int64) by the new token's ``keys [H, d_k]``."""
+        row = torch.cat((keys, -keys), -1).unsqueeze(1)
+        bounds.index_copy_(1, page, torch.maximum(bounds.index_select(1, page), row))
 
     # ---- attend
 
@@ -191,26 +189,6 @@ class TorchOps:
             pad = torch.nn.functional.pad
             key, value = pad(key, (0, d - key.shape[-1])), pad(value, (0, d - value.shape[-1]))
         return torch.stack((key, value))
-
-
-def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
-    """The ops for a device: Triton's where it runs, else stock torch operations; only those take a pageable pool."""
-    if device.type == "cuda" and host.pinned and not triton_refusal(geometry, device):
-        from kvchat.kv.ops.triton_ops import TritonOps
-
-        return TritonOps(geometry, host, device)
-    return TorchOps(geometry, host, device)
-
-
-def triton_refusal(geometry: Geometry, device: torch.device) -> str:
-    """Why the Triton kernels cannot serve a model on a CUDA device, empty if they can; the first call tries them."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if geometry.dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
-    from kvchat.kv.ops.verify import kernel_failure
-
-    return kernel_failure(geometry, device)
 
 
 def _count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:

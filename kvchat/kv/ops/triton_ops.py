@@ -20,7 +20,6 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton import append, attend, recall, select
@@ -65,9 +64,9 @@ class TritonOps(TorchOps):
             for slots in places:
                 append.append(slots, self.host.rows(layer), layer, self.position, key, value, self.geometry)
 
-    def update_bounds(self, bounds: PageBounds, layer: int, page: Tensor, keys: Tensor) -> None:
+    def update_bounds(self, bounds: Tensor, page: Tensor, keys: Tensor) -> None:
         with self._on:
-            append.update_bounds(bounds, layer, page, keys)
+            append.update_bounds(bounds, page, keys)
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool

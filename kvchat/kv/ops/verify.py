@@ -16,8 +16,7 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.modes.page_bounds import PageBounds
-from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.ops.selection import Candidates, page_bounds
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton_ops import TritonOps
 
@@ -29,7 +28,7 @@ TOLERANCE = 0.05
 @functools.cache
 def kernel_failure(geometry: Geometry, device: torch.device) -> str:
     """Why the kernels cannot be relied on for such a model on ``device``, empty if they can."""
-    g = replace(geometry, layers=1, spare=geometry.page)
+    g = replace(geometry, layers=1, headroom=geometry.page)
     try:
         with torch.inference_mode():
             expected, measured = (outcomes(kind, g, device) for kind in (TorchOps, TritonOps))
@@ -62,16 +61,15 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     stored = host.dense(0, tokens + 1, PAGES)
     found = {"append": torch.cat((slots.kv.flatten(), *(part.flatten() for part in stored)))}
 
-    bounds = PageBounds(g, device)
-    bounds.compute(0, 0, keys)
-    ops.update_bounds(bounds, 0, torch.tensor([PAGES - 1], device=device), 4 * noise(g.kv_heads, g.d_k))
-    found["update_bounds"] = bounds.of(0)[:, PAGES - 1].clone()
-    found["page_scores"] = ops.page_scores(query, bounds.of(0), g.d_k**-0.5)[..., :PAGES]
+    bounds = page_bounds(keys, PAGES, p)
+    ops.update_bounds(bounds, torch.tensor([PAGES - 1], device=device), 4 * noise(g.kv_heads, g.d_k))
+    found["update_bounds"] = bounds[:, PAGES - 1].clone()
+    found["page_scores"] = ops.page_scores(query, bounds, g.d_k**-0.5)
     signs = torch.tensor([1 - 2 * (row // g.group % 2) for row in range(g.q_heads)], device=device)
     flagged = ops.needs_correction(query, query * signs[:, None], 0.5)
     found["needs_correction"] = flagged
-    scores = noise(g.kv_heads, g.group, bounds.pages).float()
-    candidates = Candidates.between(1, position // p - 2, bounds.pages)
+    scores = noise(g.kv_heads, g.group, PAGES).float()
+    candidates = Candidates.between(1, position // p - 2, PAGES)
     counters = torch.zeros(2, dtype=torch.int64, device=device)
     for heads in (flagged, None):
         placed = ops.choose(scores, candidates, slots.pages_of(0), heads)

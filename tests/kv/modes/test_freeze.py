@@ -244,9 +244,9 @@ def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
     run.check()
 
 
-@pytest.mark.parametrize(("spare", "most"), [(128, 25), (2048, 3)])
-def test_slots_change_less_often_where_each_change_costs_a_graph(spare, most):
-    geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, spare=spare)
+@pytest.mark.parametrize(("headroom", "most"), [(128, 25), (2048, 3)])
+def test_slots_change_less_often_where_each_change_costs_a_graph(headroom, most):
+    geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, headroom=headroom)
     store = Store(geometry, torch.device("cpu"), build(parse("freeze", {"tau": 0.0}), geometry, ModelTraits(4096, ())))
     query, key = torch.zeros(HEADS * GROUP, 1, D), torch.zeros(HEADS, 1, D)
     sizes = [store.slots[0].n]

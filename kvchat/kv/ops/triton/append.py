@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
-from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.triton.language import host_row, padded
 
 
@@ -77,11 +76,11 @@ def append(
     )
 
 
-def update_bounds(bounds: PageBounds, layer: int, page: Tensor, keys: Tensor) -> None:
-    """``TorchOps.widen``"""
-    keys, of_layer = with_dense_rows(keys), bounds.of(layer)
+def update_bounds(bounds: Tensor, page: Tensor, keys: Tensor) -> None:
+    """``TorchOps.update_bounds``"""
+    keys = with_dense_rows(keys)
     heads, d_k = keys.shape
-    _update_bounds[(heads,)](of_layer, page, keys, of_layer.shape[1], keys.stride(0), d_k, padded(d_k), num_warps=1)
+    _update_bounds[(heads,)](bounds, page, keys, bounds.shape[1], keys.stride(0), d_k, padded(d_k), num_warps=1)
 
 
 def with_dense_rows(x: Tensor) -> Tensor:

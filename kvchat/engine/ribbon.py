@@ -1,0 +1,75 @@
+"""The ribbon: what the screen shows of where each stored token is, one letter and one digit a cell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.manager import KVManager
+from kvchat.kv.modes.base import ModeReport, TokenState
+from kvchat.protocol.messages import MAX_RIBBON_CELLS
+
+LETTERS = {
+    TokenState.SINK: "S",
+    TokenState.WINDOW: "W",
+    TokenState.RESIDENT: "D",
+    TokenState.RECALLED: "R",
+    TokenState.ON_HOST: "H",
+    TokenState.FROZEN: "F",
+    TokenState.UNREACHABLE: "X",
+}
+
+
+class Ribbon:
+    """Reads a KV manager; remembers which pages were resident to tell which were recalled since."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self._resident: set[int] = set()
+
+    def cells(self, counts: Tensor, report: ModeReport) -> tuple[int, str, str]:
+        """Tokens per cell, the cells' letters, and their read shares as digits.
+
+        ``counts [total]`` are the (layer, KV head) pairs in which the last token's attention read each token.
+        """
+        total, g = self._kv.total, self._kv.state.geometry
+        cell = g.page * max(1, -(-g.pages(total) // MAX_RIBBON_CELLS))
+        shares = _shares(counts.double() / (g.layers * g.kv_heads), cell)
+        recalled = self._recalled_cells(cell)
+        states = (
+            TokenState.RECALLED
+            if i in recalled
+            else self._state((i * cell + min((i + 1) * cell, total)) // 2, s, report)
+            for i, s in enumerate(shares)
+        )
+        letters = "".join(LETTERS[state] for state in states)
+        return cell, letters, "".join(str(min(9, int(share * 10))) for share in shares)
+
+    def _state(self, position: int, share: float, report: ModeReport) -> TokenState:
+        """The state of a cell in whose middle ``position`` lies and of which a ``share`` was read."""
+        mode = self._kv.mode
+        if mode.sink > position:
+            return TokenState.SINK
+        if mode.window and position >= self._kv.total - mode.window:
+            return TokenState.WINDOW
+        return TokenState.RESIDENT if share >= report.resident_share else report.absent
+
+    def _recalled_cells(self, cell: int) -> set[int]:
+        """Cells with a page that was recalled since the last call."""
+        state = self._kv.state
+        held = {page for slots in state.slots for page in slots.pages.flatten().tolist() if page >= 0}
+        recalled, self._resident = held - self._resident, held
+        return {page * state.geometry.page // cell for page in recalled}
+
+
+def _shares(shares: Tensor, cell: int) -> list[float]:
+    """Mean of ``shares [total]`` over each cell."""
+    total = len(shares)
+    cells = -(-total // cell)
+    padded = torch.zeros(cells * cell, dtype=torch.float64, device=shares.device)
+    padded[:total] = shares
+    tokens = torch.full((cells,), cell, dtype=torch.float64, device=shares.device)
+    if cells:
+        tokens[-1] = total - (cells - 1) * cell
+    means: list[float] = (padded.view(cells, cell).sum(1) / tokens).tolist()
+    return means

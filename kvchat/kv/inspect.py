@@ -1,0 +1,78 @@
+"""What attention read and what the slots hold, for screens and tests; everything here waits for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.state import KVState
+
+
+def attended(state: KVState, layer: int) -> Tensor:
+    """Which stored tokens the last token's attention read, bool ``[H, total]``.
+
+    After a prefill that is all; after a switch, what the next token will read.
+    """
+    g, spec = state.geometry, state.specs[layer]
+    seen = torch.full((g.kv_heads, state.total + 1), not state.after_step, device=state.device)
+    if state.after_step:
+        for slots in state.slots_of[layer]:
+            heads = slots.heads_of(layer)
+            table = slots.attended_of(layer).long().expand(len(heads), -1)
+            # Empty slots mark one column more, which is cut off.
+            columns = torch.where(table >= 0, table, state.total)
+            seen[heads] = seen[heads].scatter(1, columns, True)
+    seen = seen[:, : state.total]
+    if spec is not None and spec.window is not None:
+        positions = torch.arange(state.total, device=state.device)
+        seen = seen & (positions > state.total - 1 - spec.window)
+    return seen
+
+
+def attended_counts(state: KVState) -> Tensor:
+    """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
+    alike: Counter[tuple[int, int | None]] = Counter()
+    for layer in range(state.geometry.layers):
+        shared = all(slots.layout.shared for slots in state.slots_of[layer])
+        same_as = state.slots_of[layer][0].layout.first if shared else layer
+        spec = state.specs[layer]
+        alike[same_as, spec.window if spec else None] += 1
+    counts = torch.zeros(state.total, dtype=torch.int64, device=state.device)
+    for (layer, _), times in alike.items():
+        counts += times * attended(state, layer).sum(0)
+    return counts
+
+
+def read_tokens(state: KVState) -> float:
+    """Tokens read, mean over layers and KV heads, summed over all steps so far."""
+    return state.read_pairs / (state.geometry.layers * state.geometry.kv_heads)
+
+
+def check_integrity(state: KVState) -> None:
+    """Check that every readable slot holds its token's stored K/V and that the last attention read no token twice.
+
+    Keys of sinks are not compared: a mode may have rotated them.
+
+    Raises:
+        AssertionError: naming layer and head.
+    """
+    for layer, held in enumerate(state.slots_of):
+        for slots in held:
+            _check_slots(state, slots, layer)
+
+
+def _check_slots(state: KVState, slots: DeviceSlots, layer: int) -> None:
+    keys, values = state.host.dense(layer, state.total)
+    for row, head in enumerate(slots.heads_of(layer).tolist()):
+        where = f"layer {layer}, head {head}"
+        table = slots.table_of(layer).expand(len(slots.heads_of(layer)), -1)[row].long()
+        held = table[table >= 0]
+        read = slots.attended_of(layer).expand(len(slots.heads_of(layer)), -1)[row]
+        assert not bool((torch.bincount(read[read >= 0], minlength=1) > 1).any()), f"{where}: a token read twice"
+        assert bool((held < state.total).all()), f"{where}: a token beyond the end"
+        assert torch.equal(slots.values(layer)[row][table >= 0], values[head][held]), f"{where}: values"
+        late = held >= slots.layout.sink
+        assert torch.equal(slots.keys(layer)[row][table >= 0][late], keys[head][held][late]), f"{where}: keys"

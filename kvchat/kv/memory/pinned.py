@@ -1,0 +1,163 @@
+"""Host memory that grows in place and is pinned segment by segment, so that a CUDA device addresses it.
+
+A segment is pinned by itself, exactly and in whole system pages. Only kernels may span two of them: a ``cudaMemcpy``
+across a boundary may be refused, therefore ``PinnedRegion.segments`` cuts there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+PORTABLE_MAPPED = 1 | 2  # flags of cudaHostRegister
+
+
+class Registrar(Protocol):
+    """Pins host memory for a device."""
+
+    def register(self, address: int, size: int) -> None:
+        """Pin ``size`` bytes from ``address`` on.
+
+        Raises:
+            RuntimeError: why it cannot be.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Give back what was pinned at ``address``, once the device is done with it."""
+
+
+class CudaRegistrar:
+    """``cudaHostRegister``. Each segment must be seen by the device at the address it has on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, size: int) -> None:
+        """``Registrar.register``"""
+        cudart = _cudart()
+        # An alias is a tensor of the device that was current here.
+        with torch.cuda.device(self._device):
+            result = cudart.cudaHostRegister(address, size, PORTABLE_MAPPED)
+            seen = address if int(result) else _device_address(address)
+        if int(result):
+            self._clear_error()
+            raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)} ({int(result)})")
+        if seen != address:
+            self.unregister(address)
+            raise RuntimeError("the device does not see pinned memory at the host's address")
+
+    def unregister(self, address: int) -> None:
+        """``Registrar.unregister``"""
+        with contextlib.suppress(RuntimeError):  # of an earlier kernel; its memory is given back all the same
+            torch.cuda.synchronize(self._device)
+        _cudart().cudaHostUnregister(address)
+
+    def _clear_error(self) -> None:
+        # The runtime keeps a failed call's code, and torch would raise it at the next, innocent kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
+
+
+def _cudart() -> Any:
+    """The CUDA runtime that torch is linked with."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _device_address(address: int) -> int | None:
+    """Where the device sees pinned memory; None where the driver does not tell."""
+    seen = ctypes.c_uint64()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else seen.value
+
+
+class PinnedRegion:
+    """Address space of ``size`` bytes (rounded up to system pages); the first ``committed`` are in use.
+
+    ``bytes`` is all of it, uint8 in host memory, zero where nothing was written. Memory that was registered is
+    unregistered when the region goes, before its address space does.
+
+    Raises:
+        OSError: the system does not give so much address space.
+    """
+
+    def __init__(self, size: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        mapped = mmap.mmap(-1, in_system_pages(size), flags)
+        with torch.inference_mode(False):  # written to in and out of it
+            self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.committed = 0
+        self._starts: list[int] = []
+        self._mapped = mapped
+        self._registered: list[tuple[Registrar, int]] = []
+        # The mapping as an argument lives until the call is over. At exit the driver gives back everything by itself.
+        weakref.finalize(self, _unregister, self._registered, mapped).atexit = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of address space."""
+        return len(self.bytes)
+
+    def commit(self, size: int) -> tuple[int, int]:
+        """Take memory for the first ``size`` bytes (whole system pages); the new segment: its address and size."""
+        first, self.committed = self.committed, size
+        self._starts.append(first)
+        # A write to each system page is what makes it memory; the kernel has cleared it.
+        self.bytes[first : self.committed : mmap.PAGESIZE].zero_()
+        return self.bytes.data_ptr() + first, self.committed - first
+
+    def segments(self, low: int, high: int) -> list[Tensor]:
+        """Bytes ``low`` to ``high``, cut where a segment begins."""
+        cuts = [low, *(start for start in self._starts if low < start < high), high]
+        return [self.bytes[a:b] for a, b in itertools.pairwise(cuts)]
+
+    def register(self, registrar: Registrar, segment: tuple[int, int]) -> None:
+        """Pin a segment that was committed.
+
+        Raises:
+            RuntimeError: why it cannot be.
+        """
+        if not self._registered:
+            # A forked child would get pinned pages as a copy, or share them until a write parts host and device.
+            self._mapped.madvise(mmap.MADV_DONTFORK)
+        registrar.register(*segment)
+        self._registered.append((registrar, segment[0]))
+
+    def unregister(self) -> None:
+        """Make all of it pageable again."""
+        _unregister(self._registered)
+
+
+def _unregister(registered: list[tuple[Registrar, int]], _kept: object = None) -> None:
+    """Unregister each segment once."""
+    while registered:
+        registrar, address = registered.pop()
+        registrar.unregister(address)
+
+
+def in_system_pages(size: int) -> int:
+    """``size`` bytes rounded up to whole pages of the operating system."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class CudaArray:
+    """Names a region to CUDA, by the array interface that torch reads; a tensor made of it keeps the region alive."""
+
+    def __init__(self, region: PinnedRegion) -> None:
+        self._region = region
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (region.size,),
+            "typestr": "|u1",
+            "data": (region.bytes.data_ptr(), False),
+            "version": 3,
+        }

@@ -1,0 +1,37 @@
+"""The one place that chooses what a step's operations run on."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.torch_ops import TorchOps
+
+
+def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
+    """Return Triton's operations where they run, else stock torch; only the latter take a pageable pool."""
+    if device.type != "cuda" or not host.pinned:
+        return TorchOps(geometry, host, device)
+    refusal = triton_refusal(geometry, device)
+    if refusal:
+        return TorchOps(geometry, host, device, refusal)
+    from kvchat.kv.ops.triton_ops import TritonOps  # triton is not installed everywhere
+
+    return TritonOps(geometry, host, device)
+
+
+def triton_refusal(geometry: Geometry, device: torch.device) -> str:
+    """Say why the Triton kernels cannot serve this geometry on a CUDA device; empty if they can.
+
+    The first call runs every kernel once (``verify``).
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if geometry.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
+    from kvchat.kv.ops.verify import kernel_failure  # imports triton
+
+    return kernel_failure(geometry, device)

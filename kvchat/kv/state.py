@@ -1,0 +1,124 @@
+"""KVState: the stored K/V of one conversation and where it lies, as a mode sees it. It holds no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.choose import choose_ops
+from kvchat.kv.transfer import Transfer
+
+
+class KVState:
+    """Host pool, device slots and what a step keeps between them.
+
+    Attributes:
+        host: every token's K/V, ``total`` tokens.
+        slots: the device slots of the current mode; ``slots_of[layer]`` are those that hold a layer.
+        capacity: tokens that what grows with the conversation has room for.
+        position: 0-d int64 on the device, the position of the token being decoded; ``total`` between steps.
+        query: ``[layers, H_q, d_k]``, the last token's queries.
+        pinned: ``[reserved]`` bool, tokens that a mode should keep if it has the choice (the chat's control tokens).
+        specs: each layer's attention rule, None until its first forward.
+        steps: decode steps so far; ``after_step`` is true while the last forward was one.
+        ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device, context: int) -> None:
+        g = geometry
+        self.geometry = g
+        self.device = device
+        self.host = HostPool(g, device, context)
+        self.ops = choose_ops(g, self.host, device)
+        self.transfer = Transfer(g, self.ops, device)
+        self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
+        self.position = torch.zeros((), dtype=torch.int64, device=device)
+        self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
+        self.specs: list[AttentionSpec | None] = [None] * g.layers
+        self.slots: list[DeviceSlots] = []
+        self.slots_of: list[list[DeviceSlots]] = []
+        self.head_orders: dict[int, Tensor] = {}
+        self.capacity = 0
+        self.steps = 0
+        self.after_step = False
+        self._read_before = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens stored."""
+        return self.host.total
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the device slots and their tables."""
+        return sum(slots.nbytes for slots in self.slots)
+
+    @property
+    def read_pairs(self) -> int:
+        """(token, layer, KV head) triples that attention read in all steps so far; waits for the device."""
+        return self._read_before + sum(int(slots.active) for slots in self.slots)
+
+    def scaling(self, layer: int) -> float:
+        """Return the layer's attention scale; 1/sqrt(d_k) before its first forward."""
+        spec = self.specs[layer]
+        return spec.scaling if spec else self.geometry.d_k**-0.5
+
+    def graph_buffers(self) -> list[Tensor]:
+        """Return the tensors that a step reads or changes and that last from step to step."""
+        slots = [tensor for slots in self.slots for tensor in slots.graph_buffers()]
+        pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
+        own = [self.query, self.position, self.pinned, self.transfer.counters, *self.head_orders.values()]
+        return [*own, *slots, *pool]
+
+    # ---- room, between steps only
+
+    def reserve(self, tokens: int) -> None:
+        """Grow the host pool to ``tokens``.
+
+        Raises:
+            DoesNotFitError: the host has no memory for them; what is stored is unchanged.
+        """
+        if self.host.reserve(tokens) and not self.host.pinned:
+            self.ops = self.transfer.ops = choose_ops(self.geometry, self.host, self.device)
+        more = self.host.reserved - len(self.pinned)
+        if more > 0:
+            self.pinned = torch.nn.functional.pad(self.pinned, (0, more))
+
+    def allocate(self, layouts: Sequence[Layout], capacity: int) -> None:
+        """Replace all slots by empty ones of these layouts, made for ``capacity`` tokens."""
+        self._release_slots()
+        self.capacity = capacity
+        self._use([DeviceSlots(layout, self.geometry, self.device) for layout in layouts])
+        # Where a layer's heads lie in several slots: the model's order of their outputs, which growing keeps.
+        self.head_orders = {
+            layer: torch.cat([slots.heads_of(layer) for slots in held]).argsort()
+            for layer, held in enumerate(self.slots_of)
+            if len(held) > 1
+        }
+
+    def _release_slots(self) -> None:
+        """Free the device slots before others are made; what they counted stays counted."""
+        self._read_before = self.read_pairs
+        self.slots.clear()
+        self.slots_of.clear()
+        self.transfer.step_seconds.clear()
+
+    def resize(self, layouts: Sequence[Layout], capacity: int) -> None:
+        """Move what the slots hold into slots of ``layouts``; layouts that did not change keep theirs."""
+        pairs = zip(self.slots, layouts, strict=True)
+        self._use([slots if slots.layout == layout else slots.grown(layout) for slots, layout in pairs])
+        # Only once there is room: if memory ran out the next step tries again.
+        self.capacity = capacity
+
+    def _use(self, slots: list[DeviceSlots]) -> None:
+        self.slots = slots
+        self.slots_of = [
+            [each for each in slots if each.layout.first <= layer < each.layout.last]
+            for layer in range(self.geometry.layers)
+        ]
