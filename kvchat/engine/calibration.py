@@ -58,7 +58,7 @@ def calibrate(
     clusters: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Calibration:
-    """Read the samples and measure; ``progress`` is told how many are read.
+    """Read the samples and measure; ``progress(done, total)`` is called after each.
 
     Raises:
         UsageError: there is nothing to read, or more clusters than heads are wanted.
@@ -238,7 +238,7 @@ def find(revision: str) -> Calibration | None:
 
 
 def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...]:
-    """What a person should know: that sync mode will measure the heads itself, where nobody did."""
+    """Note for a person that sync mode measures the heads itself, unless a calibration exists."""
     if calibration is not None or model.kv_heads == 1:
         return ()
     return (f"Mode sync measures this model's heads on its first long prompt; better: kvchat calibrate {model.name}",)

@@ -21,7 +21,7 @@ from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.protocol.messages import Params, Price
 
-# These mean the same in every mode; tau or k in one mode says nothing about those of another.
+# These mean the same in every mode; tau or k of one mode is unrelated to that of another.
 SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.model_fields)
 
 
@@ -116,7 +116,7 @@ class ModeSwitcher:
         return self.enter(self.parameters) if self.calibration else 0
 
     def note_preamble(self, tokens: int) -> None:
-        """Modes may keep the system prompt as sinks: enter the mode anew when its length changed."""
+        """Enter the mode again when the system prompt's length changed: it may be kept as sinks."""
         if tokens != self._preamble:
             self._preamble = tokens
             self.enter(self.parameters)

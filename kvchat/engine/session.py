@@ -47,10 +47,10 @@ def load(
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         mode: the KV mode to begin with.
         system: system prompt of ``Session.chat``.
-        mode_params: settings of each mode, taken when it is entered; parameters said otherwise win.
+        mode_params: settings of each mode, used when it is entered; ``params`` override them.
         quantize: ``none``, or ``4bit`` for weights in 4 bits (nf4 by bitsandbytes).
         fast: swap small pieces of the model for faster ones.
-        progress: told each stage of loading.
+        progress: called with each stage of loading.
         params: the mode's parameters, such as ``budget``.
 
     Raises:
@@ -65,7 +65,7 @@ def load(
 def open_session(
     asked: Load, progress: Callable[[str], None] = lambda stage: None, system: str | None = None
 ) -> Session:
-    """Load what ``asked`` names and open a session with it; ``progress`` is told each stage.
+    """Load what ``asked`` names and open a session with it; ``progress`` is called with each stage.
 
     Raises:
         KvchatError: as ``load``.

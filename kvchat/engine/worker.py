@@ -61,7 +61,7 @@ class Inbox:
             self._changed.notify()
 
     def close(self) -> None:
-        """No more commands will come, and those waiting have nobody left to answer to."""
+        """No more commands will come, and waiting ones have no reader for their events."""
         with self._changed:
             self.closed = True
             self._changed.notify()
@@ -154,7 +154,7 @@ class Server:
                 elif not self._inbox.closed:
                     self._snapshot()
         except BrokenPipeError:
-            pass  # nobody reads the events any more
+            pass  # the application is gone
         finally:
             if self._session:
                 self._session.close()
@@ -258,7 +258,7 @@ def main() -> None:
     def read() -> None:
         server.read(commands)
         if not finished.wait(GRACE_S):
-            os._exit(1)  # deep in a load or a kernel, with nobody left to work for
+            os._exit(1)  # deep in a load or a kernel, and the application is gone
 
     threading.Thread(target=read, daemon=True).start()
     server.run()

@@ -137,7 +137,7 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
     # Here, because it imports torch's compiler: 2 s, spent only where transformers has not done so already.
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    # Not by causal_lower_right(n, total): it allocates 2 * n * total numbers that nobody reads.
+    # Not by causal_lower_right(n, total): it allocates 2 * n * total unused numbers.
     bias: Any = torch.empty(0).as_subclass(CausalBias)
     bias.variant, bias.seq_len_q, bias.seq_len_kv = CausalVariant.LOWER_RIGHT, query.shape[1], keys.shape[1]
     args = query[None], keys[None], values[None], bias

@@ -91,7 +91,7 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Was a stop string found?"""
+        """True once a stop string was found."""
         return bool(self._stops.found)
 
     def add(self, token: int) -> str:

@@ -1,9 +1,9 @@
-"""A decode step as one CUDA graph: everything between the token that goes in and the logits that come out.
+"""GraphRunner: a decode step as one CUDA graph, from the token that goes in to the logits that come out.
 
 The first step of a kind runs eagerly, which is the warm-up a capture needs; being a step like any other it leaves no
-trace. The second is captured, and from then on replayed: the processor launches one graph a token. A kind is what
-``KVManager.graph_key`` tells apart: the mode, which of its steps it is, and where its tensors lie; when a store grew, or
-another mode was entered, the next two steps begin anew. What cannot be captured runs eagerly, and ``refusal`` says why.
+trace. The second is captured, and from then on replayed: the processor launches one graph a token.
+``KVManager.graph_key`` tells kinds apart: the mode, which of its steps it is, and where its tensors lie. After growth
+or a switch the next two steps warm up and capture again. What cannot be captured runs eagerly, ``refusal`` says why.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def _uncollected() -> Iterator[None]:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """What records steps on ``device``; None where there are no graphs."""
+    """Return what records steps on ``device``, None on a CPU."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class GraphRunner:
-    """Runs the steps of a store, by graphs where there is a recorder; ``refusal`` says why this mode has none."""
+    """Runs the steps of a KV manager, by graphs where there is a recorder; ``refusal`` says why this mode has none."""
 
     def __init__(self, kv: KVManager, recorder: Recorder | None) -> None:
         self.refusal = ""
@@ -93,16 +93,16 @@ class GraphRunner:
 
     @property
     def prepares(self) -> bool:
-        """Are the next steps slow, because the mode's first ones warm up and are recorded?"""
+        """True if the next steps are slow, because the mode's first ones warm up and are captured."""
         return self._usable() and not self._recorded
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """What is to be known about how steps run."""
+        """Warnings about how steps run, for the screen."""
         return (f"no CUDA graph: {self.refusal}",) if self.refusal else ()
 
     def run(self, step: Callable[[], Tensor]) -> Tensor:
-        """The result of ``step``, which the caller may keep."""
+        """Return the result of ``step``, which the caller may keep."""
         if not self._usable():
             return step()
         kind = self._kv.graph_key()
@@ -126,15 +126,15 @@ class GraphRunner:
         try:
             self._recorded[kind] = self._recorder(step)
         except Exception as error:  # noqa: BLE001  # Triton and transformers raise errors of their own
-            # The step was not carried out; it is now, eagerly, and raises by itself if it cannot be. What CUDA says at
-            # the end of a capture comes of what went wrong within.
+            # A captured step was not executed: the caller runs it eagerly now, which raises by itself if it cannot run.
+            # An error at the end of a capture is only the consequence of the one inside.
             ended = isinstance(error, torch.AcceleratorError)
             first = (error.__context__ if ended else None) or error
             self.refusal = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
         return not self.refusal
 
     def _forget(self) -> None:
-        """Graphs hold addresses of memory that a mode gave back when it was left."""
+        """Drop graphs that hold addresses of memory which the mode freed when it was left."""
         self._mode = self._kv.mode
         self.refusal = ""
         self._recorded.clear()

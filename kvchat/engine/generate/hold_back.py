@@ -1,4 +1,4 @@
-"""Text that stays: for readers that cannot take back what they have shown (a pipe, ``Session.chat``)."""
+"""Text that is final, for readers that cannot take back what they have shown (a pipe, ``Session.chat``)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvchat.protocol.messages import Event, Finished, Text, Withdrawn
 def hold_back(events: Iterable[Event], withdrawable: Callable[[], int]) -> Iterator[Event]:
     """The events of an answer without ``Withdrawn``: text is held back as long as recovery may still withdraw it.
 
-    ``withdrawable`` tells how many of the last tokens may yet be withdrawn; a token has one ``Text`` at most. With 0
-    nothing is held back. Other events are not, so they may come before text that is older.
+    ``withdrawable()`` is the number of last tokens that may still be withdrawn (0 holds nothing back); a token has at
+    most one ``Text``. Other events pass at once, so they may precede older text.
     """
     held: deque[Text] = deque()
     for event in events:

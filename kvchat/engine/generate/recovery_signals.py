@@ -7,7 +7,7 @@ Decisions:
     * A signal is compared with the 64 tokens before it, from the 32nd token on. Falling log-probability is measured
       in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
     * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along one surprise is no alarm.
-    * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder begins anew.
+    * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder starts over.
     * Levels that a mode has no use for are left out. A rewalk that may not be repeated yet becomes the level before.
 """
 

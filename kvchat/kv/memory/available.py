@@ -1,4 +1,4 @@
-"""Host memory that can still be had: what the system has left, within the limits of the container.
+"""Host memory that is still free, within the limits of the container.
 
 Where memory is overcommitted nothing fails when it is asked for; the process is killed when it is touched. So it is
 read before it is taken.
@@ -20,7 +20,7 @@ UNLIMITED = 2**60  # cgroup v1 writes "no limit" as the largest multiple of a pa
 
 @dataclass(frozen=True)
 class Limit:
-    """A container's memory limit and what counts against it now, in bytes; file cache it gives back is not counted."""
+    """A container's memory limit and what counts against it now, in bytes, without reclaimable file cache."""
 
     limit: int
     used: int

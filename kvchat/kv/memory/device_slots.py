@@ -1,4 +1,4 @@
-"""Device slots: room for tokens' K/V on the compute device, and the slot table that says who is where.
+"""Device slots: room for tokens' K/V on the compute device, and the slot table that names the position in each slot.
 
 Attention knows nothing else: it reads the slots whose table entry is not -1. A layout is
 ``[pages * p | sink | window | rest of the last page]``: retrieved pages first, so that each is one aligned block.
@@ -39,7 +39,7 @@ class Layout:
         return len(self.heads[0]) if self.heads else geometry.kv_heads
 
     def slots(self, page: int) -> int:
-        """DeviceSlots per KV head and layer, whole pages."""
+        """Slots per KV head and layer, whole pages."""
         return -(-(self.pages * page + self.sink + self.window) // page) * page
 
     def nbytes(self, geometry: Geometry) -> int:
@@ -136,7 +136,7 @@ class DeviceSlots:
         return self.offset + torch.where(positions < s, positions, s + (positions - s) % w)
 
     def free_slots(self, n: int) -> Tensor:
-        """DeviceSlots ``[n]`` of a unordered layout: empty ones as far as there are, then others."""
+        """Slots ``[n]`` of an unordered layout: empty ones first, then others."""
         return (self.table[0, 0] == EMPTY).to(torch.int32).topk(n).indices
 
     def assign(self, position: Tensor) -> None:
@@ -160,7 +160,7 @@ class DeviceSlots:
         self.table[layers, :, : self.offset] = tokens.masked_fill(masked, EMPTY).flatten(2).to(torch.int32)
 
     def truncate(self, tokens: int) -> None:
-        """Release everything from position ``tokens`` on; the page it lies in too, for it will be written anew."""
+        """Release everything from position ``tokens`` on; also the page it lies in, which will be written again."""
         self.table.masked_fill_(self.table >= tokens, EMPTY)
         self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
 

@@ -67,12 +67,12 @@ class HostPool:
 
     @property
     def pinned(self) -> bool:
-        """Does the device address the pool itself? Where it does not, nothing that uses the pool can be captured."""
+        """True if the device addresses the pool itself; otherwise nothing that uses the pool can be captured."""
         return not self.pageable_reason
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """What is to be known about how the pool is kept."""
+        """Warnings about how the pool is kept, for the screen."""
         return (f"pageable host memory: {self.pageable_reason}",) if self.pageable_reason else ()
 
     def reserve(self, tokens: int) -> bool:
@@ -153,7 +153,7 @@ class HostPool:
         for size in (wanted, least):
             if size * self.geometry.layers - taken + beside <= free:
                 return size
-        raise self._does_not_fit(least, f"{_gib(taken)} of it are held and {_gib(free)} more can be had.")
+        raise self._does_not_fit(least, f"{_gib(taken)} of it are held and {_gib(free)} more are free.")
 
     def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:
         """Fresh address space of ``wanted`` bytes a layer, or ``least`` where the system gives no more.

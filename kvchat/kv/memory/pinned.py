@@ -55,7 +55,7 @@ class CudaRegistrar:
 
     def unregister(self, address: int) -> None:
         """``Registrar.unregister``"""
-        with contextlib.suppress(RuntimeError):  # of an earlier kernel; its memory is given back all the same
+        with contextlib.suppress(RuntimeError):  # of an earlier kernel; the memory is unpinned all the same
             torch.cuda.synchronize(self._device)
         _cudart().cudaHostUnregister(address)
 
@@ -100,7 +100,7 @@ class PinnedRegion:
         self._starts: list[int] = []
         self._mapped = mapped
         self._registered: list[tuple[Registrar, int]] = []
-        # The mapping as an argument lives until the call is over. At exit the driver gives back everything by itself.
+        # The mapping is an argument so that it outlives the call. At exit the driver frees everything by itself.
         weakref.finalize(self, _unregister, self._registered, mapped).atexit = False
 
     @property

@@ -7,8 +7,7 @@ import torch
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.available import usable
-from kvchat.kv.memory.budget import free_bytes
+from kvchat.kv.memory import available, budget
 from kvchat.units import size
 
 # Tokens of one prefill forward on a GPU. With fewer the matrices are too small to be busy; with more a person who
@@ -35,12 +34,12 @@ def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -
 def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, device: torch.device) -> int:
     """How many of ``new`` tokens after ``stored`` go through the model at once; ``token_bytes`` as above.
 
-    The largest that takes no more than half of what can be had: the rest is for what memory is scattered over.
+    The largest that takes at most half of the free memory: the rest allows for fragmentation.
 
     Raises:
         DoesNotFitError: not even the fewest fit.
     """
-    free = usable(free_bytes(device))
+    free = available.usable(budget.free_bytes(device))
 
     def needed(chunk: int) -> int:
         last = min(chunk, new)

@@ -57,7 +57,7 @@ class StagedPrefill:
 
     ``all [2, H, tokens, d]`` is what attention reads. ``earlier`` and ``new`` ``[page, H, 2, p, d]`` are the stored
     pages on their way from the host and the changed ones on their way to it; the first changed page is the one the new
-    tokens begin in, so one page may be in both. ``plan.staging_bytes`` foretells what they take.
+    tokens begin in, so one page may be in both. ``prefill_plan.staging_bytes`` predicts their size.
     """
 
     def __init__(self, host: HostPool, tokens: int) -> None:

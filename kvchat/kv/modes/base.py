@@ -77,7 +77,7 @@ class TokenState(Enum):
 
 @dataclass(frozen=True)
 class ModeReport:
-    """What a mode tells of itself.
+    """What a mode reports about itself.
 
     ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
     has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs

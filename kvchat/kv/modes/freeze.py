@@ -17,9 +17,9 @@ Departures and decisions:
       ``history`` flags, so a token stays away 8 steps at most; sinks and control tokens stay; first freezes are
       staggered by position; a floor and a ceiling on active tokens; at most ``moves`` return in a step, most relevant
       and longest waiting first. ``profile="paper"`` undoes all of these.
-    * A new turn is a new topic: it is read exactly, then all tokens are active and counts begin anew (``wake``). With
-      counts kept, and only what its last token finds relevant awake, what earlier turns told are not found: the bundled
-      model looks at a number when it is about to repeat it, not when it is asked for it. The ceiling ``max_active``
+    * A new turn is a new topic: it is read exactly, then all tokens are active and their counts restart (``wake``).
+      If only tokens woke that its last token finds relevant, facts of earlier turns would not be found: the bundled
+      model attends to a number when it is about to repeat it, not when it is asked for it. The ceiling ``max_active``
       takes that risk: it keeps what the last token finds relevant.
 
 Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``RESIZE_INTERVAL`` steps (the only time it
@@ -49,9 +49,9 @@ from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.state import KVState
 
 RESIZE_INTERVAL = 16  # steps between two looks at the number of active tokens
-MIN_ROOM = 32  # slots for returning tokens; an eighth of the active ones if that is more; where half are left, anew
+MIN_ROOM = 32  # spare slots for returning tokens: max(32, active // 8); resize when fewer than half are left
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
-SHRINK = 0.8  # slots are given back when so small a share of them would do
+SHRINK = 0.8  # shrink when this share of the slots would suffice
 
 PAPER: dict[str, Any] = {
     "score": "always",
@@ -183,7 +183,7 @@ class Freeze(Mode):
         return changed
 
     def _size(self, n: int, active: int) -> int:
-        """DeviceSlots for ``active`` tokens where there are ``n`` now; ``n`` while it will do."""
+        """Slots for ``active`` tokens where there are ``n`` now; ``n`` as long as it suffices."""
         least, most = max(MIN_ROOM, active // 8), self.rule.max_active
         ahead = self.geometry.headroom // ROOM_SHARE
         ahead = ahead if most is None else min(ahead, most - active)

@@ -29,7 +29,7 @@ def state_bytes(capacity: int) -> int:
 
 
 class Timers:
-    """State of the tokens that share slots, by position: tensors ``[capacity + 1]``, the last entry is nobody's.
+    """State of the tokens that share slots, by position: tensors ``[capacity + 1]``; the last entry is a dummy.
 
     ``detections`` begins at minus the token's offset, which staggers the first freezes; ``timer`` is the number of
     steps to stay away, 0 or less where the token waits for room to return; ``since`` the position at which it left;

@@ -89,7 +89,7 @@ class Streaming(Mode):
         return [self.kept_from, self.sinks]
 
     def fill(self, fresh: bool) -> None:
-        length = torch.tensor(self.state.total if fresh else self._cached(), device=self.state.device)
+        length = torch.tensor(self.state.total if fresh else self.num_cached(), device=self.state.device)
         recent = int(self._pruned(length)) - self.sink
         (slots,) = self.state.slots
         self.state.transfer.load_table(slots, self.wanted_table(slots, max(recent, 0)))
@@ -113,11 +113,11 @@ class Streaming(Mode):
 
     def report(self) -> ModeReport:
         chosen = {"budget": self.capacity, "sink": self.sink, "window": self.window}
-        stats = {"cached": self._cached(), "dropped": int(self.kept_from) - self.sink}
+        stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
         return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
 
-    def _cached(self) -> int:
-        """Stored tokens that were not dropped."""
+    def num_cached(self) -> int:
+        """Stored tokens that were not dropped; waits for the device."""
         return self.sink + self.state.total - int(self.kept_from)
 
     def _soft_capacity(self) -> int:

@@ -14,11 +14,11 @@ Departures and decisions:
     * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
     * Representatives are the best retrievers of their clusters; the paper's rule is ``representatives="centroid"``.
     * Scores are maxima over the query heads of a group, as in the calibration.
-    * What is fetched goes to slots that nobody reads, of which there are as many as dynamic tokens: the paper's double
+    * Fetched tokens go to slots that are not read, as many as there are dynamic tokens: the paper's double
       buffer, without copying what stays. Where static tokens were fewer than their share there are more dynamic ones;
       of those, what finds no free slot waits for the next anticipation.
 
-Without a calibration, with one KV head or with all heads representatives it does what full does, and says so.
+Without a calibration, with one KV head or with all heads representatives it does what full does, and reports so.
 
 Shapes: representatives share one table, slot = position; followers' tables ``[H - N_r, region + 4 + w + m - 1]``.
 Costs: an anticipation ranks all tokens once per cluster; between anticipations a step costs what it reads.
@@ -123,7 +123,7 @@ class Sync(Mode):
             k = p.budget - self.ring
         else:
             per_follower = paper_k(p.mem, capacity, self.geometry.kv_heads, self.clusters)
-            # DeviceSlots come in whole pages, twice: the region's and all of a head's.
+            # Slots come in whole pages, twice: the region's and all of a head's.
             k = max(MIN_BUDGET, int((per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)))
         # More than there can be outside the ring of the step that needs the next slot would stay empty.
         return max(SINK, min(k, capacity + 1 - self._recent()))
@@ -227,7 +227,7 @@ class Sync(Mode):
         self._open(self.state.slots[1], layer, last)
 
     def anticipates(self, layer: int) -> bool:
-        """Does ``layer`` choose at the step being decoded? Counted from 1 since the mode filled its slots."""
+        """True if ``layer`` chooses at the current step, counted from 1 since the mode filled its slots."""
         m = self.parameters.m
         return self.t % m == (layer % m if self.parameters.staggered else 0)
 
@@ -313,7 +313,7 @@ class Sync(Mode):
         return min(k - SINK, int((1 - self.parameters.rho) * k))
 
     def _region(self, capacity: int) -> int:
-        """DeviceSlots for static and, doubly, dynamic tokens."""
+        """Slots for static and, twice, dynamic tokens."""
         k = self.k_of(capacity)
         return k - SINK + self._dynamic_share(k)
 

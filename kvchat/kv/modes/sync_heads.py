@@ -21,7 +21,7 @@ class Calibration:
 
     ``similarity [layer][head][head]`` is the mean overlap coefficient of the heads' most attended tokens,
     ``retrieval [layer][head]`` the attention mass on the source of tokens that are being repeated.
-    ``measured_on`` tells a person what was read.
+    ``measured_on`` describes the text that was read.
     """
 
     revision: str

@@ -137,7 +137,7 @@ def assign_token_slots(wanted: Tensor, resident: Tensor, tokens: int) -> Tensor:
     """
     rows, n = resident.shape
     slots = torch.arange(n, device=resident.device).expand(rows, n)
-    # Empty slots are noted at position 0, which nobody asks for.
+    # Empty slots are noted at position 0, which is never wanted.
     slot_of = wanted.new_full((rows, tokens), EMPTY).scatter_(1, resident.clamp(min=0), slots)
     at = slot_of.gather(1, wanted.clamp(min=0))
     missing = (wanted >= 0) & (at < 0)

@@ -1,4 +1,4 @@
-"""The verbs of a decode step - append, attend, select, recall - in stock torch operations.
+"""The operations of a decode step - append, attend, select, recall - in stock torch.
 
 The reference, and what runs on a CPU and wherever Triton does not. ``triton_ops`` has the same ops as Triton kernels,
 held against these; ``choose_ops`` is the one place that chooses. All shapes are static, except for copies on a CPU,
@@ -21,7 +21,7 @@ from kvchat.kv.ops.selection import Candidates, assign_slots, needs_correction, 
 
 
 class TorchOps:
-    """What a step does with the host pool and slots. ``skip_unchanged`` picks out the rows that move."""
+    """A step's operations on the host pool and slots; ``skip_unchanged`` copies only the rows that change."""
 
     name = "torch"
 

@@ -30,7 +30,7 @@ PROGRAMS_ON_A_CPU = 64
 
 
 class TritonOps(TorchOps):
-    """TorchOps for bfloat16 and float16 on a CUDA device, and for any dtype in Triton's interpreter.
+    """``TorchOps`` by Triton kernels: bfloat16 and float16 on a CUDA device, and for any dtype in Triton's interpreter.
 
     ``ctas`` programs recall, at most ``programs`` attend, in tiles of ``tile`` elements. A pageable host pool is not
     the device's to address: what touches it is then left to stock torch operations.

@@ -1,7 +1,7 @@
-"""The kernels prove right where they run, before anything is answered: each once, against stock torch operations.
+"""Start-up check: run every kernel once on this GPU and compare with the torch reference.
 
-What no other machine can tell shows here: no C compiler for Triton's launchers, a GPU that its compiler does not know,
-a kernel compiled wrong. Costs the compilations that the first steps would need anyway; Triton keeps them on disk.
+It shows what no other machine can: no C compiler for Triton's launchers, a GPU that Triton does not know, a kernel
+compiled wrong. Costs the compilations that the first steps would need anyway; Triton caches them on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOLERANCE = 0.05
 
 @functools.cache
 def kernel_failure(geometry: Geometry, device: torch.device) -> str:
-    """Why the kernels cannot be relied on for such a model on ``device``, empty if they can."""
+    """Return why the kernels cannot be used for this geometry on ``device``, empty if they can."""
     g = replace(geometry, layers=1, headroom=geometry.page)
     try:
         with torch.inference_mode():
@@ -47,7 +47,7 @@ def error(measured: Tensor, expected: Tensor) -> float:
 
 
 def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[str, Tensor]:
-    """What each verb does with the same random numbers; order within a head's slots is nobody's business."""
+    """Return what each operation does with the same random numbers, independent of the order within a head's slots."""
     p, tokens = g.page, PAGES * g.page
     noise = _Noise(g.dtype, device)
     keys, values, query = noise(g.kv_heads, tokens, g.d_k), noise(g.kv_heads, tokens, g.d_v), noise(g.q_heads, g.d_k)

@@ -1,6 +1,6 @@
 """append: the new token's K and V to its slot and through to the host pool, and its key into its page's bounds.
 
-Costs: one program a KV head; the stores to host memory are posted, nobody waits for them.
+Costs: one program a KV head; the stores to host memory are posted, nothing waits for them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """recall: host pool -> slots, by programs that read pinned host memory as if it were the device's.
 
 A handful of programs keeps the link busy; more would only take room from the model's own kernels, so their number is
-measured (``calibrate_ctas``). What does not change is not read, and nobody has to be told how much that is.
+measured (``calibrate_ctas``). What does not change is not read, and its amount is never sent to the host.
 """
 
 from __future__ import annotations

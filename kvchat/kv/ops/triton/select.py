@@ -16,7 +16,7 @@ from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import LOWEST, padded
 
-LEAST_PAGES = 1024  # that the kernel is compiled for; anew at each doubling
+LEAST_PAGES = 1024  # the kernel is compiled for this many, and again at each doubling
 MOST_PAGES = 8192
 MOST_CHOSEN = 128
 SCORED_PAGES = 32
