@@ -9,7 +9,7 @@ import pytest
 
 from kvchat.bench import tables
 from kvchat.cli.main import app
-from kvchat.config.modes import PARAMETERS
+from kvchat.config.modes import registered
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def test_links_lead_somewhere(target):
     assert (ROOT / target).exists()
 
 
-@pytest.mark.parametrize("mode", PARAMETERS)
+@pytest.mark.parametrize("mode", registered())
 def test_every_mode_has_a_row(mode):
     assert re.search(rf"^\| {mode} \|.*modes/{mode}\.py", README, re.MULTILINE)
 

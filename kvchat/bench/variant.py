@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.config.modes import PARAMETERS, ModeParameters, parse
+from kvchat.config.modes import ModeParameters, parse, registered
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Params
@@ -16,7 +16,7 @@ def enter(session: Session, contender: str) -> None:
     """
     mode, params = split(contender)
     # What an earlier contender was given would stay, were it not said anew.
-    fields = PARAMETERS[mode].model_fields if mode in PARAMETERS else {}
+    fields = registered()[mode].model_fields if mode in registered() else {}
     session.switch(mode, **{**{name: field.default for name, field in fields.items()}, **params})
 
 
@@ -27,7 +27,7 @@ def parsed(contender: str, budget: int) -> ModeParameters:
         UsageError: an unknown mode or parameter, or a value out of range.
     """
     mode, params = split(contender)
-    known = PARAMETERS[mode].model_fields if mode in PARAMETERS else {}
+    known = registered()[mode].model_fields if mode in registered() else {}
     return parse(mode, {**({"budget": budget} if "budget" in known else {}), **params})
 
 

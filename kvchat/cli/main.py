@@ -5,14 +5,12 @@ Imports neither torch nor transformers nor textual; what a command needs is impo
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import json
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,13 +19,15 @@ from typer.core import TyperGroup
 
 import kvchat
 from kvchat import paths
-from kvchat.cli import bench
+from kvchat.cli import bench, config, options
 from kvchat.cli.ask import Question, SwitchAt, ask, compose, note
-from kvchat.config import modes, profiles, schema
-from kvchat.config.modes import PARAMETERS
-from kvchat.config.schema import Key, Layer, Resolved
-from kvchat.errors import KvchatError, UsageError, did_you_mean
-from kvchat.protocol.messages import Load, ModeInfo, Turn
+from kvchat.cli.modes import list_modes
+from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Quantize, System
+from kvchat.config import modes, profiles, sources
+from kvchat.config.schema import Settings
+from kvchat.config.sources import Resolved, SettingsSource
+from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.messages import Load, Turn
 
 
 def main() -> None:
@@ -65,62 +65,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings.", no_args_is_help=True)
-app.add_typer(config, name="config")
+app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
-
-
-# ---- flags -----------------------------------------------------------------------------------------
-
-
-def _keys_of(parameter: str) -> tuple[Key, ...]:
-    """Where a mode parameter is set: in every mode that has it."""
-    return tuple(
-        ("kv", n, parameter) for n, cls in PARAMETERS.items() if cls.available and parameter in cls.model_fields
-    )
-
-
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
-FLAGS: dict[str, tuple[Key, ...]] = {
-    "model": (("model", "name"),),
-    "device": (("model", "device"),),
-    "dtype": (("model", "dtype"),),
-    "quantize": (("model", "quantize"),),
-    "system": (("model", "system"),),
-    "mode": (("kv", "mode"),),
-    "budget": _keys_of("budget"),
-    "theme": (("ui", "theme"),),
-    **{name: (("sampling", name),) for name in SAMPLING},
-}
-
-Model = Annotated[str | None, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")]
-Quantize = Annotated[str | None, typer.Option(help="none, or 4bit for weights in 4 bits (needs kvchat[bnb])")]
-Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`")]
-Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
-Param = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable")]
-System = Annotated[str | None, typer.Option(help="system prompt")]
-
-
-def _flags(params: Mapping[str, Any]) -> Layer:
-    """The settings among a command's options."""
-    given = {name: None if params.get(name) == [] else params.get(name) for name in FLAGS}
-    flags = {f"--{name.replace('_', '-')}": (keys, given[name]) for name, keys in FLAGS.items()}
-    return schema.flag_layer({**flags, **_params(params.get("param") or ())})
-
-
-def _params(given: Iterable[str]) -> dict[str, tuple[tuple[Key, ...], str]]:
-    flags = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        known = {key for cls in PARAMETERS.values() if cls.available for key in cls.model_fields}
-        if not equals:
-            raise UsageError(f'--param "{text}" is not KEY=VALUE.')
-        if name not in known:
-            raise UsageError(f'No mode has a parameter "{name}".', did_you_mean(name, known))
-        flags[f"--param {name}"] = (_keys_of(name), value)
-    return flags
 
 
 # ---- commands --------------------------------------------------------------------------------------
@@ -141,13 +87,13 @@ def chat(  # typer reads the options from the signature, the settings read them 
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat in the terminal with a local model, and switch how its K/V is kept while it answers."""
-    flags = _flags(ctx.params)
+    given = options.flags(ctx.params)
     if version:
         typer.echo(f"kvchat {kvchat.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        raise typer.Exit(_run_application(flags))
-    for flag in flags.origins.values():
+        raise typer.Exit(_run_application(given))
+    for flag in given.origins.values():
         raise UsageError(f"{flag} stands before the command; put it behind: kvchat {ctx.invoked_subcommand} {flag} ...")
 
 
@@ -180,7 +126,7 @@ def ask_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
     """Answer one prompt on stdout. Piped text is the prompt, or is added to PROMPT."""
-    resolved = schema.load(_flags(ctx.params), profiles=profiles.layers)
+    resolved = sources.load(options.flags(ctx.params), profiles=profiles.sources)
     chosen = resolved.settings
     switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
@@ -193,13 +139,9 @@ def ask_command(
 
 
 @app.command("modes")
-def list_modes(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
+def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
     """List the KV modes, their parameters and defaults."""
-    infos = modes.mode_infos()
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2))
-    else:
-        typer.echo("\n".join(_describe(info) for info in infos))
+    list_modes(as_json)
 
 
 @app.command()
@@ -246,56 +188,19 @@ def locate() -> None:
         typer.echo(f"{name:<17} {path}{'' if path.exists() else '   (not there yet)'}")
 
 
-@config.command()
-def show() -> None:
-    """Print every setting with where it was set."""
-    typer.echo("\n".join(schema.load(profiles=profiles.layers).lines()))
-
-
-@config.command()
-def validate(file: Annotated[Path | None, typer.Argument(help="instead of the settings in force")] = None) -> None:
-    """Check the settings file; exit code 2 if it is wrong."""
-    path = file or paths.config_file()
-    if file and not file.exists():
-        raise UsageError(f"There is no file {file}.")
-    schema.resolve(schema.file_layer(path))
-    typer.echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
-
-
-@config.command()
-def init() -> None:
-    """Write a settings file in which every setting is explained."""
-    path = paths.config_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(schema.template())
-    except FileExistsError:
-        raise UsageError(f"{path} is there already and stays as it is.") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
-    typer.echo(path)
-
-
-@config.command("schema")
-def print_schema() -> None:
-    """Print the JSON schema of the settings file."""
-    typer.echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
-
-
 # ---- pieces ----------------------------------------------------------------------------------------
 
 
-def _run_application(flags: Layer) -> int:
+def _run_application(flags: SettingsSource) -> int:
     problems: list[UsageError] = []
 
-    def tolerant(device: str) -> Iterable[Layer]:
+    def tolerant(device: str) -> Iterable[SettingsSource]:
         """A wrong profile is no reason not to chat."""
         found = profiles.find(device)
         problems.extend(found.problems)
-        return found.layers
+        return found.sources
 
-    resolved = schema.load(flags, profiles=tolerant)
+    resolved = sources.load(flags, profiles=tolerant)
     if not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)) or os.environ.get("TERM") == "dumb":
         raise UsageError(
             "The chat needs a terminal.",
@@ -314,14 +219,14 @@ def _run_application(flags: Layer) -> int:
         theme_dirs=(paths.user_themes_dir(),),
         log_file=paths.log_file(),
         history_file=paths.history_file() if chosen.ui.history else None,
-        problems=tuple(map(str, problems)),
+        problems=(*map(str, problems), *modes.problems()),
     )
     return run(application)
 
 
-def _load(chosen: schema.Settings) -> Load:
+def _load(chosen: Settings) -> Load:
     model, kv = chosen.model, chosen.kv
-    mode_params = {mode: params for mode in modes.PARAMETERS if (params := kv.params(mode))}
+    mode_params = {mode: params for mode in modes.registered() if (params := kv.params(mode))}
     return Load(
         model.name,
         model.device,
@@ -333,7 +238,7 @@ def _load(chosen: schema.Settings) -> Load:
     )
 
 
-def _switch_at(text: str, chosen: schema.Settings) -> SwitchAt:
+def _switch_at(text: str, chosen: Settings) -> SwitchAt:
     """``N:MODE[,KEY=VALUE...]``; the settings give the parameters that are not named."""
     match = re.fullmatch(r"(\d+):(\w+)((?:,\w+=[^,=]*)*)", text)
     if not match:
@@ -361,14 +266,6 @@ def _piped() -> bytes:
 
 def _is_terminal(stream: Any) -> bool:
     return stream is not None and stream.isatty()
-
-
-def _describe(info: ModeInfo) -> str:
-    rows = [f"{info.name:<12} {info.title}" + ("" if info.available else "   (not available yet)")]
-    cells = [(p.name, "auto" if p.default is None else str(p.default), p.doc) for p in info.params]
-    wide = [max(len(row[column]) for row in cells) for column in (0, 1)]
-    rows += [f"  {name:<{wide[0]}} {default:<{wide[1]}} {doc}" for name, default, doc in cells]
-    return "\n".join(rows)
 
 
 def _log_traceback() -> str:

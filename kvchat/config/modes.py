@@ -1,36 +1,68 @@
-"""The KV modes' names and parameters: a leaf without torch, read by the command line, the application and the modes.
+"""The registry of KV modes: names, parameters, implementations. Without torch.
 
-One class a mode; a field's docstring is its description everywhere (``kvchat modes``, the palette, errors).
+One parameter class a mode; a field's docstring is its description everywhere (``kvchat modes``, the palette, errors).
+Other packages add modes through the entry-point group ``kvchat.modes``: the entry point's value is a parameter class,
+which has to import quickly; its ``implementation`` is imported when the mode is entered. A package whose mode cannot be
+used is listed in ``problems()`` and changes nothing else.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvchat.config.validation_errors import reason
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol.messages import ModeInfo, ParamInfo, Params
 
+Params = dict[str, Any]
+GROUP = "kvchat.modes"
 MIN_BUDGET = 64
 
 
 class ModeParameters(BaseModel):
-    """Base of all: frozen, unknown names refused."""
+    """Base of all: frozen, unknown names refused.
+
+    ``implementation`` is ``package.module:Class`` of the mode itself.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
 
     name: ClassVar[str]
     title: ClassVar[str]
-    available: ClassVar[bool] = True
+    implementation: ClassVar[str]
 
     recovery: bool = False
-    """watch the entropy of what is generated; restore tokens, at last withdraw some, when it goes wrong"""
+    """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter of a mode for display; ``default`` None means chosen by kvchat."""
+
+    name: str
+    default: int | float | str | bool | None
+    doc: str
+
+
+@dataclass(frozen=True)
+class ModeInfo:
+    """One KV mode for display."""
+
+    name: str
+    title: str
+    params: tuple[ParamInfo, ...] = ()
 
 
 class FullParameters(ModeParameters):
     name: ClassVar[str] = "full"
     title: ClassVar[str] = "everything resident, everything attended"
+    implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
 
 
 class BudgetParameters(ModeParameters):
@@ -47,39 +79,42 @@ class BudgetParameters(ModeParameters):
 class StreamingParameters(BudgetParameters):
     name: ClassVar[str] = "streaming"
     title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.streaming:Streaming"
 
     R: int = Field(64, ge=0)
-    """Lazy Pruning: prune only when R tokens are over the budget, which are read until then; 0 never prunes"""
+    """Lazy Pruning: prune when the cache exceeds the budget by R tokens; 0 never prunes"""
     sigma: int = Field(64, ge=0)
-    """Slack: tokens that may stay over the budget after a prune"""
+    """Slack: tokens allowed over the budget after a prune"""
     delta: int = Field(16, ge=0)
-    """Max_Drop: tokens dropped by one prune at most, as far as sigma allows; 0 drops all of the overflow"""
+    """Max_Drop: maximum tokens dropped by one prune, unless sigma requires more; 0 drops the whole overflow"""
 
 
 class SpeculativeParameters(BudgetParameters):
     name: ClassVar[str] = "speculative"
     title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
 
     tau: float = Field(0.8, allow_inf_nan=False)
-    """correct a head when its query's cosine to the last one is below tau; > 1 always (synchronous), < -1 never"""
+    """correct a head when the cosine of its query to the last one is below tau; > 1 always (synchronous), < -1 never"""
     first_full: bool = True
-    """the first layer keeps and attends to everything"""
+    """keep and attend to all tokens in the first layer"""
 
 
 class FreezeParameters(ModeParameters):
     name: ClassVar[str] = "freeze"
     title: ClassVar[str] = "irrelevant tokens leave for growing times and return (ASR-KF-EGR)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
 
     recovery: bool = True
-    """watch the entropy of what is generated; restore tokens, at last withdraw some, when it goes wrong"""
+    """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
     profile: Literal["default", "paper"] = "default"
-    """paper: the published program; every token outside the window is flagged, nothing is protected or capped"""
+    """paper: as published; every token outside the window is flagged, none is protected, nothing is capped"""
     score: Literal["prob_max", "prob_rel", "raw", "scaled", "always"] = "prob_rel"
-    """relevance: attention in shares of an equal one, of the keenest head or the mean; |q·k|, raw or scaled; or none"""
+    """relevance score: attention relative to uniform, mean (prob_rel) or max (prob_max) over heads; or |q·k|"""
     smooth: float = Field(0.0, ge=0, lt=1)
-    """share of a token's earlier score in its score"""
+    """exponential smoothing: weight of a token's earlier score"""
     tau: float = Field(0.5, allow_inf_nan=False)
-    """a token that scores below tau is flagged as irrelevant; 0 flags none"""
+    """flag a token as irrelevant when it scores below tau; 0 flags none"""
     k: float = Field(2.0, gt=0)
     """softness: the c-th flag freezes a token for floor(sqrt(c) / k) steps"""
     window: int = Field(32, ge=1)
@@ -89,71 +124,83 @@ class FreezeParameters(ModeParameters):
     protect: bool = True
     """never freeze the chat's control tokens"""
     history: int = Field(256, ge=0)
-    """flags of a token that count at most; 0 for all"""
+    """maximum flags counted per token; 0 counts all"""
     stagger: int = Field(64, ge=1)
-    """spread the first freezes over so many steps"""
+    """number of steps over which the first freezes are spread"""
     same_step: bool = False
-    """timers fall in the very step they are set in"""
+    """count a timer down already in the step that sets it"""
     moves: int = Field(256, ge=1)
-    """tokens that return in one step at most"""
+    """maximum tokens that return in one step"""
     min_active: int = Field(320, ge=0)
     """freeze only while more tokens than this are active"""
     max_active: int | None = Field(None, ge=MIN_BUDGET)
-    """freeze the least relevant while more tokens than this are active"""
+    """freeze the least relevant tokens while more than this are active"""
     wake: bool = True
-    """a new turn wakes all tokens; else those that its last token finds relevant"""
+    """restore all tokens at a new turn; false restores only those relevant to its last token"""
     per_layer: bool = False
-    """each layer freezes tokens of its own, instead of all layers the same"""
+    """freeze per layer; false freezes the same tokens in all layers"""
 
 
 class SyncParameters(ModeParameters):
     name: ClassVar[str] = "sync"
     title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.sync:Sync"
 
     mem: float = Field(0.5, gt=0, le=1)
-    """share of full's K/V on the device; says how much to keep where neither keep nor budget does"""
+    """fraction of full mode's device K/V to use, unless keep or budget is set"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens a following head may attend to, recent ones included; says how much to keep where keep does not"""
+    """tokens a following head may attend to, window included, unless keep is set"""
     keep: int | None = Field(None, ge=MIN_BUDGET)
     """k: static and dynamic tokens of a following head (auto: from budget or mem, at least 64)"""
     clusters: int | None = Field(None, ge=1)
-    """representative heads a layer (auto: by the calibration)"""
+    """representative heads per layer (auto: from the calibration)"""
     representatives: Literal["retrieval", "centroid"] = "retrieval"
-    """who represents a cluster: its best retriever, or the head nearest to the centroid (the paper)"""
+    """representative of a cluster: its best retrieval head, or the head nearest to the centroid (paper)"""
     rho: float = Field(0.5, ge=0, le=1)
-    """share of k that is static: chosen at the end of the prompt, for the whole turn"""
+    """fraction of k that is static: selected once per turn, at the end of the prompt"""
     m: int = Field(5, ge=1)
-    """every m-th step chooses anew"""
+    """steps between two selections of the dynamic tokens"""
     window: int = Field(128, ge=1)
-    """most recent tokens, always attended (less by itself where a budget is smaller than twice as much)"""
+    """most recent tokens, always attended (at most half of the budget)"""
     staggered: bool = False
-    """layers choose at different steps"""
+    """select at a different step in each layer"""
     offload: bool = True
-    """false keeps everything on the device and only masks it"""
+    """false keeps all K/V on the device and only masks it"""
 
 
-PARAMETERS: dict[str, type[ModeParameters]] = {
-    cls.name: cls
-    for cls in (FullParameters, FreezeParameters, StreamingParameters, SyncParameters, SpeculativeParameters)
-}
+BUILT_IN: tuple[type[ModeParameters], ...] = (
+    FullParameters,
+    FreezeParameters,
+    StreamingParameters,
+    SyncParameters,
+    SpeculativeParameters,
+)
 
 
-def available_modes() -> list[str]:
-    """Names of the modes that can be entered, in the order F6 visits them."""
-    return [name for name, cls in PARAMETERS.items() if cls.available]
+def registered() -> Mapping[str, type[ModeParameters]]:
+    """Every mode's parameter class by name, in the order F6 visits them: built-in modes, then installed ones."""
+    return _registry()[0]
+
+
+def problems() -> tuple[str, ...]:
+    """One sentence for each installed mode that cannot be used."""
+    return _registry()[1]
+
+
+def mode_names() -> list[str]:
+    """Names of all modes, in the order F6 visits them."""
+    return list(registered())
 
 
 def parse(mode: str, params: Params) -> ModeParameters:
     """The parameters of ``mode`` with the given values and defaults for the rest.
 
     Raises:
-        UsageError: an unknown or not yet available mode, an unknown parameter or a value out of range.
+        UsageError: an unknown mode, an unknown parameter or a value out of range.
     """
-    if mode not in PARAMETERS:
-        raise UsageError(f'There is no KV mode "{mode}".', did_you_mean(mode, PARAMETERS))
-    cls = PARAMETERS[mode]
-    if not cls.available:
-        raise UsageError(f"The {mode} mode is not available yet.", f"Available: {', '.join(available_modes())}.")
+    if mode not in registered():
+        raise UsageError(f'There is no KV mode "{mode}".', did_you_mean(mode, registered()))
+    cls = registered()[mode]
     try:
         return cls.model_validate(params)
     except ValidationError as error:
@@ -166,26 +213,74 @@ def merge(kept: Params, mode: str, changes: Params) -> ModeParameters:
     Raises:
         UsageError: as ``parse``; a kept value the mode does not have is no error.
     """
-    known = PARAMETERS[mode].model_fields if mode in PARAMETERS else {}
+    known = registered()[mode].model_fields if mode in registered() else {}
     return parse(mode, {**{name: value for name, value in kept.items() if name in known}, **changes})
 
 
 def mode_infos() -> tuple[ModeInfo, ...]:
     """All modes with their parameters, for lists and menus."""
-    return tuple(
-        ModeInfo(
-            name,
-            cls.title,
-            cls.available,
-            tuple(ParamInfo(key, f.default, f.description or "") for key, f in cls.model_fields.items()),
-        )
-        for name, cls in PARAMETERS.items()
-    )
+    return tuple(ModeInfo(name, cls.title, tuple(_param_infos(cls))) for name, cls in registered().items())
 
 
-def _explain(cls: type[ModeParameters], first: Any) -> tuple[str, str]:
-    key = ".".join(str(part) for part in first["loc"]) or "parameters"
-    if first["type"] == "extra_forbidden":
-        known = did_you_mean(key, cls.model_fields) if cls.model_fields else "It has no parameters."
-        return f'The {cls.name} mode has no parameter "{key}".', known
-    return f"{cls.name}: {key} = {first['input']!r} is refused.", f"{first['msg']}."
+def _param_infos(cls: type[ModeParameters]) -> Iterator[ParamInfo]:
+    defaults = cls()
+    for name, field in cls.model_fields.items():
+        yield ParamInfo(name, getattr(defaults, name), field.description or "")
+
+
+def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, str]:
+    key = ".".join(str(part) for part in details["loc"]) or "parameters"
+    if details["type"] == "extra_forbidden":
+        return f'The {cls.name} mode has no parameter "{key}".', did_you_mean(key, cls.model_fields)
+    sentence = reason(cls, details)
+    return f"{cls.name}: {key} = {details['input']!r} is refused.", f"{sentence[0].upper()}{sentence[1:]}."
+
+
+# ---- modes of other packages -----------------------------------------------------------------------
+
+
+@cache
+def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
+    """All parameter classes by name, and a sentence for each entry point that was left out."""
+    classes = {cls.name: cls for cls in BUILT_IN}
+    problems = []
+    for entry in _entry_points():
+        try:
+            cls = _checked(entry.load())
+            if cls.name in classes:
+                raise ValueError(f'there is a mode "{cls.name}" already')
+            classes[cls.name] = cls
+        except Exception as error:  # noqa: BLE001  # another package's code may raise anything
+            detail = str(error).partition("\n")[0] or type(error).__name__
+            problems.append(f'The mode "{entry.name}" of {_package(entry)} is left out: {detail}.')
+    return classes, tuple(problems)
+
+
+def _entry_points() -> list[EntryPoint]:
+    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
+
+
+def _checked(cls: Any) -> type[ModeParameters]:
+    """The value of an entry point as a parameter class.
+
+    Raises:
+        ValueError: it is none, or lacks a name, a title, an implementation or a default.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, ModeParameters)):
+        raise ValueError("its value is not a subclass of kvchat.config.modes.ModeParameters")
+    for attribute in ("name", "title", "implementation"):
+        if not isinstance(getattr(cls, attribute, None), str):
+            raise ValueError(f"{cls.__name__} has no {attribute}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", cls.name) or hasattr(BaseModel, cls.name) or cls.name in ("mode", "params"):
+        raise ValueError(f'"{cls.name}" is no name for a mode: lower-case letters, digits and _ make one')
+    if not re.fullmatch(r"[\w.]+:\w+", cls.implementation):
+        raise ValueError(f'its implementation "{cls.implementation}" is not package.module:Class')
+    missing = [name for name, field in cls.model_fields.items() if field.is_required()]
+    if missing:
+        raise ValueError(f"its parameter {missing[0]} has no default")
+    cls()  # a validator of its own may refuse the defaults
+    return cls

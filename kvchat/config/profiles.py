@@ -22,7 +22,8 @@ from pydantic import Field
 
 from kvchat import paths
 from kvchat.config import schema
-from kvchat.config.schema import Layer, Section
+from kvchat.config.schema import Section
+from kvchat.config.sources import SettingsSource, check, file_source
 from kvchat.errors import UsageError
 
 T = TypeVar("T")
@@ -96,12 +97,12 @@ class Profile(schema.Settings):
 class Found:
     """The profiles in force, weakest first, what was measured, and the user's files that cannot be used."""
 
-    layers: tuple[Layer, ...] = ()
+    sources: tuple[SettingsSource, ...] = ()
     measured: Measured = field(default_factory=Measured)
     problems: tuple[UsageError, ...] = ()
 
 
-def layers(device: str) -> tuple[Layer, ...]:
+def sources(device: str) -> tuple[SettingsSource, ...]:
     """The settings of the profiles in force for ``device`` (as in the settings), weakest first.
 
     Raises:
@@ -110,7 +111,7 @@ def layers(device: str) -> tuple[Layer, ...]:
     found = find(device)
     if found.problems:
         raise found.problems[0]
-    return found.layers
+    return found.sources
 
 
 def find(device: str) -> Found:
@@ -121,7 +122,7 @@ def find(device: str) -> Found:
     own = _best(_read(paths.user_profiles_dir(), problems.append), gpu)
     chosen = [*bundled, *own]
     measured = [profile.measured for _, profile in chosen if profile.measured != Measured()]
-    return Found(tuple(layer for layer, _ in chosen), measured[-1] if measured else Measured(), tuple(problems))
+    return Found(tuple(source for source, _ in chosen), measured[-1] if measured else Measured(), tuple(problems))
 
 
 def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
@@ -163,32 +164,34 @@ def save(measured: Measured, device: str = "auto") -> Path:
 # ---- files -----------------------------------------------------------------------------------------
 
 
-def _read(folder: Path, problem: Callable[[UsageError], None]) -> Iterator[tuple[Layer, Profile]]:
+def _read(folder: Path, problem: Callable[[UsageError], None]) -> Iterator[tuple[SettingsSource, Profile]]:
     """Every profile of a folder, whole; ``problem`` is told of those that are wrong."""
     for file in sorted(folder.glob("*.toml")):
         try:
-            layer = schema.file_layer(file, f"profiles/{file.name}")
-            yield layer, schema.check(layer, Profile)
+            source = file_source(file, f"profiles/{file.name}")
+            yield source, check(source, Profile)
         except UsageError as error:
             problem(error)
 
 
-def _best(profiles: Iterator[tuple[Layer, Profile]], gpu: Device | None) -> list[tuple[Layer, Profile]]:
-    """The profile with most keys that match, its layer reduced to settings; none where none matches."""
+def _best(
+    profiles: Iterator[tuple[SettingsSource, Profile]], gpu: Device | None
+) -> list[tuple[SettingsSource, Profile]]:
+    """The profile with most keys that match, its source reduced to settings; none where none matches."""
     matching = [
-        (matched, layer, profile)
-        for layer, profile in profiles
+        (matched, source, profile)
+        for source, profile in profiles
         if (matched := _matched(profile.match, gpu)) is not None
     ]
     if not matching:
         return []
-    matched, layer, profile = max(matching, key=lambda found: len(found[0]))
-    return [(_settings_of(layer, f"matched: {', '.join(matched) or 'any GPU'}"), profile)]
+    matched, source, profile = max(matching, key=lambda found: len(found[0]))
+    return [(_settings_of(source, f"matched: {', '.join(matched) or 'any GPU'}"), profile)]
 
 
-def _settings_of(layer: Layer, why: str) -> Layer:
-    kept = {key: value for key, value in layer.values.items() if key[0] not in HEAD}
-    return replace(layer, values=kept, origins={key: f"{layer.origins[key]} ({why})" for key in kept})
+def _settings_of(source: SettingsSource, why: str) -> SettingsSource:
+    kept = {key: value for key, value in source.values.items() if key[0] not in HEAD}
+    return replace(source, values=kept, origins={key: f"{source.origins[key]} ({why})" for key in kept})
 
 
 def _matched(match: Match, gpu: Device | None) -> list[str] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvchat import paths
-from kvchat.config import profiles, schema
+from kvchat.config import modes, profiles, sources
 from kvchat.doctor import libraries as engine
 from kvchat.doctor.machine import MISSING, Check, gib, guarded
 from kvchat.errors import UsageError
@@ -44,6 +44,7 @@ def checks() -> Iterator[Check]:
     yield from engine.checks(device)
     yield guarded("bundled model", bundled_model)
     yield config
+    yield guarded("modes", kv_modes)
     yield guarded("data folder", data_folder)
     yield guarded("terminal", terminal)
 
@@ -53,10 +54,17 @@ def configuration() -> tuple[Check, str]:
     file = paths.config_file()
     where = f"{file}{'' if file.exists() else ' (not there; the defaults hold)'}"
     try:
-        resolved = schema.load(profiles=profiles.layers)
+        resolved = sources.load(profiles=profiles.sources)
     except UsageError as error:
         return Check("settings", "problem", where, str(error)), "auto"
     return Check("settings", "ok", where), resolved.settings.model.device
+
+
+def kv_modes() -> Check:
+    """The KV modes, with those that other packages install."""
+    if modes.problems():
+        return Check("modes", "warning", " ".join(modes.problems()), "Repair or remove the package.")
+    return Check("modes", "ok", ", ".join(modes.mode_names()))
 
 
 def bundled_model(folder: Path | None = None) -> Check:

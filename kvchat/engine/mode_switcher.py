@@ -123,7 +123,7 @@ class ModeSwitcher:
 
     def prices(self) -> tuple[Price, ...]:
         """What entering each of the other modes would cost now."""
-        return tuple(self._price(mode) for mode in modes.available_modes() if mode != self._kv.mode.name)
+        return tuple(self._price(mode) for mode in modes.mode_names() if mode != self._kv.mode.name)
 
     def check_context(self, tokens: int) -> None:
         """Refuse a conversation longer than the model was made for.

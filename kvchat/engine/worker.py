@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Protocol
 
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol import messages
+from kvchat.protocol import messages, wire
 from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch, Text
 
 TEXT_S = 1 / 30
@@ -104,7 +104,7 @@ class Outbox:
             self._flushed = self._clock()
 
     def _write(self, event: Event) -> None:
-        self._stream.write(messages.encode(event))
+        self._stream.write(wire.encode(event))
         self._stream.flush()
 
 
@@ -130,7 +130,7 @@ class Server:
     def read(self, commands: BinaryIO) -> None:
         """Take commands until the stream ends or stops speaking the protocol; both end the server."""
         try:
-            while (command := messages.read(commands)) is not None:
+            while (command := wire.read(commands)) is not None:
                 self._inbox.put(command)  # type: ignore[arg-type]  # an event would find no one to do it
                 if isinstance(command, Stop):
                     self._cancel()  # at once: during prefill there are no two tokens to wait between

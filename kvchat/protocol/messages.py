@@ -1,23 +1,15 @@
-"""Commands and events between the application and the engine: plain frozen data, a leaf.
+"""Commands and events between the application and the engine: plain frozen data. ``protocol.wire`` sends them.
 
-On the wire a message is a 4-byte big-endian length and that many bytes of UTF-8 JSON, an object
-with the class name under ``"type"`` and the fields beside it. Commands go to the engine's stdin,
-events come from its stdout. The engine keeps no conversation: each ``Chat`` carries all of it, and
-the engine reuses the longest prefix it has already stored.
+Commands go to the engine's stdin, events come from its stdout. The engine keeps no conversation: each ``Chat`` carries
+all of it, and the engine reuses the longest prefix it has already stored.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import struct
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 Params = dict[str, Any]
-MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -40,9 +32,6 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
-
-
-# ---- commands: application -> engine ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop generating after the token in hand; ``Finished`` follows with reason ``stopped``."""
+    """Stop generating after the current token; ``Finished`` follows with reason ``stopped``."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Compute anew, exactly, what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
+    """Recompute exactly what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
 
 
 @dataclass(frozen=True)
@@ -103,33 +92,11 @@ class Peek:
     end: int
 
 
-# ---- events: engine -> application -----------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Loading:
-    """Progress of a load: what is being done now."""
+    """Progress of a load; ``stage`` names the current work."""
 
     stage: str
-
-
-@dataclass(frozen=True)
-class ParamInfo:
-    """One parameter of a mode as a person sees it; ``default`` None means chosen by kvchat."""
-
-    name: str
-    default: int | float | str | bool | None
-    doc: str
-
-
-@dataclass(frozen=True)
-class ModeInfo:
-    """One KV mode; ``available`` is False for a mode that is not built yet."""
-
-    name: str
-    title: str
-    available: bool
-    params: tuple[ParamInfo, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -266,7 +233,7 @@ class SwitchRefused:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """``tokens`` stored tokens were computed anew in ``seconds``; ``reduced_tokens`` are left if it was stopped."""
+    """``tokens`` stored tokens were recomputed in ``seconds``; ``reduced_tokens`` are left if it was stopped."""
 
     tokens: int
     seconds: float
@@ -309,7 +276,7 @@ class Gpu:
     power: float | None = None
 
 
-# One letter a ribbon cell; a cell's letter is the state of most of its tokens, recalled wins over all.
+# One letter a ribbon cell: the state of most of its tokens; recalled wins over all others.
 RIBBON = {
     "S": "sink",
     "W": "window",
@@ -329,9 +296,9 @@ class Snapshot:
     ``active`` is the mean number of tokens the last step attended to over layers and KV heads, ``total`` the tokens
     stored. ``ribbon`` is one letter of ``RIBBON`` per cell of ``cell_tokens`` stored tokens (at most
     ``MAX_RIBBON_CELLS``), ``attended`` one digit 0-9 per cell: the share of its (layer, head, token) triples that
-    the last step read. ``recall_ms_*`` are percentiles over the last 256 steps. ``extras`` are numbers that only the
-    mode at hand has, ready to be shown, in order. ``prices`` are those of the other modes. ``badges`` warn of how the
-    engine runs: a few words, then a colon and the reason.
+    the last step read. ``recall_ms_*`` are percentiles over the last 256 steps. ``extras`` are figures of the current
+    mode only, in display order. ``prices`` are those of the other modes. ``badges`` warn of how the engine runs: a few
+    words, then a colon and the reason.
     """
 
     mode: str
@@ -364,7 +331,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Failed:
-    """Something asked for could not be done; the conversation and its stored K/V are kept.
+    """A command failed; the conversation and its stored K/V are kept.
 
     ``kind`` is the error class's name; ``fatal`` means that no model is loaded afterwards.
     """
@@ -377,92 +344,5 @@ class Failed:
 
 
 Command = Load | Chat | Stop | Switch | Rebuild | Peek
-Event = (
-    Loading
-    | Loaded
-    | Started
-    | Prefilled
-    | Preparing
-    | Text
-    | Recovered
-    | Withdrawn
-    | Finished
-    | Switched
-    | SwitchRefused
-    | Rebuilt
-    | Peeked
-    | Snapshot
-    | Failed
-)
-Message = Command | Event
-TYPES: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(Command) + typing.get_args(Event)}
-
-
-# ---- the wire --------------------------------------------------------------------------------------
-
-
-def encode(message: Message) -> bytes:
-    """A message with its length prefix."""
-    fields = {"type": type(message).__name__, **dataclasses.asdict(message)}
-    body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-    return struct.pack(">I", len(body)) + body
-
-
-def decode(body: bytes) -> Message:
-    """The message in ``body`` (without its length prefix).
-
-    Raises:
-        ValueError: the bytes are no JSON object of a known type with known fields.
-    """
-    fields = json.loads(body)
-    if not isinstance(fields, dict) or fields.get("type") not in TYPES:
-        raise ValueError(f"no known message: {body[:80]!r}")
-    return typing.cast("Message", _build(TYPES[fields.pop("type")], fields))
-
-
-def read(stream: BinaryIO) -> Message | None:
-    """The next message of a blocking stream, None at its end.
-
-    Raises:
-        ValueError: the stream does not speak the protocol.
-    """
-    header = stream.read(4)
-    if len(header) < 4:
-        return None
-    length = parse_length(header)
-    body = stream.read(length)
-    return decode(body) if len(body) == length else None
-
-
-def parse_length(header: bytes) -> int:
-    """The length in a 4-byte prefix.
-
-    Raises:
-        ValueError: longer than ``MAX_MESSAGE_BYTES``, so the stream is something else.
-    """
-    length: int = struct.unpack(">I", header)[0]
-    if length > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes; the stream does not speak kvchat's protocol")
-    return length
-
-
-def _build(cls: type, fields: dict[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
-    unknown = fields.keys() - hints.keys()
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
-    try:
-        return cls(**{name: _value(hints[name], value) for name, value in fields.items()})
-    except TypeError as error:
-        raise ValueError(f"{cls.__name__}: {error}") from None
-
-
-def _value(hint: Any, value: Any) -> Any:
-    """JSON has lists and objects only: make tuples and nested dataclasses of them where the field says so."""
-    if isinstance(value, list) and typing.get_origin(hint) is tuple:
-        return tuple(_value(typing.get_args(hint)[0], item) for item in value)
-    if isinstance(value, dict):
-        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
-        return _build(typing.cast("type", nested), value) if nested else value
-    return value
+AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
+Event = Loading | Loaded | AnswerEvent | Switched | SwitchRefused | Rebuilt | Peeked | Snapshot | Failed

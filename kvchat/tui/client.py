@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol import messages
+from kvchat.protocol import messages, wire
 
 ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
 GRACE_S = 3.0
@@ -87,11 +87,11 @@ class EngineClient:
         Raises:
             UsageError: the command is longer than the protocol carries.
         """
-        message = messages.encode(command)
-        if len(message) > messages.MAX_MESSAGE_BYTES:
+        message = wire.encode(command)
+        if len(message) > wire.MAX_MESSAGE_BYTES:
             raise UsageError(
                 "The conversation is too long to send.",
-                f"It has {len(message):,} bytes; at most {messages.MAX_MESSAGE_BYTES:,} can be handed to the engine.",
+                f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be handed to the engine.",
             )
         if self._process and self._process.stdin and self.alive:
             self._process.stdin.write(message)
@@ -140,8 +140,8 @@ class EngineClient:
         try:
             while True:
                 header = await process.stdout.readexactly(4)
-                body = await process.stdout.readexactly(messages.parse_length(header))
-                self._put(messages.decode(body))  # type: ignore[arg-type]
+                body = await process.stdout.readexactly(wire.parse_length(header))
+                self._put(wire.decode(body))  # type: ignore[arg-type]
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except ValueError as error:

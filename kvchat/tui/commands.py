@@ -207,8 +207,8 @@ TABLE: dict[str, Entry] = {
     for entry in (
         Entry("help", "", "keys, commands and modes", _help, "F1"),
         Entry("mode", "NAME key=value…", "switch the KV mode, also mid-answer; alone: list them", _mode),
-        Entry("next", "", "next available mode", _next_mode, "F6"),
-        Entry("previous", "", "previous available mode", _previous_mode, "Shift+F6"),
+        Entry("next", "", "next mode", _next_mode, "F6"),
+        Entry("previous", "", "previous mode", _previous_mode, "Shift+F6"),
         Entry("budget", "N", "tokens per KV head a decoded token may attend to", _parameter("budget")),
         Entry("sink", "N", "first tokens, always attended", _parameter("sink")),
         Entry("window", "N", "most recent tokens, always attended", _parameter("window")),

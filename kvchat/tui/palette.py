@@ -1,4 +1,4 @@
-"""The command palette: every command, every available mode and every theme."""
+"""The command palette: every command, every mode and every theme."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from kvchat.config.modes import PARAMETERS, available_modes
+from kvchat.config.modes import mode_names, registered
 from kvchat.tui.commands import TABLE
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Commands(Provider):
                 partial(screen.begin_command, f"/{entry.name} ") if entry.usage else partial(screen.command, entry.line)
             )
             yield Choice(entry.line, doc, run)
-        for name in available_modes():
-            yield Choice(f"mode {name}", PARAMETERS[name].title, partial(screen.command, f"/mode {name}"))
+        for name in mode_names():
+            yield Choice(f"mode {name}", registered()[name].title, partial(screen.command, f"/mode {name}"))
         for name in screen.kvchat.themes:
             yield Choice(f"theme {name}", "colors", partial(screen.command, f"/theme {name}"))

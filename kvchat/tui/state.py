@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvchat.config.modes import PARAMETERS
+from kvchat.config.modes import registered
 from kvchat.protocol.messages import Finished, Loaded, Params, Sampling, Snapshot, Stats
 from kvchat.tui.conversation import Conversation
 from kvchat.units import count, figure, percent, size
@@ -60,7 +60,7 @@ class ChatState:
 
     def take_later(self, mode: str) -> Params:
         """What waits for a mode with such parameters, if ``mode`` has them; it waits no more."""
-        known = PARAMETERS[mode].model_fields
+        known = registered()[mode].model_fields
         taken = {name: value for name, value in self.later.items() if name in known}
         self.later = {name: value for name, value in self.later.items() if name not in known}
         return taken

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.protocol import messages
+from kvchat.protocol import wire
 from kvchat.protocol.messages import Chat, Finished, Load, Sampling, Switch, Switched, Turn
 
 pytestmark = pytest.mark.slow
@@ -84,11 +84,11 @@ def test_the_engines_process_answers_switches_and_leaves(tmp_path: Path) -> None
         assert child.stdout
         chat = Chat((Turn("user", "Hello!"),), Sampling(temperature=0, max_new_tokens=8))
         commands = (Load(), chat, Switch("speculative", {"budget": 256}), chat)
-        child.stdin.write(b"".join(map(messages.encode, commands)))
+        child.stdin.write(b"".join(map(wire.encode, commands)))
         child.stdin.flush()
-        events: list[messages.Message | None] = []
+        events: list[wire.Message | None] = []
         while sum(isinstance(e, Finished) for e in events) < 2:
-            events.append(messages.read(child.stdout))
+            events.append(wire.read(child.stdout))
             assert events[-1] is not None, (tmp_path / "log").read_text()
         first, second = (e for e in events if isinstance(e, Finished))
         assert first.text == second.text

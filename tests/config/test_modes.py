@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from kvchat.config import modes
-from kvchat.config.modes import PARAMETERS, SpeculativeParameters, StreamingParameters
+from kvchat.config.modes import SpeculativeParameters, StreamingParameters, registered
 from kvchat.errors import UsageError
 
 
-@pytest.mark.parametrize("mode", modes.available_modes())
-def test_every_available_mode_has_defaults(mode: str) -> None:
+@pytest.mark.parametrize("mode", modes.mode_names())
+def test_every_mode_has_defaults(mode: str) -> None:
     parsed = modes.parse(mode, {})
-    assert isinstance(parsed, PARAMETERS[mode])
+    assert isinstance(parsed, registered()[mode])
     assert not parsed.model_fields_set
 
 
@@ -20,10 +20,13 @@ def test_every_available_mode_has_defaults(mode: str) -> None:
         ("frezee", {}, 'There is no KV mode "frezee". Did you mean "freeze"?'),
         ("full", {"budget": 512}, 'The full mode has no parameter "budget". Known: recovery.'),
         ("streaming", {"sigm": 1}, 'The streaming mode has no parameter "sigm". Did you mean "sigma"?'),
-        ("speculative", {"budget": 3}, "speculative: budget = 3 is refused."),
-        ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused."),
+        ("speculative", {"budget": 3}, "speculative: budget = 3 is refused. It must be a whole number of at least 64."),
+        ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused. It must be a number."),
         ("speculative", {"tau": "nan"}, "speculative: tau = 'nan' is refused."),
-        ("streaming", {"window": 0}, "streaming: window = 0 is refused."),
+        ("streaming", {"window": 0}, "streaming: window = 0 is refused. It must be a whole number of at least 1."),
+        ("freeze", {"smooth": 1}, "freeze: smooth = 1 is refused. It must be a number of at least 0 and below 1."),
+        ("freeze", {"score": "max"}, "freeze: score = 'max' is refused. It must be one of prob_max, prob_rel, raw, "),
+        ("freeze", {"wake": "sometimes"}, "freeze: wake = 'sometimes' is refused. It must be true or false."),
     ],
 )
 def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], message: str) -> None:
@@ -53,7 +56,7 @@ def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
 
 def test_every_parameter_is_described() -> None:
     infos = {info.name: info for info in modes.mode_infos()}
-    assert list(infos) == list(PARAMETERS)
+    assert list(infos) == list(registered())
     assert all(info.title for info in infos.values())
     assert all(param.doc for info in infos.values() for param in info.params)
     assert {p.name: p.default for p in infos["speculative"].params}["tau"] == 0.8

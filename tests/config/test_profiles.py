@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvchat import paths
 from kvchat.cli import main
-from kvchat.config import profiles, schema
+from kvchat.config import profiles, sources
 from kvchat.config.profiles import Device, Measured, Profile
 from kvchat.errors import UsageError
 from kvchat.tui import app as application
@@ -64,8 +64,8 @@ def own(name: str, text: str) -> Path:
     return file
 
 
-def resolved() -> schema.Resolved:
-    return schema.load(environ={}, profiles=profiles.layers)
+def resolved() -> sources.Resolved:
+    return sources.load(environ={}, profiles=profiles.sources)
 
 
 def shown(key: str) -> str:
@@ -87,7 +87,7 @@ def test_every_reading_may_be_missing(nvml: Install) -> None:
     readings = ("Name", "MemoryInfo", "CudaComputeCapability", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
     nvml(RTX, missing=readings)
     assert profiles.read_gpu() == Device()
-    assert profiles.layers("auto") == ()
+    assert profiles.sources("auto") == ()
     nvml(RTX, missing=("MemoryInfo",))
     own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
     assert shown("sampling.seed").endswith("(matched: name)")
@@ -155,20 +155,20 @@ def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
     assert resolved().origins == {}
     nvml(RTX)
     assert resolved().settings.kv.mode == "speculative"
-    cpu = schema.flag_layer({"--device": ([("model", "device")], "cpu")})
-    assert schema.load(cpu, {}, profiles.layers).settings.kv.mode == "full"
+    cpu = sources.flag_source({"--device": ([("model", "device")], "cpu")})
+    assert sources.load(cpu, {}, profiles.sources).settings.kv.mode == "full"
 
 
 def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
     files = sorted(paths.bundled_profiles_dir().glob("*.toml"))
     assert {f.stem for f in files} == {"cpu", "6gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"}
     for file in files:
-        layer = schema.file_layer(file)
-        assert schema.check(layer, Profile).measured == Measured()
+        source = sources.file_source(file)
+        assert sources.check(source, Profile).measured == Measured()
         lines = file.read_text().splitlines()
         assert lines[0].startswith("# ")
-        for key in layer.values.keys() - {("match", "memory"), ("match", "device")}:
-            line = int(layer.origins[key].partition(":")[2])
+        for key in source.values.keys() - {("match", "memory"), ("match", "device")}:
+            line = int(source.origins[key].partition(":")[2])
             assert "# " in lines[line - 1], f"{file.name}:{line} gives no reason"
 
 
@@ -214,7 +214,7 @@ def test_most_keys_win_and_the_order_of_sources_holds(nvml: Install, monkeypatch
     assert shown("kv.streaming.budget").startswith("kv.streaming.budget = 1024   # profiles/6gb.toml:")
     paths.config_file().write_text("[sampling]\ntop_k = 3\n")
     assert shown("sampling.top_k") == "sampling.top_k = 3   # config.toml:2"
-    in_variable = schema.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=profiles.layers)
+    in_variable = sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=profiles.sources)
     assert in_variable.origins["sampling", "top_k"] == "KVCHAT_SAMPLING_TOP_K"
 
 

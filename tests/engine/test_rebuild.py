@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.config.modes import available_modes
+from kvchat.config.modes import mode_names
 from kvchat.engine.session import Session
 from kvchat.protocol.messages import Prefilled, Rebuilt, Sampling, Turn
 
@@ -73,7 +73,7 @@ def test_nothing_to_rebuild_is_no_work(model):
     assert session.total == 3
 
 
-@pytest.mark.parametrize("mode", [mode for mode in available_modes() if mode != "full"])
+@pytest.mark.parametrize("mode", [mode for mode in mode_names() if mode != "full"])
 @pytest.mark.parametrize("there", [True, False], ids=["entering", "leaving"])
 def test_a_switch_costs_what_it_was_said_to_cost(model, mode, there):
     session = Session(model, "full" if there else mode, mode_params={m: {"budget": 192} for m in BUDGETED})

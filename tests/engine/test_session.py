@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 import torch
 
-from kvchat.config.modes import PARAMETERS
+from kvchat.config.modes import registered
 from kvchat.engine.session import Session, load
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
@@ -281,7 +281,7 @@ def test_a_closed_session_keeps_no_memory_whatever_the_collector_does():
 
 def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
     session = Session(model, "speculative", {"budget": 128, "tau": -2.0})
-    assert session.switch("freeze").params["tau"] == PARAMETERS["freeze"]().tau
+    assert session.switch("freeze").params["tau"] == registered()["freeze"]().tau
     assert session.switch("streaming").params["budget"] == 128
     assert session.switch(budget=96).params["budget"] == 96
     back = session.switch("speculative").params

@@ -15,7 +15,7 @@ from support.fake_session import PIECES, FakeSession
 
 from kvchat.engine import worker
 from kvchat.errors import DoesNotFitError
-from kvchat.protocol import messages
+from kvchat.protocol import wire
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -71,13 +71,13 @@ class Child:
         self._ends[1].close()
 
     def send(self, *commands: Command) -> None:
-        self.commands.write(b"".join(map(messages.encode, commands)))
+        self.commands.write(b"".join(map(wire.encode, commands)))
         self.commands.flush()
 
-    def until(self, *kinds: type) -> list[messages.Message]:
+    def until(self, *kinds: type) -> list[wire.Message]:
         """Events up to and including the first of the given kinds; snapshots only where asked for."""
         events = []
-        while select.select([self.events], [], [], 10)[0] and (event := messages.read(self.events)) is not None:
+        while select.select([self.events], [], [], 10)[0] and (event := wire.read(self.events)) is not None:
             if not isinstance(event, Snapshot) or Snapshot in kinds:
                 events.append(event)
             if isinstance(event, kinds):
@@ -149,7 +149,7 @@ def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     output.truncate()
     server._do(CHAT)
     output.seek(0)
-    snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: messages.read(output), None))
+    snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: wire.read(output), None))
     assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
 
 
@@ -296,14 +296,14 @@ def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[byt
 
 def receive(process: subprocess.Popen[bytes], kind: type) -> Event:
     assert process.stdout
-    while not isinstance(event := messages.read(process.stdout), kind):
+    while not isinstance(event := wire.read(process.stdout), kind):
         assert event is not None
     return event
 
 
 def send(process: subprocess.Popen[bytes], *commands: Command) -> None:
     assert process.stdin
-    process.stdin.write(b"".join(map(messages.encode, commands)))
+    process.stdin.write(b"".join(map(wire.encode, commands)))
     process.stdin.flush()
 
 

@@ -13,7 +13,7 @@ from kv.memory.test_host_pool import resident
 from kv.modes.test_every_mode import CORE, MIXED, ROWS
 from support.reference import Run, toy
 
-from kvchat.config.modes import available_modes
+from kvchat.config.modes import mode_names
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import Store
 from kvchat.kv.memory import available, budget
@@ -68,7 +68,7 @@ def test_a_hundred_switches_change_no_stored_byte_and_leave_no_device_byte():
     before = stored(run.store)
     entered = storm(run, 99, seed=1)
     run.switch("full")
-    assert set(entered) == set(available_modes())
+    assert set(entered) == set(mode_names())
     run.check()
     calm.step(len(run.ids) - len(calm.ids))
     calm.switch("full")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import KINDS, Run, toy
 
-from kvchat.config.modes import available_modes
+from kvchat.config.modes import mode_names
 
 DEEP = settings(derandomize=True, deadline=None, max_examples=25, database=None)
 
@@ -30,7 +30,7 @@ def toys(draw):
 @st.composite
 def modes(draw, page: int):
     """A mode and parameters that it can be entered with."""
-    name = draw(st.sampled_from(available_modes()))
+    name = draw(st.sampled_from(mode_names()))
     if name == "full":
         return name, {}
     if name == "freeze":

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvchat.protocol import messages
+from kvchat.protocol import messages, wire
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -86,7 +86,7 @@ class FakeEngine:
                 self.between(command)
 
     def _listen(self) -> None:
-        while (message := messages.read(sys.stdin.buffer)) is not None:
+        while (message := wire.read(sys.stdin.buffer)) is not None:
             self.commands.put(message)  # type: ignore[arg-type]
         self.commands.put(None)
 
@@ -228,7 +228,7 @@ def pieces(prompt: str) -> Iterator[str]:
 
 
 def send(event: messages.Event) -> None:
-    sys.stdout.buffer.write(messages.encode(event))
+    sys.stdout.buffer.write(wire.encode(event))
     sys.stdout.buffer.flush()
 
 

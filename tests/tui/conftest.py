@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from kvchat.config.modes import PARAMETERS
+from kvchat.config import modes
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.config import AppConfig
 from kvchat.tui.state import Phase
@@ -27,8 +27,8 @@ Running = Callable[..., AbstractAsyncContextManager[tuple[KvchatApp, Pilot[None]
 @pytest.fixture(autouse=True)
 def three_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """F6 visits full, streaming and speculative here, however many modes are built."""
-    for cls in PARAMETERS.values():
-        monkeypatch.setattr(cls, "available", cls.name in ("full", "streaming", "speculative"))
+    three = {name: modes.registered()[name] for name in ("full", "streaming", "speculative")}
+    monkeypatch.setattr(modes, "registered", lambda: three)
 
 
 @pytest.fixture

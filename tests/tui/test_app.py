@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from textual import events
 from textual.widgets import Markdown, Static
 
-from kvchat.config.modes import PARAMETERS
+from kvchat.config.modes import registered
 from kvchat.protocol.messages import Load, Turn
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.screens.help import HelpScreen
@@ -188,17 +187,6 @@ async def test_a_refused_switch_says_why_and_changes_nothing(running):
         await until(lambda: app.chat.query(Problem))
         assert "smaller than sink 16 plus window 64" in app.chat.query_one(Problem).error.detail
         assert app.chat.state.mode == "full"
-
-
-@pytest.mark.parametrize("mode", ["freeze", "sync"])
-async def test_modes_to_come_are_listed_and_never_entered(running, mode):
-    async with running() as (app, pilot, until):
-        await typed(pilot, f"/mode {mode}")
-        await until(lambda: app.chat.query(Problem))
-        assert "not available yet" in app.chat.query_one(Problem).error.title
-        await typed(pilot, "/mode")
-        await until(lambda: app.chat.query(Note))
-        assert any(mode in line and "not available yet" in line for line in texts(app.chat.query(Note))[0].split("\n"))
 
 
 async def test_mode_parameters_by_command(running):
@@ -483,7 +471,7 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
         snapshot = replace(
             app.chat.state.snapshot,
             mode="freeze",
-            params=PARAMETERS["freeze"]().model_dump(),
+            params=registered()["freeze"]().model_dump(),
             reduced_tokens=120,
             corrections=0,
             extras={"frozen now": 557, "mean timer": 1.4, "thaws a step": 12.5, "recovery": "calm"},

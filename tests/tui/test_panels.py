@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.config.modes import PARAMETERS
+from kvchat.config.modes import registered
 from kvchat.protocol.messages import Gpu, Snapshot
 from kvchat.tui.widgets.panels import (
     WIDTH,
@@ -35,7 +35,7 @@ def test_many_parameters_share_lines_that_fit():
         ("a · b · c · d", "1 · yes · 3 · 4"),
         ("e", "5"),
     ]
-    for mode, cls in PARAMETERS.items():
+    for mode, cls in registered().items():
         params = cls().model_dump()
         rows = mode_rows(snapshot(mode=mode, params=params))
         assert sorted(" · ".join(label for label, _ in rows).split(" · ")) == (sorted(params) or ["parameters"])

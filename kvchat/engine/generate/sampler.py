@@ -7,30 +7,19 @@ tokens where several tie for the last place. Nothing here synchronizes, so a cal
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvchat.errors import EngineError, UsageError
+from kvchat.config.schema import checked_sampling
+from kvchat.errors import EngineError
 from kvchat.protocol.messages import Sampling
 
 GREEDY_BELOW = 1e-5  # a temperature that leaves one token in float32
 NO_TOKEN = -1  # drawn from logits that are not finite
-
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("temperature", lambda value: 0 <= value < math.inf, "0 (greedy) or more"),
-    ("top_k", lambda value: value >= 0, "0 (off) or more"),
-    ("top_p", lambda value: 0 < value <= 1, "more than 0 and at most 1 (off)"),
-    ("min_p", lambda value: 0 <= value < 1, "at least 0 (off) and less than 1"),
-    ("repetition_penalty", lambda value: 0 < value < math.inf, "more than 0; 1 is off"),
-    ("max_new_tokens", lambda value: value >= 1, "1 or more"),
-    ("seed", lambda value: value is None or 0 <= value < 2**63, "0 to 9223372036854775807, or not set"),
-    ("stop", lambda value: not isinstance(value, str) and all(value), "a tuple of strings, none of them empty"),
-)
 
 
 class SamplerState(NamedTuple):
@@ -48,8 +37,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, vocab: int, device: torch.device | str) -> None:
         """Raises UsageError: a setting is out of range."""
-        validate(sampling)
-        self.sampling = sampling
+        self.sampling = sampling = checked_sampling(sampling)
         self.greedy = sampling.temperature < GREEDY_BELOW
         self.generator = torch.Generator(device)
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -142,18 +130,6 @@ def checked(token: int) -> int:
             "Load the model with dtype bfloat16 or float32; if it happens there too its weights are damaged.",
         )
     return token
-
-
-def validate(sampling: Sampling) -> None:
-    """Check every setting against its range.
-
-    Raises:
-        UsageError: with the name, the value and the range of the first setting that is out of it.
-    """
-    for name, fits, wanted in _RANGES:
-        value = getattr(sampling, name)
-        if not fits(value):
-            raise UsageError(f"{name} is out of range.", f"Given: {value!r}; it must be {wanted}.")
 
 
 def _top_p(weights: Tensor, tokens: Tensor | None, p: float) -> tuple[Tensor, Tensor]:

@@ -1,27 +1,37 @@
-"""The modes by name. A new one is a file here, a class in ``kvchat.config.modes`` and a row in the tests' tables."""
+"""Building a mode from its parameters. A built-in mode is a file here and a class in ``kvchat.config.modes``."""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
 
 from kvchat.config.modes import ModeParameters
+from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits
-from kvchat.kv.modes.freeze import Freeze
-from kvchat.kv.modes.full import Full
-from kvchat.kv.modes.speculative import Speculative
-from kvchat.kv.modes.streaming import Streaming
-from kvchat.kv.modes.sync import Sync
-
-MODES: dict[str, Any] = {mode.name: mode for mode in (Full, Freeze, Streaming, Sync, Speculative)}
 
 
 def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> Mode:
-    """The mode these parameters belong to.
+    """The mode these parameters belong to; its implementation is imported now.
 
     Raises:
-        UsageError: parameters contradict each other.
+        UsageError: parameters contradict each other, or the implementation cannot be imported.
         DoesNotFitError: the model cannot run in this mode.
     """
-    mode: Mode = MODES[parameters.name](parameters, geometry, traits, preamble)
+    return _implementation(parameters)(parameters, geometry, traits, preamble)
+
+
+def _implementation(parameters: ModeParameters) -> type[Mode]:
+    module, _, name = parameters.implementation.partition(":")
+    try:
+        mode = getattr(import_module(module), name)
+    except Exception as error:  # another package's code may raise anything
+        raise UsageError(
+            f"The {parameters.name} mode cannot be imported.",
+            f"{parameters.implementation}: {type(error).__name__}: {error}.",
+            "Repair or remove the package that provides it.",
+        ) from error
+    if not (isinstance(mode, type) and issubclass(mode, Mode)):
+        raise UsageError(
+            f"The {parameters.name} mode is none.", f"{parameters.implementation} is not a subclass of {Mode.__name__}."
+        )
     return mode

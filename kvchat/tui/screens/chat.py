@@ -154,7 +154,7 @@ class ChatScreen(Screen[None]):
         """Ask for another mode or other parameters; works in the middle of an answer.
 
         Raises:
-            UsageError: an unknown or unavailable mode, an unknown parameter or a value out of range.
+            UsageError: an unknown mode, an unknown parameter or a value out of range.
         """
         target = mode or self.state.mode
         modes.parse(target, params or {})
@@ -222,8 +222,8 @@ class ChatScreen(Screen[None]):
             await self.events.begin_again()
 
     def action_mode(self, step: int) -> None:
-        """The next or previous available mode, counted from the one last asked for."""
-        names = modes.available_modes()
+        """The next or previous mode, counted from the one last asked for."""
+        names = modes.mode_names()
         here = self.state.wanted or self.state.mode
         index = names.index(here) + step if here in names else 0
         try:
@@ -303,7 +303,7 @@ class ChatScreen(Screen[None]):
 
     def mode_parameters(self) -> tuple[str, ...]:
         """Names of the parameters of the mode at hand."""
-        return tuple(modes.PARAMETERS[self.state.mode].model_fields)
+        return tuple(modes.registered()[self.state.mode].model_fields)
 
     def modes_text(self) -> str:
         """All modes, a line each, with what entering them would move."""
@@ -311,9 +311,8 @@ class ChatScreen(Screen[None]):
         lines = []
         for mode in modes.mode_infos():
             here = "●" if mode.name == self.state.mode else " "
-            note = "" if mode.available else " — not available yet"
             price = f"   ({prices[mode.name]})" if mode.name in prices else ""
-            lines.append(f"{here} {mode.name:<12} {mode.title}{note}{price}")
+            lines.append(f"{here} {mode.name:<12} {mode.title}{price}")
         return "\n".join(lines)
 
     def set_mode(self, mode: str, params: Params) -> None:

@@ -13,7 +13,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from kvchat.protocol.messages import ModeInfo
+from kvchat.config.modes import ModeInfo
 from kvchat.tui.commands import TABLE
 
 KEYS = (
@@ -74,9 +74,9 @@ def table(rows: Iterable[tuple[str, str]], color: str) -> Table:
 
 
 def mode_lines(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
-    """Each mode and its parameters; what is not built yet says so."""
+    """Each mode and its parameters."""
     rows = []
     for mode in modes:
-        rows.append((mode.name, mode.title if mode.available else f"{mode.title} — not available yet"))
+        rows.append((mode.name, mode.title))
         rows += [(f"  {p.name}", p.doc) for p in mode.params]
     return rows

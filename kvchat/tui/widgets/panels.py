@@ -13,7 +13,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.config.modes import available_modes
+from kvchat.config.modes import mode_names
 from kvchat.protocol.messages import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
@@ -47,7 +47,7 @@ def packed(rows: Rows) -> Rows:
 
 def price_rows(snapshot: Snapshot) -> Rows:
     """What the next mode would cost, before F6 is pressed."""
-    modes = available_modes()
+    modes = mode_names()
     after = modes[(modes.index(snapshot.mode) + 1) % len(modes)] if snapshot.mode in modes else ""
     return [(f"F6 → {price.mode}", price_text(price)) for price in snapshot.prices if price.mode == after]
 

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvchat.engine.generate.sampler import Sampler, read, validate
+from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.messages import Sampling
 
@@ -183,7 +183,25 @@ def test_a_setting_out_of_range_is_refused_with_name_and_value(name, value):
 
 
 def test_the_edges_of_the_ranges_are_allowed():
-    validate(Sampling(temperature=0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=0.5, max_new_tokens=1, seed=0))
+    edges = Sampling(temperature=0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=0.5, max_new_tokens=1, seed=0)
+    assert Sampler(edges, VOCAB, "cpu").sampling == edges
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=100, top_p=1e-6),
+        Sampling(temperature=1e-5, repetition_penalty=0.01),
+        Sampling(temperature=100, repetition_penalty=100, min_p=1 - 1e-16),
+        Sampling(top_k=2**70, seed=2**63 - 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_a_token_is_drawn_at_the_edges_of_the_ranges(sampling, spread):
+    sampler = Sampler(sampling, VOCAB, "cpu")
+    sampler.see([1, 2])
+    assert 0 <= read(sampler(logits(0, spread))) < VOCAB
 
 
 @pytest.mark.cuda

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.reference import KINDS, REFERENCES, Run, toy
 
-from kvchat.config.modes import available_modes
+from kvchat.config.modes import mode_names
 
 KEENEST = {"score": "prob_max", "smooth": 0.8, "tau": 3.0, "k": 0.5}
 # Freeze's defaults are for long conversations: these let tokens go from the first steps on.
@@ -56,7 +56,7 @@ MIXED = ("plain", "window", "softcap", "sinks", "unrotated")
 
 def test_every_reference_has_a_row():
     assert {mode for mode, _ in ROWS.values()} == set(REFERENCES)
-    assert set(REFERENCES) == set(available_modes())
+    assert set(REFERENCES) == set(mode_names())
     assert set(MIXED) == set(KINDS)
 
 

@@ -1,0 +1,30 @@
+"""``kvchat modes``: the KV modes, their parameters and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import typer
+
+from kvchat.cli.ask import note
+from kvchat.config import modes
+from kvchat.config.modes import ModeInfo
+
+
+def list_modes(as_json: bool) -> None:
+    """Print every mode on stdout, and on stderr what was left out."""
+    infos = modes.mode_infos()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2))
+    else:
+        typer.echo("\n".join(_describe(info) for info in infos))
+    for problem in modes.problems():
+        note(problem)
+
+
+def _describe(info: ModeInfo) -> str:
+    cells = [(p.name, "auto" if p.default is None else str(p.default), p.doc) for p in info.params]
+    name_width, default_width = (max(len(row[column]) for row in cells) for column in (0, 1))
+    rows = [f"  {name:<{name_width}} {default:<{default_width}} {doc}" for name, default, doc in cells]
+    return "\n".join((f"{info.name:<12} {info.title}", *rows))

@@ -1,0 +1,260 @@
+"""Where settings come from: file, environment and flags; which source wins; refusals with file, line and column.
+
+Precedence: defaults < bundled profile < own profile (``profiles``) < config.toml < ``KVCHAT_*`` < flags. Every source
+is a ``SettingsSource`` and is checked on its own, so a wrong value is reported even where another source overrides it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from kvchat import paths
+from kvchat.config.schema import Settings
+from kvchat.config.validation_errors import field_at, reason
+from kvchat.errors import UsageError
+
+Key = tuple[str, ...]
+S = TypeVar("S", bound=BaseModel)
+RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
+
+
+@dataclass(frozen=True)
+class SettingsSource:
+    """What one source sets, where it says so, and the lines to show when it is wrong."""
+
+    values: dict[Key, Any] = field(default_factory=dict)
+    origins: dict[Key, str] = field(default_factory=dict)
+    excerpts: dict[Key, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """All settings, and for each that is not a default where it was set."""
+
+    settings: Settings
+    origins: dict[Key, str]
+
+    def lines(self) -> Iterator[str]:
+        """Every key as a line of TOML with its origin as a comment; an unset value is a comment as a whole."""
+        for key, _ in leaves():
+            value, origin = _at(self.settings, key), self.origins.get(key, "default")
+            assignment = f"{'.'.join(key)} = {_toml(value)}" if value is not None else f"# {'.'.join(key)} is unset"
+            yield f"{assignment}   # {origin}"
+
+
+# ---- sources ---------------------------------------------------------------------------------------
+
+
+def load(
+    flags: SettingsSource | None = None,
+    environ: Mapping[str, str] = os.environ,
+    profiles: Callable[[str], Iterable[SettingsSource]] = lambda device: (),
+) -> Resolved:
+    """The settings in force; ``profiles`` gives those of a device ("auto", "cpu", "cuda" or "cuda:N"), weakest first.
+
+    Raises:
+        UsageError: a source has an unknown key or a wrong value, or config.toml is not TOML.
+    """
+    own = (file_source(paths.config_file()), environment_source(environ), flags or SettingsSource())
+    return resolve(*profiles(resolve(*own).settings.model.device), *own)
+
+
+def resolve(*sources: SettingsSource) -> Resolved:
+    """Merge the sources; later ones win."""
+    values: dict[Key, Any] = {}
+    origins: dict[Key, str] = {}
+    for source in sources:
+        check(source)
+        values |= source.values
+        origins |= source.origins
+    return Resolved(Settings.model_validate(_nest(values)), origins)
+
+
+def file_source(path: Path, name: str = "") -> SettingsSource:
+    """What a TOML file sets; nothing where there is no file. ``name`` is what to call it, by default its own.
+
+    Raises:
+        UsageError: the file cannot be read or is not TOML.
+    """
+    name = name or path.name
+    try:
+        text = path.read_bytes().decode()
+        values = _flatten(tomli.loads(text))
+    except FileNotFoundError:
+        return SettingsSource()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: byte {error.start} is not UTF-8.") from None
+    except tomli.TOMLDecodeError as error:
+        line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
+        raise UsageError(f"{name}:{error.lineno}: {error.msg}.", _excerpt(line, error.colno - 1)) from None
+    lines = text.split("\n")
+    numbers = _line_numbers(lines)
+    return SettingsSource(
+        values,
+        {key: f"{name}:{numbers[key]}" for key in values},
+        {key: _excerpt(lines[numbers[key] - 1]) for key in values},
+    )
+
+
+def environment_source(environ: Mapping[str, str]) -> SettingsSource:
+    """What ``KVCHAT_<SECTION>_<KEY>`` variables set; empty ones count as unset.
+
+    Raises:
+        UsageError: a variable that begins like a setting but is none.
+    """
+    names = {"_".join(("KVCHAT", *key)).upper(): key for key, _ in leaves()}
+    sections = tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)
+    given = {name: value for name, value in environ.items() if value and name.startswith(sections)}
+    for name in given.keys() - names.keys() - RESERVED:
+        raise UsageError(f"{name}: there is no such setting.{_near(name, names)}", hint="See kvchat config show.")
+    return SettingsSource({names[name]: value for name, value in given.items()}, {names[name]: name for name in given})
+
+
+def flag_source(flags: Mapping[str, tuple[Iterable[Key], Any]]) -> SettingsSource:
+    """What command-line flags set: flag -> the keys it sets and its value, None where it was not given."""
+    given = {flag: (tuple(keys), value) for flag, (keys, value) in flags.items() if value is not None}
+    return SettingsSource(
+        {key: value for keys, value in given.values() for key in keys},
+        {key: flag for flag, (keys, _) in given.items() for key in keys},
+    )
+
+
+def leaves(section: type[BaseModel] = Settings, at: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
+    """Every key that can be set, in order."""
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from leaves(info.annotation, (*at, name))
+        else:
+            yield (*at, name), info
+
+
+def template() -> str:
+    """A config.toml that sets nothing and describes everything."""
+    lines = ["# kvchat's settings. What is commented out shows the defaults.\n"]
+    table: Key = ()
+    for key, info in leaves():
+        if key[:-1] != table:
+            table = key[:-1]
+            lines.append(f"\n[{'.'.join(table)}]")
+        value = "" if info.default is None else _toml(info.default)
+        lines += [f"# {info.description}", f"# {key[-1]} = {value}".rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+
+
+def check(source: SettingsSource, model: type[S] = Settings) -> S:  # type: ignore[assignment]  # the default is an S
+    """The source alone as ``model``, whose sections have defaults.
+
+    Raises:
+        UsageError: an unknown key or a wrong value, each with its line.
+    """
+    try:
+        return model.model_validate(_nest(source.values))
+    except ValidationError as error:
+        # One flag may set several keys; its refusal is listed once.
+        messages = dict.fromkeys(_refusal(source, details, model) for details in error.errors())
+        raise UsageError("\n".join(messages)) from None
+
+
+def _refusal(source: SettingsSource, details: ErrorDetails, model: type[BaseModel]) -> str:
+    key = tuple(str(part) for part in details["loc"])
+    set_by = next(known for known in source.origins if known[: len(key)] == key or key[: len(known)] == known)
+    origin, excerpt = source.origins[set_by], source.excerpts.get(set_by)
+    named = f"{origin}: {'.'.join(key)}: " if excerpt else f"{origin}: "
+    return named + _reason(key, details, model) + (excerpt or "")
+
+
+def _reason(key: Key, details: ErrorDetails, model: type[BaseModel]) -> str:
+    value, kind = json.dumps(details["input"], ensure_ascii=False, default=str), details["type"]
+    if kind == "extra_forbidden":
+        return f"there is no such setting.{_near(key[-1], _siblings(model, key))}"
+    if kind.startswith("model_"):
+        return f"a table [{'.'.join(key)}] is expected, not {value}."
+    if kind == "literal_error":
+        words = re.findall(r"'([^']*)'", details["ctx"]["expected"])
+        return f"{value} is not one of {', '.join(words)}.{_near(str(details['input']), words)}"
+    return f"{value} is refused: {reason(model, details)}."
+
+
+def _siblings(model: type[BaseModel], key: Key) -> Iterable[str]:
+    """The keys of the section that ``key`` would belong to."""
+    parent = field_at(model, key[:-1])
+    section = parent.annotation if parent else model
+    return section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else ()
+
+
+def _near(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f' Did you mean "{near[0]}"?' if near else ""
+
+
+def _excerpt(line: str, column: int | None = None) -> str:
+    """The source line with a caret below ``column``, by default below its value."""
+    if column is None:
+        column = re.match(r"\s*([^=]*=\s*(?=\S))?", line).end()  # type: ignore[union-attr]  # it matches anything
+    return f"\n  {line.replace(chr(9), ' ')}\n  {' ' * column}^"
+
+
+# ---- trees -----------------------------------------------------------------------------------------
+
+
+def _line_numbers(lines: list[str]) -> dict[Key, int]:
+    """The line on which the statement of each key begins: the first prefix of the file that has the key ends it."""
+    numbers: dict[Key, int] = {}
+    start = 1
+    for end in range(1, len(lines) + 1):
+        try:
+            keys = _flatten(tomli.loads("\n".join(lines[:end])))
+        except tomli.TOMLDecodeError:
+            continue
+        for key in keys:
+            numbers.setdefault(key, start)
+        start = end + 1
+    return numbers
+
+
+def _flatten(tree: Mapping[str, Any], at: Key = ()) -> dict[Key, Any]:
+    flat: dict[Key, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, (*at, name)) if isinstance(value, dict) else {(*at, name): value}
+    return flat
+
+
+def _nest(values: Mapping[Key, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for (*parents, last), value in values.items():
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def _at(settings: BaseModel, key: Key) -> Any:
+    value: Any = settings
+    for name in key:
+        value = getattr(value, name)
+    return value
+
+
+def _toml(value: Any) -> str:
+    import tomlkit  # 70 ms that only `kvchat config` needs
+
+    text: str = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
+    return text

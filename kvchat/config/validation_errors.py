@@ -1,0 +1,89 @@
+"""Refusals in people's words: what a field takes, derived from its annotation and its bounds."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+
+def reason(model: type[BaseModel], details: ErrorDetails) -> str:
+    """Why pydantic refused a value of ``model``: half a sentence such as ``it must be a whole number above 0``.
+
+    A validator's own ``ValueError`` is given in its own words.
+    """
+    if details["type"] == "value_error":
+        return str(details["ctx"]["error"])
+    field = field_at(model, details["loc"])
+    return f"it must be {expected(field)}" if field else "it must be a table"
+
+
+def field_at(model: type[BaseModel], key: Sequence[int | str]) -> FieldInfo | None:
+    """The field that ``key`` leads to or into, None where there is none."""
+    field = None
+    fields = model.model_fields
+    for name in key:
+        if name not in fields:
+            break
+        field = fields[str(name)]
+        fields = _section(field).model_fields
+    return field
+
+
+def expected(field: FieldInfo) -> str:
+    """What the field takes, such as ``a number of at least 0 and below 1``.
+
+    The description of a field with a pattern says what the pattern allows.
+    """
+    kind = _kind(field.annotation)
+    if any(getattr(constraint, "pattern", None) for constraint in field.metadata):
+        return field.description or "another text"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if kind in (int, float):
+        return f"{'a whole number' if kind is int else 'a number'}{_range(field)}"
+    if _section(field) is not BaseModel:
+        return "a table"
+    words = {bool: "true or false", str: "a text that is not empty" if field.metadata else "a text"}
+    return words.get(kind) or _listed(kind) or f"as described: {field.description}"
+
+
+def _kind(annotation: Any) -> Any:
+    """The annotation without ``None``."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation
+    kinds = [kind for kind in get_args(annotation) if kind is not types.NoneType]
+    return kinds[0] if len(kinds) == 1 else annotation
+
+
+def _section(field: FieldInfo) -> type[BaseModel]:
+    """The section that the field holds, ``BaseModel`` itself where it holds none."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else BaseModel
+
+
+def _range(field: FieldInfo) -> str:
+    bounds = {
+        name: format(Decimal(str(getattr(constraint, name))), "f")
+        for constraint in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(constraint, name)
+    }
+    if bounds.keys() == {"ge", "le"}:
+        return f" from {bounds['ge']} to {bounds['le']}"
+    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+    return "".join(f" and {words[name]} {bounds[name]}" for name in words if name in bounds).removeprefix(" and")
+
+
+def _listed(kind: Any) -> str:
+    if get_origin(kind) is not tuple:
+        return ""
+    items = get_args(kind)
+    if items[-1] is not Ellipsis:
+        return f"a list of {len(items)} {'numbers' if set(items) <= {int, float} else 'texts'}"
+    return "a list of texts, none of them empty" if get_origin(items[0]) else "a list of texts"

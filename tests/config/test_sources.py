@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli
+
+from kvchat import paths
+from kvchat.config import schema, sources
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import Sampling
+
+
+@pytest.fixture
+def config() -> Path:
+    path = paths.config_file()
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def refusal(config: Path, text: str) -> str:
+    config.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        sources.load(environ={})
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_without_any_source_everything_is_a_default() -> None:
+    resolved = sources.load(environ={})
+    assert resolved.settings.sampling.sampling() == Sampling()
+    assert resolved.origins == {}
+
+
+def test_flags_beat_environment_beats_file_and_each_key_knows_its_origin(config: Path) -> None:
+    config.write_text('[kv]\nmode = "streaming"\n[sampling]\ntop_k = 1\nseed = 1\n')
+    environ = {"KVCHAT_SAMPLING_TOP_K": "2", "KVCHAT_KV_MODE": "speculative"}
+    flags = sources.flag_source({"--mode": ([("kv", "mode")], "full"), "--seed": ([("sampling", "seed")], None)})
+    resolved = sources.load(flags, environ)
+    assert resolved.settings.kv.mode == "full"
+    assert (resolved.settings.sampling.top_k, resolved.settings.sampling.seed) == (2, 1)
+    assert resolved.origins == {
+        ("kv", "mode"): "--mode",
+        ("sampling", "top_k"): "KVCHAT_SAMPLING_TOP_K",
+        ("sampling", "seed"): "config.toml:5",
+    }
+    lines = list(resolved.lines())
+    assert "sampling.seed = 1   # config.toml:5" in lines
+    assert "sampling.top_p = 1.0   # default" in lines
+    assert "# kv.streaming.budget is unset   # default" in lines
+
+
+def test_only_parameters_somebody_set_are_handed_on(config: Path) -> None:
+    config.write_text("[kv.streaming]\nsigma = 64\n")
+    kv = sources.load(environ={"KVCHAT_KV_STREAMING_R": "8"}).settings.kv
+    assert kv.params("streaming") == {"sigma": 64, "R": 8}
+    assert kv.params("speculative") == kv.params("full") == {}
+
+
+def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path) -> None:
+    assert refusal(config, '# first\n[kv]\n  mode = "frezee"\n') == (
+        'config.toml:3: kv.mode: "frezee" is not one of full, freeze, streaming, sync, speculative. '
+        'Did you mean "freeze"?\n'
+        '    mode = "frezee"\n'
+        "           ^"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[kv]\nmod = 1", 'config.toml:2: kv.mod: there is no such setting. Did you mean "mode"?'),
+        ("[kvs]\nx = 1", 'config.toml:2: kvs: there is no such setting. Did you mean "kv"?'),
+        ("kv = 3", "config.toml:1: kv: a table [kv] is expected, not 3."),
+        ("[kv]\nmode = 1", "config.toml:2: kv.mode: 1 is not one of full, freeze, streaming, sync, speculative."),
+        (
+            "[kv.streaming]\nsigm = 1",
+            'config.toml:2: kv.streaming.sigm: there is no such setting. Did you mean "sigma"?',
+        ),
+        ("[kv]\nstreaming = 1", "config.toml:2: kv.streaming: a table [kv.streaming] is expected, not 1."),
+        ("[kv.stream]\nR = 1", 'config.toml:2: kv.stream: there is no such setting. Did you mean "streaming"?'),
+        (
+            "[sampling]\ntop_p = 2",
+            "config.toml:2: sampling.top_p: 2 is refused: it must be a number from 0.000001 to 1.",
+        ),
+        (
+            "[sampling]\nmin_p = 1",
+            "config.toml:2: sampling.min_p: 1 is refused: it must be a number of at least 0 and below 1.",
+        ),
+        (
+            "[sampling]\nseed = 'x'",
+            'config.toml:2: sampling.seed: "x" is refused: it must be a whole number from 0 to 92233',
+        ),
+        (
+            "[sampling]\nstop = [\n'a',\n1]",
+            "config.toml:2: sampling.stop.1: 1 is refused: it must be a list of texts, none of them empty.",
+        ),
+        ("[sampling]\nstop = ''", 'config.toml:2: sampling.stop.0: "" is refused: it must be a list of texts, none of'),
+        ("[ui]\nhistory = 'maybe'", 'config.toml:2: ui.history: "maybe" is refused: it must be true or false.'),
+        ("[ui]\ntheme = 1", "config.toml:2: ui.theme: 1 is refused: it must be a text."),
+        ("[model]\nname = ''", 'config.toml:2: model.name: "" is refused: it must be a text that is not empty.'),
+        ("[sampling]\nseed = 1\nseed = 2", "config.toml:3: "),
+        ("[kv]\n\nmode = ", "config.toml:3: Invalid value."),
+        (
+            "[kv.streaming]\nbudget = 3",
+            "config.toml:2: kv.streaming.budget: 3 is refused: it must be a whole number of at",
+        ),
+        (
+            '[model]\ndevice = "gpu"',
+            'config.toml:2: model.device: "gpu" is refused: it must be auto, cpu, cuda or cuda:N.',
+        ),
+    ],
+)
+def test_bad_files_are_refused_by_line(config: Path, text: str, message: str) -> None:
+    assert refusal(config, text).startswith(message)
+
+
+def test_all_wrong_values_are_named_at_once(config: Path) -> None:
+    message = refusal(config, "[sampling]\ntop_p = 2\ntop_k = -1\n")
+    assert "config.toml:2: sampling.top_p" in message
+    assert "config.toml:3: sampling.top_k" in message
+
+
+def test_a_wrong_value_is_refused_even_where_a_flag_overrides_it(config: Path) -> None:
+    config.write_text("[sampling]\nseed = -1\n")
+    with pytest.raises(UsageError, match=r"config\.toml:2"):
+        sources.load(sources.flag_source({"--seed": ([("sampling", "seed")], 1)}), {})
+
+
+def test_unreadable_files_are_refused(config: Path) -> None:
+    config.write_bytes(b"[kv]\n\xff")
+    with pytest.raises(UsageError, match=r"config.toml: byte 5 is not UTF-8\."):
+        sources.load(environ={})
+    config.unlink()
+    config.mkdir()
+    with pytest.raises(UsageError, match="cannot be read"):
+        sources.load(environ={})
+
+
+def test_variables_that_look_like_settings_must_be_some() -> None:
+    with pytest.raises(UsageError, match=r'KVCHAT_KV_MOD: there is no such setting\. Did you mean "KVCHAT_KV_MODE"'):
+        sources.load(environ={"KVCHAT_KV_MOD": "full"})
+    with pytest.raises(UsageError, match=r'^KVCHAT_SAMPLING_TOP_K: "many" is refused'):
+        sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "many"})
+    assert sources.load(environ={"KVCHAT_KV_MODE": "", "KVCHAT_OTHER": "x"}).origins == {}
+
+
+def test_what_a_flag_sets_in_several_places_is_refused_once() -> None:
+    flags = {"--budget": ([("kv", "streaming", "budget"), ("kv", "speculative", "budget")], 3)}
+    with pytest.raises(UsageError) as caught:
+        sources.load(sources.flag_source(flags), {})
+    assert str(caught.value) == "--budget: 3 is refused: it must be a whole number of at least 64."
+
+
+def test_the_template_sets_nothing_describes_everything_and_shows_the_defaults(config: Path) -> None:
+    text = sources.template()
+    assert schema.Settings.model_validate(tomli.loads(text)) == schema.Settings()
+    set_lines = [line.removeprefix("# ") if " = " in line else line for line in text.splitlines()]
+    shown = schema.Settings.model_validate(tomli.loads("\n".join(set_lines)))
+    assert shown.sampling == schema.Settings().sampling
+    assert shown.kv.mode == "full"
+    assert all(info.description and info.description in text for _, info in sources.leaves())

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import struct
+import types
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvchat.protocol import wire
+from kvchat.protocol.messages import (
+    Chat,
+    Failed,
+    Finished,
+    Gpu,
+    Load,
+    Sampling,
+    Snapshot,
+    Stats,
+    Stop,
+    Switch,
+    Text,
+    Turn,
+)
+
+
+def sent(*messages: wire.Message) -> io.BytesIO:
+    return io.BytesIO(b"".join(map(wire.encode, messages)))
+
+
+def filled(hint: Any) -> Any:
+    """A value of the given type that is not empty where it can be otherwise."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return hint(**{name: filled(h) for name, h in typing.get_type_hints(hint).items()})
+    if isinstance(hint, types.UnionType):
+        return filled(typing.get_args(hint)[0])
+    if typing.get_origin(hint) is tuple:
+        return (filled(typing.get_args(hint)[0]),) * 2
+    if typing.get_origin(hint) is dict:
+        _, values = typing.get_args(hint)
+        return {"full": filled(values)} if typing.get_args(values) else {"budget": 512, "tau": 0.5, "list": [1]}
+    return {int: 7, float: 0.5, str: "ü", bool: True}[hint]
+
+
+@pytest.mark.parametrize("cls", wire.TYPES.values(), ids=wire.TYPES)
+def test_every_message_comes_back_as_it_was(cls: type) -> None:
+    message = filled(cls)
+    assert wire.read(sent(message)) == message
+
+
+@given(st.text(), st.integers())
+def test_any_text_and_number_comes_back(text: str, tokens: int) -> None:
+    clean = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be UTF-8
+    assert wire.read(sent(Text(text, tokens))) == Text(clean, tokens)
+
+
+def test_messages_follow_each_other_until_the_end() -> None:
+    stream = sent(Stop(), Chat((Turn("user", "x"),), Sampling(stop=("a", "b"))))
+    assert wire.read(stream) == Stop()
+    assert wire.read(stream) == Chat((Turn("user", "x"),), Sampling(stop=("a", "b")))
+    assert wire.read(stream) is None
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9])
+def test_a_message_cut_short_is_the_end(cut: int) -> None:
+    assert wire.read(io.BytesIO(wire.encode(Stop())[:cut])) is None
+
+
+def test_missing_fields_take_their_defaults_and_none_stays_none() -> None:
+    body = json.dumps({"type": "Failed", "title": "T"}).encode()
+    assert wire.decode(body) == Failed("T", kind="EngineError")
+    snapshot = Snapshot("full", {}, 1.0, 2, 3, 4, 5, gpu=Gpu("H200"))
+    assert wire.read(sent(snapshot)) == snapshot
+    assert wire.read(sent(Finished("eos", "", Stats()))) == Finished("eos", "", Stats())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"not json",
+        b"\xff",
+        b'{"type": "Nothing"}',
+        b'{"type": "Turn", "role": "user", "content": ""}',
+        b'{"type": []}',
+        b'{"type": {}}',
+        b'{"type": null}',
+        b'{"type": "Stop", "now": 1}',
+        b'{"type": "Peek", "start": 1}',
+        b'{"type": "Peek", "start": 1, "end": "2"}',
+        b'{"type": "Peek", "start": 1, "end": true}',
+        b'{"type": "Peek", "start": 1, "end": 2.5}',
+        b'{"type": "Text", "text": null, "tokens": 1}',
+        b'{"type": "Text", "text": "\\ud800", "tokens": 1}',
+        b'{"type": "Chat", "turns": [{"role": "user", "content": "x", "name": "y"}]}',
+        b'{"type": "Chat", "turns": ["x"]}',
+        b'{"type": "Chat", "turns": [], "sampling": {"stop": "ab"}}',
+        b'{"type": "Switch", "params": [1]}',
+        b'{"type": "Load", "given": {"full": 1}}',
+        b"[" * 100_000,
+        b'{"type": "Switch", "params": ' + b'{"a": ' * 100_000,
+        b'{"type": "Switch", "params": ' + b'{"a": ' * 5_000 + b"1" + b"}" * 5_001,
+    ],
+    ids=lambda body: body[:60].decode("latin-1"),
+)
+def test_what_is_no_message_is_refused_in_one_line(body: bytes) -> None:
+    with pytest.raises(ValueError, match="no message of kvchat's protocol: ") as caught:
+        wire.decode(body)
+    assert type(caught.value) is ValueError
+    assert "\n" not in str(caught.value)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers(), lambda inner: st.lists(inner), max_leaves=5))
+def test_a_value_that_is_no_text_is_refused_for_a_text(value: object) -> None:
+    body = json.dumps({"type": "Text", "text": value, "tokens": 1}).encode()
+    with pytest.raises(ValueError, match=r"Text\.text"):
+        wire.decode(body)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), float])
+def test_what_json_cannot_hold_is_refused_before_it_is_sent(value: object) -> None:
+    with pytest.raises(ValueError, match="Switch cannot be sent"):
+        wire.encode(Switch("full", {"budget": value}))
+
+
+def test_what_holds_itself_is_refused_before_it_is_sent() -> None:
+    params: dict[str, Any] = {}
+    params["params"] = params
+    with pytest.raises(ValueError):  # noqa: PT011  # json's own words
+        wire.encode(Load(given={"full": params}))
+
+
+def test_a_stream_that_speaks_something_else_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ValueError, match="does not speak"):
+        wire.read(io.BytesIO(b"HTTP/1.1 200 OK"))
+    assert wire.parse_length(struct.pack(">I", wire.MAX_MESSAGE_BYTES)) == wire.MAX_MESSAGE_BYTES

@@ -1,0 +1,40 @@
+"""Drive a KV manager without a model: the forwards run inside these blocks, as ``ModelRunner`` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvchat.kv.manager import KVManager
+
+
+@contextmanager
+def prefill(kv: KVManager, tokens: int, pinned: Sequence[int] = ()) -> Iterator[None]:
+    """One forward of ``tokens`` new tokens."""
+    kv.begin_prefill(tokens)
+    try:
+        yield
+    except BaseException:
+        kv.rollback_prefill()
+        raise
+    kv.commit_prefill(tokens, pinned)
+
+
+@contextmanager
+def decode_step(kv: KVManager, pinned: bool = False) -> Iterator[None]:
+    """One decode step."""
+    try:
+        kv.begin_step(pinned)
+        yield
+    except BaseException:
+        kv.rollback_step()
+        raise
+    kv.commit_step()
+
+
+@contextmanager
+def forward(kv: KVManager) -> Iterator[None]:
+    """The forward of a step."""
+    kv.forward_begin()
+    yield
+    kv.forward_end()
