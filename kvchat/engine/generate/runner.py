@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kvchat import units
 from kvchat.engine.generate.graphs import GraphRunner, Recorder, recorder_for
 from kvchat.engine.generate.prompt import control_ids
 from kvchat.engine.model import attention_hook
@@ -154,10 +155,9 @@ class ModelRunner:
             yield
         except torch.OutOfMemoryError as error:
             store, total = self.store, self.store.total
-            gib = store.device_bytes / 2**30
             raise DoesNotFitError(
                 f"The device ran out of memory while {doing}.",
-                f"The {store.mode.name} mode holds {gib:.2f} GiB of K/V there for {total:,} stored tokens: "
-                f"{str(error).splitlines()[0]}",
+                f"The {store.mode.name} mode holds {units.size(store.device_bytes, 2)} of K/V there for {total:,} "
+                f"stored tokens: {str(error).splitlines()[0]}",
                 "Everything stored is kept. Take a smaller budget or the streaming mode, and try again.",
             ) from error

@@ -9,6 +9,7 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.modes.base import Mode
+from kvchat.units import size
 
 # Tokens of one prefill forward on a GPU. With fewer the matrices are too small to be busy; with more a person who
 # cancels waits too long, and earlier K/V is read only a little less often.
@@ -35,13 +36,9 @@ def check(mode: Mode, tokens: int, device: torch.device, given_back: int = 0) ->
     if needed > usable:
         raise DoesNotFitError(
             f"The {mode.name} mode does not fit.",
-            f"Its K/V of {tokens:,} tokens takes {_gib(needed)} on {device}, {_gib(usable)} are free.",
+            f"Its K/V of {tokens:,} tokens takes {size(needed, 2)} on {device}, {size(usable, 2)} are free.",
             "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter conversation.",
         )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 # ---- a prefill
@@ -81,9 +78,9 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
     if needed(least) > free:
         raise DoesNotFitError(
             "There is no room to read the prompt.",
-            f"{new:,} tokens after {stored:,} stored ones need {_gib(needed(least))} on {device}, read {least} at a "
-            f"time: {_gib(staging_bytes(geometry, stored, new))} for one layer's K/V on its way, the rest for the "
-            f"layers' intermediate results. {_gib(free)} are free.",
+            f"{new:,} tokens after {stored:,} stored ones need {size(needed(least), 2)} on {device}, read {least} at a "
+            f"time: {size(staging_bytes(geometry, stored, new), 2)} for one layer's K/V on its way, the rest for the "
+            f"layers' intermediate results. {size(free, 2)} are free.",
             "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
         )
     return max((chunk for chunk in CHUNKS if needed(chunk) <= free // 2), default=least)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
@@ -293,7 +294,9 @@ class HostPool:
         for size in (wanted, least):
             if size * self.geometry.layers - taken + beside <= free:
                 return size
-        raise self._does_not_fit(least, f"{_gib(taken)} of it are held and {_gib(free)} more can be had.")
+        raise self._does_not_fit(
+            least, f"{units.size(taken, 2)} of it are held and {units.size(free, 2)} more can be had."
+        )
 
     def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:
         """Fresh address space of ``wanted`` bytes a layer, or ``least`` where the system gives no more.
@@ -358,7 +361,7 @@ class HostPool:
         tokens = size // self._page_bytes * self.geometry.page
         return DoesNotFitError(
             "There is not enough host memory for the conversation.",
-            f"K/V of {tokens:,} tokens take {_gib(size * self.geometry.layers)}; {reason}",
+            f"K/V of {tokens:,} tokens take {units.size(size * self.geometry.layers, 2)}; {reason}",
             "Shorten the conversation or free memory; what is stored is kept.",
         )
 
@@ -384,7 +387,3 @@ class _CudaArray:
             "data": (region.bytes.data_ptr(), False),
             "version": 3,
         }
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
