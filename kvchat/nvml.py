@@ -25,10 +25,11 @@ class PcieLink:
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """What a GPU is: memory in bytes, PCI address, and its PCIe link. An idle GPU runs its link below ``link_max``."""
+    """A GPU: memory in bytes, PCI address, and its PCIe link. An idle GPU runs its link below ``link_max``."""
 
     name: str | None = None
     memory: int | None = None
+    memory_used: int | None = None
     compute_capability: tuple[int, int] | None = None
     bus_id: str | None = None
     link: PcieLink = PcieLink()
@@ -37,7 +38,7 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """What a GPU does: memory in bytes (``process``: this process' share), percent, degrees Celsius and watts."""
+    """The load of a GPU: memory in bytes (``process``: this process' share), percent, degrees Celsius and watts."""
 
     used: int | None = None
     total: int | None = None
@@ -65,10 +66,11 @@ class GpuReader:
         return self._handle is not None
 
     def info(self) -> GpuInfo:
-        """Read what does not change while the process runs, except ``link``."""
+        """Read what describes the GPU."""
         return GpuInfo(
             name=self._read("nvmlDeviceGetName", _text),
             memory=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.total)),
+            memory_used=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.used)),
             compute_capability=self._read("nvmlDeviceGetCudaComputeCapability", _pair),
             bus_id=self._read("nvmlDeviceGetPciInfo", lambda info: _text(info.busId)),
             link=self._link("Curr"),
@@ -76,7 +78,7 @@ class GpuReader:
         )
 
     def usage(self) -> GpuUsage:
-        """Read what changes from one moment to the next."""
+        """Read its load."""
         memory = self._read("nvmlDeviceGetMemoryInfo", lambda info: (int(info.used), int(info.total)))
         used, total = memory or (None, None)
         return GpuUsage(

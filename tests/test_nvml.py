@@ -36,7 +36,7 @@ def test_what_a_gpu_is_and_what_it_does(pynvml):
     pynvml(RTX)
     reader = GpuReader("0")
     link, link_max = PcieLink(1, 16), PcieLink(4, 16)
-    assert reader.info() == GpuInfo(RTX.name, 24 * GiB, (8, 9), "00000000:65:00.0", link, link_max)
+    assert reader.info() == GpuInfo(RTX.name, 24 * GiB, GiB, (8, 9), "00000000:65:00.0", link, link_max)
     assert reader.usage() == GpuUsage(GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4)
     pynvml(dataclasses.replace(RTX, bus_id=b"00000000:65:00.0"), driver=b"570.1")
     assert GpuReader("0").info().bus_id == "00000000:65:00.0", "older versions of pynvml return bytes"
@@ -47,7 +47,7 @@ def test_what_a_gpu_is_and_what_it_does(pynvml):
     ("missing", "fields"),
     [
         ("Name", {"name"}),
-        ("MemoryInfo", {"memory", "used", "total"}),
+        ("MemoryInfo", {"memory", "memory_used", "used", "total"}),
         ("CudaComputeCapability", {"compute_capability"}),
         ("PciInfo", {"bus_id"}),
         ("CurrPcieLinkWidth", {"link"}),
