@@ -330,6 +330,7 @@ def _load(chosen: schema.Settings) -> Load:
         mode_params=mode_params,
         quantize=model.quantize,
         fast=model.fast,
+        link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
     )
 
 

@@ -81,6 +81,12 @@ class Measured(Section):
     torch: str = ""
     """torch that measured"""
 
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Bytes per second from host to device as recall copies them: scattered pages, or at best one large copy."""
+        rate = self.gather or self.to_device
+        return None if rate is None else rate * 1e9
+
 
 class Profile(schema.Settings):
     """A profile file."""

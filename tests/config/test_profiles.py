@@ -255,8 +255,21 @@ def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> Non
     assert file == paths.user_profiles_dir() / "rtx-4060-8gb.toml"
     assert profiles.find("auto").measured == measured
     assert profiles.find("cpu").measured == Measured()
+    assert main._load(resolved().settings).link_bytes_per_s == 11e9
     nvml(Device("NVIDIA GeForce RTX 4060 Ti", 7.996, "8.9", 4, 8))
     assert profiles.find("auto").measured == Measured()
+
+
+@pytest.mark.parametrize(
+    ("measured", "rate"),
+    [
+        (Measured(to_device=50.0, gather=40.0), 40e9),
+        (Measured(to_device=50.0), 50e9),
+        (Measured(read=3000.0, to_host=50.0), None),
+    ],
+)
+def test_the_link_is_as_fast_as_recall_or_a_copy(measured: Measured, rate: float | None) -> None:
+    assert measured.link_bytes_per_s == rate
 
 
 def test_saving_again_keeps_settings_and_comments(nvml: Install) -> None:

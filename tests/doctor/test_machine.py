@@ -45,7 +45,7 @@ def proc_of(root: Path, mems: str = "0-1", policy: str = "default") -> Path:
         ({8, 9}, "0-1", "interleave:0-1", ""),
     ],
 )
-def test_a_process_bound_away_from_its_gpu_is_told(tmp_path, cpus, mems, policy, warns):
+def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, cpus, mems, policy, warns):
     sys, proc = sysfs(tmp_path / "sys", "1\n"), proc_of(tmp_path / "proc", mems, policy)
     check = numa(BUS, sys, proc, frozenset(cpus))
     assert check.found.startswith("2 nodes, 00000000:65:00.0 at node 1")
