@@ -1,70 +1,170 @@
-"""NVML readings of the GPU in use. A reading that is not to be had is None, never 0."""
+"""The only reader of NVML, NVIDIA's management library. A missing reading is None, never 0.
+
+NVML numbers the GPUs of the machine and ignores ``CUDA_VISIBLE_DEVICES``. Importing this module loads neither torch nor
+pynvml: pynvml is imported by the first reading.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
-
-import torch
-
-from kvchat.protocol.messages import Gpu
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class PcieLink:
+    """A PCIe link: its generation, and its width in lanes."""
+
+    generation: int | None = None
+    width: int | None = None
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """A GPU: memory in bytes, PCI address, and its PCIe link. An idle GPU runs its link below ``link_max``."""
+
+    name: str | None = None
+    memory: int | None = None
+    memory_used: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    bus_id: str | None = None
+    link: PcieLink = PcieLink()
+    link_max: PcieLink = PcieLink()
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """The load of a GPU: memory in bytes (``process``: this process' share), percent, degrees Celsius and watts."""
+
+    used: int | None = None
+    total: int | None = None
+    process: int | None = None
+    utilization: int | None = None
+    temperature: int | None = None
+    power: float | None = None
+
+
 class GpuReader:
-    """Reads one CUDA device, found by its UUID, because NVML does not know of ``CUDA_VISIBLE_DEVICES``."""
+    """Readings of one GPU; all of them are None where NVML does not know it.
 
-    def __init__(self, device: torch.device) -> None:
-        self._handle: Any = None
-        self._name = ""
-        if device.type != "cuda":
-            return
-        properties = torch.cuda.get_device_properties(device)
-        self._name = properties.name
-        self._handle = _or_none(lambda: _find(str(properties.uuid)))
+    ``device`` is NVML's number of the GPU ("0"), or the UUID of a GPU or MIG instance, with or without its prefix
+    "GPU-" or "MIG-" (torch gives it without).
+    """
 
-    def read(self) -> Gpu | None:
-        """A reading, None where there is no GPU."""
-        if not self._name:
-            return None
-        if self._handle is None:
-            return Gpu(self._name)
-        import pynvml
+    def __init__(self, device: str) -> None:
+        self._nvml = _library()
+        handles = map(self._find, _names(device))
+        self._handle = next((handle for handle in handles if handle is not None), None)
 
-        memory = _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle))
-        power = _or_none(lambda: pynvml.nvmlDeviceGetPowerUsage(self._handle))
-        return Gpu(
-            name=self._name,
-            used=memory.used if memory else None,
-            total=memory.total if memory else None,
-            process=_or_none(self._process_bytes),
-            utilization=_or_none(lambda: int(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)),
-            temperature=_or_none(
-                lambda: int(pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU))
-            ),
-            power=None if power is None else power / 1000,
+    @property
+    def found(self) -> bool:
+        """NVML knows this GPU."""
+        return self._handle is not None
+
+    def info(self) -> GpuInfo:
+        """Read what describes the GPU."""
+        return GpuInfo(
+            name=self._read("nvmlDeviceGetName", _text),
+            memory=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.total)),
+            memory_used=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.used)),
+            compute_capability=self._read("nvmlDeviceGetCudaComputeCapability", _pair),
+            bus_id=self._read("nvmlDeviceGetPciInfo", lambda info: _text(info.busId)),
+            link=self._link("Curr"),
+            link_max=self._link("Max"),
         )
 
-    def _process_bytes(self) -> int | None:
+    def usage(self) -> GpuUsage:
+        """Read its load."""
+        memory = self._read("nvmlDeviceGetMemoryInfo", lambda info: (int(info.used), int(info.total)))
+        used, total = memory or (None, None)
+        return GpuUsage(
+            used=used,
+            total=total,
+            process=self._read("nvmlDeviceGetComputeRunningProcesses", _own_bytes),
+            utilization=self._read("nvmlDeviceGetUtilizationRates", lambda rates: int(rates.gpu)),
+            temperature=self._read("nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU"),
+            power=self._read("nvmlDeviceGetPowerUsage", lambda milliwatts: milliwatts / 1000),
+        )
+
+    def _find(self, name: str) -> Any:
+        if name.isdigit():
+            return _or_none(lambda: self._nvml.nvmlDeviceGetHandleByIndex(int(name)))
+        return _or_none(lambda: self._nvml.nvmlDeviceGetHandleByUUID(name))
+
+    def _link(self, when: str) -> PcieLink:
+        names = (f"nvmlDeviceGet{when}PcieLink{what}" for what in ("Generation", "Width"))
+        return PcieLink(*(self._read(name, int) for name in names))
+
+    def _read(self, function: str, convert: Callable[[Any], T], *constants: str) -> T | None:
+        """Call NVML's ``function`` for this GPU and convert what it returns; ``constants`` are further arguments."""
+        if self._handle is None:
+            return None
+        nvml = self._nvml
+        return _or_none(lambda: convert(getattr(nvml, function)(self._handle, *(getattr(nvml, c) for c in constants))))
+
+
+def visible_gpu(number: int = 0, environ: Mapping[str, str] = os.environ) -> GpuReader | None:
+    """Find the GPU that CUDA numbers ``number``, None if NVML does not know it or ``CUDA_VISIBLE_DEVICES`` hides it.
+
+    Without ``CUDA_VISIBLE_DEVICES`` NVML's own order counts, which may differ from CUDA's (fastest first).
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number)] if visible is None else [name.strip() for name in visible.split(",")][number : number + 1]
+    return next((reader for reader in map(GpuReader, names) if reader.found), None)
+
+
+def all_gpus() -> tuple[GpuReader, ...]:
+    """Every GPU of the machine in NVML's order, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
+    nvml = _library()
+    count = _or_none(lambda: int(nvml.nvmlDeviceGetCount())) or 0
+    return tuple(reader for number in range(count) if (reader := GpuReader(str(number))).found)
+
+
+def driver_version() -> str | None:
+    """The version of the NVIDIA driver, None without one."""
+    nvml = _library()
+    return _or_none(lambda: _text(nvml.nvmlSystemGetDriverVersion()))
+
+
+def _library() -> Any:
+    """pynvml, initialized; None without a driver."""
+
+    def initialized() -> ModuleType:
         import pynvml
 
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        # In a container NVML lists process numbers of the host, so ours may not be among them.
-        return next((p.usedGpuMemory for p in processes if p.pid == os.getpid()), None)
+        pynvml.nvmlInit()
+        return pynvml  # type: ignore[no-any-return]  # it has no types
+
+    return _or_none(initialized)
 
 
-def _find(uuid: str) -> Any:
-    import pynvml
+def _names(device: str) -> tuple[str, ...]:
+    """The names under which NVML may know ``device``."""
+    if device.isdigit() or device.startswith(("GPU-", "MIG-")):
+        return (device,)
+    return (f"GPU-{device}", f"MIG-{device}")
 
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+
+def _own_bytes(processes: Any) -> int | None:
+    # In a container NVML lists process ids of the host, so this one's may be missing.
+    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+
+
+def _pair(numbers: Any) -> tuple[int, int]:
+    major, minor = numbers
+    return int(major), int(minor)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _or_none(reading: Callable[[], T]) -> T | None:
-    """A reading, or None where the driver or the library does not give it."""
     try:
         return reading()
-    except Exception:  # noqa: BLE001  # NVML raises a class per error code; all mean: not to be had
+    except Exception:  # noqa: BLE001  # no library, no driver, or NVML's class for an error code: a missing reading
         return None

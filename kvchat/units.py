@@ -1,4 +1,4 @@
-"""Numbers as a person reads them; a missing reading is ``n/a``, never 0."""
+"""The only formatter of bytes, counts, seconds and percent. None is a missing reading, ``n/a``, never 0."""
 
 from __future__ import annotations
 
@@ -22,15 +22,30 @@ def short(value: float | None) -> str:
     return f"{value / 1000:.1f}k" if value < 99_950 else f"{value / 1000:.0f}k"
 
 
-def size(value: float | None) -> str:
-    """Bytes: ``6543210987`` -> ``6.1 GiB``."""
+def size(value: float | None, digits: int = 1) -> str:
+    """Bytes: ``6543210987`` -> ``6.1 GiB``; ``digits`` after the point, none from 100 on.
+
+    Two digits are for sizes that a person compares, such as what is needed with what is free.
+    """
     if value is None:
         return MISSING
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
+        if abs(value) < 1023.5 or unit == "GiB":
             break
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.1f} {unit}"
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.{digits}f} {unit}"
+
+
+def seconds(value: float | None) -> str:
+    """``0.0042`` -> ``4 ms``, ``12.34`` -> ``12.3 s``, ``125`` -> ``2 min 5 s``."""
+    if value is None:
+        return MISSING
+    if value < 0.9995:
+        return f"{1000 * value:.0f} ms"
+    if value < 59.95:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes:,} min {rest} s"
 
 
 def figure(value: float | None, unit: str = "", digits: int = 0) -> str:

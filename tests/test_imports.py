@@ -19,13 +19,13 @@ HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"
 # room -> what it may import: other rooms of kvchat, and libraries that others may not.
 MAY = {
     "leaves": {"leaves"},
-    "nvml": {"leaves", "torch", "pynvml"},
-    "config": {"leaves", "config", "pynvml"},
+    "nvml": {"leaves", "pynvml"},
+    "config": {"leaves", "nvml", "config"},
     "kv": {"leaves", "config", "kv", "torch", "numpy", "triton"},
     "engine": {"leaves", "nvml", "config", "kv", "engine", *HEAVY},
     "tui": {"leaves", "config", "tui", "textual", "rich"},
-    "doctor": {"leaves", "config", "kv", "doctor"},
-    "bench": {"leaves", "nvml", "config", "kv", "engine", "bench", *HEAVY, "pynvml"},
+    "doctor": {"leaves", "nvml", "config", "kv", "doctor"},
+    "bench": {"leaves", "nvml", "config", "kv", "engine", "bench", *HEAVY},
     "cli": {"leaves", "config", "engine", "doctor", "tui", "bench", "cli"},
 }
 ROOMS = {name: name for name in ("nvml", "config", "kv", "engine", "tui", "doctor", "bench")}

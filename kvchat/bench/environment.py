@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import kvchat
+from kvchat import nvml
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": _driver() if device.type == "cuda" else None,
+        "driver": nvml.driver_version() if device.type == "cuda" else None,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
         "python": platform.python_version(),
@@ -35,17 +36,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        found = pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError:
-        return None
-    return found.decode() if isinstance(found, bytes) else str(found)
 
 
 def _processor() -> str:

@@ -14,6 +14,7 @@ from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.protocol.messages import Sampling
+from kvchat.units import size
 
 ROWS = 10
 
@@ -41,7 +42,7 @@ def run(
             "active": snapshot.active,
             "finite": bool(logits.isfinite().all()),
         }
-        report(f"{row['stored']:>7,} tok  {row['ms']:6.2f} ms  device {row['kv_device_bytes'] / 2**20:6.2f} MiB")
+        report(f"{row['stored']:>7,} tok  {row['ms']:6.2f} ms  device {size(row['kv_device_bytes'], 2)}")
         rows.append(row)
     environment = fingerprint(torch.device(session.info.device))
     return {"what": f"{mode}, budget {budget}, {tokens} tokens", "environment": environment, "rows": rows}

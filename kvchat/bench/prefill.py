@@ -25,6 +25,7 @@ from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import UsageError
 from kvchat.kv.memory import budget
 from kvchat.kv.modes import build
+from kvchat.units import size
 
 Report = Callable[[str], None]
 
@@ -168,10 +169,6 @@ def _measured(model: LoadedModel, work: Callable[[], object]) -> Reading:
 def _line(row: dict[str, Any]) -> str:
     ratio, peaks = row["times_one_shot"], (row["peak_bytes"], row["one_shot_peak_bytes"])
     against = "one forward does not fit" if ratio is None else f"{ratio:5.2f} x one forward"
-    memory = "" if peaks[0] is None else f"  peak {_gb(peaks[0])} ({_gb(peaks[1])})"
+    memory = "" if peaks[0] is None else f"  peak {size(peaks[0], 2)} ({size(peaks[1], 2)})"
     turn = f"  then a turn {1000 * row['turn_seconds']:.0f} ms"
     return f"{row['tokens']:>7} tokens  {row['seconds']:7.3f} s  {against}{memory}{turn}"
-
-
-def _gb(size: int | None) -> str:
-    return "-" if size is None else f"{size / 1e9:.2f} GB"

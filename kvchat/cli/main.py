@@ -235,6 +235,7 @@ def _load(chosen: Settings) -> Load:
         mode_params=mode_params,
         quantize=model.quantize,
         fast=model.fast,
+        link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
     )
 
 

@@ -1,9 +1,9 @@
 """GPU profiles: settings and measured ceilings for a kind of GPU, one TOML file each.
 
-A file has a table ``[match]``, settings as in config.toml, and ``[measured]`` where ``--save-profile`` of
-``kvchat bench decode`` wrote it. Every key of ``[match]`` must hold. Of the bundled files the one with most keys that
-match is in force, and over it, so chosen, one of the user's own. NVML tells what GPU there is, so that nothing heavy is
-imported; where there is none, or torch will not use it, the profile of the CPU matches.
+A file has a table ``[match]``, settings as in config.toml, and ``[measured]``, which ``kvchat bench decode
+--save-profile`` writes. A profile matches if every key of its ``[match]`` holds. The matching bundled profile with the
+most keys is in force; the user's matching profile with the most keys overrides it. Where torch uses no GPU, profiles
+with ``device = "cpu"`` match. The GPU is read through NVML, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import Field
 
-from kvchat import paths
+from kvchat import nvml, paths
 from kvchat.config import schema
 from kvchat.config.schema import Section
 from kvchat.config.sources import SettingsSource, check, file_source
 from kvchat.errors import UsageError
 
-T = TypeVar("T")
 HEAD = ("match", "measured")
 
 
 @dataclass(frozen=True)
 class Device:
-    """What NVML tells of a GPU; None is a reading that is not to be had. ``memory`` in GiB.
+    """A GPU in the terms of ``Match``, None for a missing reading. ``memory`` in GiB.
 
-    ``pcie`` are the highest generation and width: an idle GPU runs its link slower.
+    The PCIe figures are the highest of GPU and slot: an idle GPU runs its link slower.
     """
 
     name: str | None = None
@@ -83,6 +82,12 @@ class Measured(Section):
     torch: str = ""
     """torch that measured"""
 
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Bytes per second from host to device as recall copies them: scattered pages, or at best one large copy."""
+        rate = self.gather or self.to_device
+        return None if rate is None else rate * 1e9
+
 
 class Profile(schema.Settings):
     """A profile file."""
@@ -95,7 +100,7 @@ class Profile(schema.Settings):
 
 @dataclass(frozen=True)
 class Found:
-    """The profiles in force, weakest first, what was measured, and the user's files that cannot be used."""
+    """The settings of the profiles in force, weakest first, their ceilings, and the user's files that are refused."""
 
     sources: tuple[SettingsSource, ...] = ()
     measured: Measured = field(default_factory=Measured)
@@ -106,7 +111,7 @@ def sources(device: str) -> tuple[SettingsSource, ...]:
     """The settings of the profiles in force for ``device`` (as in the settings), weakest first.
 
     Raises:
-        UsageError: one of the user's files is wrong, whether it matches or not.
+        UsageError: one of the user's files is wrong, even if it does not match.
     """
     found = find(device)
     if found.problems:
@@ -115,7 +120,7 @@ def sources(device: str) -> tuple[SettingsSource, ...]:
 
 
 def find(device: str) -> Found:
-    """What is in force for ``device``; one of the user's files that is wrong is left out and named."""
+    """The profiles in force for ``device``; a wrong file of the user's is left out and listed under ``problems``."""
     gpu = read_gpu(device)
     problems: list[UsageError] = []
     bundled = _best(_read(paths.bundled_profiles_dir(), _raise), gpu)
@@ -126,24 +131,18 @@ def find(device: str) -> Found:
 
 
 def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
-    """The GPU that torch would use for ``device``, None for a CPU.
-
-    Of several GPUs it is the one NVML numbers so, which may be another than CUDA's.
-    """
+    """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU."""
     if device == "cpu" or _torch_without_cuda():
         return None
-    number = int(device.partition(":")[2] or 0)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(number)] if visible is None else [name.strip() for name in visible.split(",")][number : number + 1]
-    handle = _or_none(lambda: _handle(names[0]))
-    return None if handle is None else _describe(handle)
+    gpu = nvml.visible_gpu(int(device.partition(":")[2] or 0), environ)
+    return None if gpu is None else _device(gpu.info())
 
 
 def save(measured: Measured, device: str = "auto") -> Path:
-    """Write what was measured to a profile of the user's for this very device; settings already in it stay.
+    """Write ceilings to the user's profile that matches exactly this device; keep the settings in it. Return its path.
 
     Raises:
-        UsageError: it cannot be written, or what is there is not TOML.
+        UsageError: the file cannot be written, or the existing one is not TOML.
     """
     import tomlkit
     from tomlkit.exceptions import ParseError
@@ -165,7 +164,7 @@ def save(measured: Measured, device: str = "auto") -> Path:
 
 
 def _read(folder: Path, problem: Callable[[UsageError], None]) -> Iterator[tuple[SettingsSource, Profile]]:
-    """Every profile of a folder, whole; ``problem`` is told of those that are wrong."""
+    """Every profile of a folder with its source; ``problem`` is called with the refusal of each wrong one."""
     for file in sorted(folder.glob("*.toml")):
         try:
             source = file_source(file, f"profiles/{file.name}")
@@ -177,7 +176,7 @@ def _read(folder: Path, problem: Callable[[UsageError], None]) -> Iterator[tuple
 def _best(
     profiles: Iterator[tuple[SettingsSource, Profile]], gpu: Device | None
 ) -> list[tuple[SettingsSource, Profile]]:
-    """The profile with most keys that match, its source reduced to settings; none where none matches."""
+    """The matching profile with the most keys and its settings, as a list of one; empty if none matches."""
     matching = [
         (matched, source, profile)
         for source, profile in profiles
@@ -195,7 +194,7 @@ def _settings_of(source: SettingsSource, why: str) -> SettingsSource:
 
 
 def _matched(match: Match, gpu: Device | None) -> list[str] | None:
-    """The keys of ``match`` that hold for the device, None if one does not."""
+    """The keys of ``match``, all of which hold for the device; None if one does not."""
     if (gpu is None) != (match.device == "cpu"):
         return None
     given = match.model_dump(exclude_unset=True, exclude_none=True)
@@ -237,42 +236,23 @@ def _raise(error: UsageError) -> None:
     raise error
 
 
-# ---- NVML ------------------------------------------------------------------------------------------
+# ---- the GPU ---------------------------------------------------------------------------------------
 
 
-def _handle(name: str) -> Any:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
-
-
-def _describe(handle: Any) -> Device:
-    import pynvml as nvml
-
-    name = _or_none(lambda: nvml.nvmlDeviceGetName(handle))
-    memory = _or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    capability = _or_none(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+def _device(info: nvml.GpuInfo) -> Device:
+    capability = info.compute_capability
     return Device(
-        name=name.decode() if isinstance(name, bytes) else name,
-        memory=None if memory is None else memory / 2**30,
+        name=info.name,
+        memory=None if info.memory is None else info.memory / 2**30,
         compute_capability=None if capability is None else ".".join(map(str, capability)),
-        pcie_generation=_or_none(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))),
-        pcie_width=_or_none(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))),
+        pcie_generation=info.link_max.generation,
+        pcie_width=info.link_max.width,
     )
 
 
 def _torch_without_cuda() -> bool:
-    """Known by its version, because importing torch takes seconds."""
+    """Torch is missing or built for the CPU; its version says so without importing it, which takes seconds."""
     try:
         return version("torch").endswith("+cpu")
     except PackageNotFoundError:
         return True
-
-
-def _or_none(reading: Callable[[], T]) -> T | None:
-    """A reading, or None where the driver or the library does not give it."""
-    try:
-        return reading()
-    except Exception:  # noqa: BLE001  # NVML raises a class per error code; all mean: not to be had
-        return None

@@ -1,6 +1,6 @@
-"""The machine kvchat runs on, for ``kvchat doctor``: memory, container, NUMA, processors.
+"""The host for ``kvchat doctor``: processors, memory, container, NUMA, terminal.
 
-Imports no torch. Every reader takes the trees it reads; a reading that is not to be had is ``n/a``.
+Imports no torch. Every check takes the file trees it reads; a missing reading is ``n/a``.
 """
 
 from __future__ import annotations
@@ -8,40 +8,23 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
+from kvchat.doctor.check import Check, guarded
 from kvchat.kv.memory import available
+from kvchat.units import MISSING, size
 
 SYS = Path("/sys")
-MISSING = "n/a"
+SMALLEST = (40, 12)  # columns and lines the chat needs
 LITTLE_MEMORY = 2 * 2**30  # a small model's weights and some thousand tokens
 
 
-@dataclass(frozen=True)
-class Check:
-    """What was found, whether it is fine, and what to do where it is not; a ``problem`` keeps kvchat from running."""
-
-    name: str
-    state: Literal["ok", "warning", "problem"]
-    found: str
-    advice: str = ""
-
-
-def guarded(name: str, read: Callable[[], Check]) -> Check:
-    """A check; one that cannot be made is no problem of its own."""
-    try:
-        return read()
-    except Exception as error:  # noqa: BLE001  # whatever a library or a driver raises, the report goes on
-        lines = str(error).splitlines() or [""]
-        return Check(name, "warning", MISSING, f"It could not be read: {type(error).__name__}: {lines[0]}")
-
-
 def checks(gpu_buses: tuple[str, ...], threads: int | None) -> Iterator[Check]:
-    """All of the machine; ``gpu_buses`` are the GPUs' PCI addresses, ``threads`` those that torch computes with."""
+    """All checks of the host; ``gpu_buses`` are the PCI addresses of the GPUs, ``threads`` the number torch uses."""
     yield guarded("processors", lambda: processors(threads))
     yield guarded("host memory", host_memory)
     yield guarded("container", container)
@@ -49,24 +32,25 @@ def checks(gpu_buses: tuple[str, ...], threads: int | None) -> Iterator[Check]:
     yield guarded("WSL", wsl)
     for bus in gpu_buses or ("",):
         yield guarded("NUMA", partial(numa, bus))
+    yield guarded("terminal", terminal)
 
 
 def processors(threads: int | None, cgroups: Path = available.CGROUPS) -> Check:
-    """Processors this process may use, the container's share of them, and threads."""
+    """The processors this process may use, how many of them the container grants, and torch's threads."""
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     share = _cpu_share(cgroups)
     found = f"{usable} of {present}, torch computes with {MISSING if threads is None else threads} threads"
     if share is not None and share < usable:
-        found += f", the container gives the time of {share:.1f}"
+        found += f", the container grants the time of {share:.1f}"
         if threads is not None and threads > share + 1:
             return Check("processors", "warning", found, f"Threads wait for each other: OMP_NUM_THREADS={int(share)}")
     return Check("processors", "ok", found)
 
 
 def host_memory(proc: Path = available.PROC, cgroups: Path = available.CGROUPS) -> Check:
-    """What can be taken: the pool of all K/V lies in it."""
+    """Free host memory, which holds the host pool."""
     free = available.host_free(proc, cgroups)
-    found = f"{gib(free)} can be had"
+    found = f"{size(free)} free"
     if free < LITTLE_MEMORY:
         return Check(
             "host memory", "warning", found, "All K/V is kept here: close programs or keep conversations short."
@@ -75,24 +59,24 @@ def host_memory(proc: Path = available.PROC, cgroups: Path = available.CGROUPS) 
 
 
 def container(proc: Path = available.PROC, cgroups: Path = available.CGROUPS) -> Check:
-    """The memory limit over this process, which pinned memory counts against too."""
+    """The memory limit of the container; pinned memory counts against it."""
     limit = available.container_limit(proc, cgroups)
     if limit is None:
         return Check("container", "ok", "no memory limit")
-    found = f"{gib(limit.used)} of {gib(limit.limit)} used"
+    found = f"{size(limit.used)} of {size(limit.limit)} used"
     if limit.limit - limit.used < LITTLE_MEMORY:
         return Check("container", "warning", found, "The conversation's K/V counts against it: give it more memory.")
     return Check("container", "ok", found)
 
 
 def memory_lock(limit: int | None = None) -> Check:
-    """``RLIMIT_MEMLOCK``. Most drivers pin without it; the trial of pinning tells."""
+    """``RLIMIT_MEMLOCK``. Most drivers ignore it, so the check that pins memory decides."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    return Check("memory lock", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024:,} KiB")
+    return Check("memory lock", "ok", "unlimited" if soft == resource.RLIM_INFINITY else size(soft))
 
 
 def wsl(proc: Path = available.PROC) -> Check:
-    """Windows' Linux: its driver pins less."""
+    """The Windows Subsystem for Linux, whose driver pins less memory."""
     release = _text(proc / "sys" / "kernel" / "osrelease")
     if "microsoft" not in release.lower():
         return Check("WSL", "ok", "no" if release else MISSING)
@@ -100,16 +84,16 @@ def wsl(proc: Path = available.PROC) -> Check:
     return Check("WSL", "warning", release, advice)
 
 
-def numa(bus: str, sys: Path = SYS, proc: Path = available.PROC, allowed: frozenset[int] | None = None) -> Check:
-    """Where the GPU at PCI address ``bus`` ("" for none) hangs, and whether this process is bound away from it.
+def numa(bus: str, sysfs: Path = SYS, proc: Path = available.PROC, allowed: frozenset[int] | None = None) -> Check:
+    """The NUMA node of the GPU at PCI address ``bus`` ("" for none), and whether this process may use that node.
 
-    ``allowed`` are the processors it may use.
+    ``allowed`` are the processors this process may use, by default those of its affinity mask.
     """
-    folder = sys / "devices" / "system" / "node"
+    folder = sysfs / "devices" / "system" / "node"
     nodes = sorted(int(node.name[4:]) for node in folder.glob("node[0-9]*"))
     if not nodes:
         return Check("NUMA", "ok", MISSING)
-    near = _gpu_node(bus, sys)
+    near = _gpu_node(bus, sysfs)
     found = f"{len(nodes)} node{'s' * (len(nodes) > 1)}"
     if bus:
         found += f", {bus} at {MISSING if near is None else f'node {near}'}"
@@ -124,21 +108,34 @@ def numa(bus: str, sys: Path = SYS, proc: Path = available.PROC, allowed: frozen
     return Check("NUMA", "ok", found)
 
 
-def gib(size: float) -> str:
-    """Bytes in GiB."""
-    return f"{size / 2**30:.1f} GiB"
+def terminal(
+    environ: Mapping[str, str] = os.environ, is_terminal: bool | None = None, window: tuple[int, int] | None = None
+) -> Check:
+    """Colors, size and characters of the terminal."""
+    if not (sys.stdout.isatty() if is_terminal is None else is_terminal):
+        return Check("terminal", "ok", f"{MISSING}: the output is no terminal")
+    columns, lines = window or shutil.get_terminal_size()
+    term, colors = environ.get("TERM", ""), environ.get("COLORTERM", "")
+    found = f"TERM={term or MISSING} COLORTERM={colors or MISSING}, {columns}x{lines}"
+    if term in ("", "dumb"):
+        return Check("terminal", "warning", found, "The chat needs a terminal that can move its cursor; ask works.")
+    if columns < SMALLEST[0] or lines < SMALLEST[1]:
+        return Check("terminal", "warning", found, "The chat needs {}x{}: enlarge the window.".format(*SMALLEST))
+    if colors not in ("truecolor", "24bit") and "direct" not in term:
+        return Check("terminal", "ok", f"{found}; colors are approximated")
+    return Check("terminal", "ok", found)
 
 
-def _gpu_node(bus: str, sys: Path) -> int | None:
-    """The node of a PCI device, None where it has none or does not tell."""
+def _gpu_node(bus: str, sysfs: Path) -> int | None:
+    """The NUMA node of a PCI device; None if the kernel knows none."""
     # NVML writes the domain with eight digits, the kernel with four.
     domain, _, rest = bus.lower().partition(":")
-    text = _text(sys / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
+    text = _text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     return int(text) if text.isdigit() else None
 
 
 def _memory_nodes(proc: Path, nodes: frozenset[int]) -> frozenset[int]:
-    """Nodes this process' memory may come from: its cpuset, narrowed by a policy such as numactl's."""
+    """The nodes this process may take memory from: its cpuset, narrowed by a policy such as numactl's."""
     match = re.search(r"^Mems_allowed_list:\s*(\S+)", _text(proc / "self" / "status"), re.MULTILINE)
     allowed = _numbers(match[1]) if match else nodes
     policy = re.match(r"\S+ (?:bind|interleave)[^:]*:(\S+)", _text(proc / "self" / "numa_maps"))
@@ -146,7 +143,7 @@ def _memory_nodes(proc: Path, nodes: frozenset[int]) -> frozenset[int]:
 
 
 def _cpu_share(cgroups: Path) -> float | None:
-    """Processors' worth of time the container gives (cgroup v2 or v1), None where it does not limit."""
+    """The processor time the container grants, in processors (cgroup v2 or v1); None without a limit."""
     quota, _, period = _text(cgroups / "cpu.max").partition(" ")
     if not period:
         quota, period = (_text(cgroups / "cpu" / f"cpu.cfs_{part}_us") for part in ("quota", "period"))

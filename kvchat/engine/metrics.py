@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -70,7 +70,7 @@ class MetricsCollector:
         self._kv = kv
         self._weight_bytes = weight_bytes
         self._context = context
-        self._gpu_reader = GpuReader(kv.state.device)
+        self._gpu_reader, self._gpu_name = _gpu_of(kv.state.device)
         self._gpu: Gpu | None = None
         self._gpu_read = float("-inf")
         self._last = Counts.of(kv)
@@ -170,9 +170,18 @@ class MetricsCollector:
         return tuple(1000 * seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.95))  # type: ignore[return-value]
 
     def _read_gpu(self) -> Gpu | None:
-        if time.monotonic() - self._gpu_read >= GPU_S:
-            self._gpu, self._gpu_read = self._gpu_reader.read(), time.monotonic()
+        if self._gpu_reader and time.monotonic() - self._gpu_read >= GPU_S:
+            self._gpu = Gpu(self._gpu_name, **asdict(self._gpu_reader.usage()))
+            self._gpu_read = time.monotonic()
         return self._gpu
+
+
+def _gpu_of(device: torch.device) -> tuple[GpuReader | None, str]:
+    """NVML's reader of a CUDA device, and the device's name; by UUID, because NVML ignores CUDA_VISIBLE_DEVICES."""
+    if device.type != "cuda":
+        return None, ""
+    properties = torch.cuda.get_device_properties(device)
+    return GpuReader(str(properties.uuid)), properties.name
 
 
 def _hit_rate(before: Counts, now: Counts) -> float | None:

@@ -40,6 +40,7 @@ class Load:
 
     ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
     for; they override the settings: budget, sink and window in every mode, the others in that mode only.
+    ``link_bytes_per_s`` is the measured rate of recall, host to device; None without a measurement.
     """
 
     model: str = "bundled"
@@ -50,6 +51,7 @@ class Load:
     mode_params: dict[str, Params] = field(default_factory=dict)
     quantize: str = "none"
     fast: bool = True
+    link_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

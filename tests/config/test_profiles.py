@@ -1,14 +1,14 @@
-"""GPU profiles: which one is in force, what it sets and where it says so; NVML is a stand-in."""
+"""GPU profiles: which one is in force, what it sets and where it says so; with a fake pynvml."""
 
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tomli
+from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from typer.testing import CliRunner
 
 from kvchat import paths
@@ -30,31 +30,20 @@ def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """A stand-in for NVML with the given GPUs; readings in ``missing`` raise, as NVML does."""
+    """Makes these the GPUs that NVML knows; readings in ``missing`` raise, as NVML does."""
 
     def install(*gpus: Device, missing: tuple[str, ...] = ()) -> None:
-        fake = types.ModuleType("pynvml")
-
-        def reading(name: str, read: Callable[[Device], object]) -> None:
-            def nvml_reading(gpu: Device) -> object:
-                if name in missing:
-                    raise RuntimeError("Not Supported")
-                return read(gpu)
-
-            setattr(fake, f"nvmlDeviceGet{name}", nvml_reading)
-
-        fake.nvmlInit = lambda: None
-        fake.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
-        fake.nvmlDeviceGetHandleByUUID = lambda uuid: {f"GPU-{i}": gpu for i, gpu in enumerate(gpus)}[uuid]
-        reading("Name", lambda gpu: gpu.name.encode())
-        reading("MemoryInfo", lambda gpu: types.SimpleNamespace(total=int(gpu.memory * 2**30)))
-        reading("CudaComputeCapability", lambda gpu: tuple(map(int, gpu.compute_capability.split("."))))
-        reading("MaxPcieLinkGeneration", lambda gpu: gpu.pcie_generation)
-        reading("MaxPcieLinkWidth", lambda gpu: gpu.pcie_width)
-        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        fakes = (_fake(gpu, f"GPU-{number}") for number, gpu in enumerate(gpus))
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*fakes, missing=missing))
 
     install()
     return install
+
+
+def _fake(gpu: Device, uuid: str) -> FakeGpu:
+    major, minor = map(int, gpu.compute_capability.split("."))
+    link = (gpu.pcie_generation, gpu.pcie_width)
+    return FakeGpu(gpu.name, gpu.memory * GiB, capability=(major, minor), link_max=link, uuid=uuid)
 
 
 def own(name: str, text: str) -> Path:
@@ -85,10 +74,10 @@ def test_every_reading_comes_from_nvml(nvml: Install) -> None:
 
 def test_every_reading_may_be_missing(nvml: Install) -> None:
     readings = ("Name", "MemoryInfo", "CudaComputeCapability", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
-    nvml(RTX, missing=readings)
+    nvml(RTX, missing=tuple(f"nvmlDeviceGet{name}" for name in readings))
     assert profiles.read_gpu() == Device()
     assert profiles.sources("auto") == ()
-    nvml(RTX, missing=("MemoryInfo",))
+    nvml(RTX, missing=("nvmlDeviceGetMemoryInfo",))
     own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
     assert shown("sampling.seed").endswith("(matched: name)")
 
@@ -266,8 +255,21 @@ def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> Non
     assert file == paths.user_profiles_dir() / "rtx-4060-8gb.toml"
     assert profiles.find("auto").measured == measured
     assert profiles.find("cpu").measured == Measured()
+    assert main._load(resolved().settings).link_bytes_per_s == 11e9
     nvml(Device("NVIDIA GeForce RTX 4060 Ti", 7.996, "8.9", 4, 8))
     assert profiles.find("auto").measured == Measured()
+
+
+@pytest.mark.parametrize(
+    ("measured", "rate"),
+    [
+        (Measured(to_device=50.0, gather=40.0), 40e9),
+        (Measured(to_device=50.0), 50e9),
+        (Measured(read=3000.0, to_host=50.0), None),
+    ],
+)
+def test_the_link_is_as_fast_as_recall_or_a_copy(measured: Measured, rate: float | None) -> None:
+    assert measured.link_bytes_per_s == rate
 
 
 def test_saving_again_keeps_settings_and_comments(nvml: Install) -> None:

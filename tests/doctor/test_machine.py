@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvchat.doctor import machine
-from kvchat.doctor.machine import Check, container, guarded, host_memory, memory_lock, numa, processors, wsl
+from kvchat.doctor.check import Check, guarded
+from kvchat.doctor.machine import container, host_memory, memory_lock, numa, processors, terminal, wsl
 
 GiB = 2**30
 BUS = "00000000:65:00.0"
+COLORS = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -43,7 +45,7 @@ def proc_of(root: Path, mems: str = "0-1", policy: str = "default") -> Path:
         ({8, 9}, "0-1", "interleave:0-1", ""),
     ],
 )
-def test_a_process_bound_away_from_its_gpu_is_told(tmp_path, cpus, mems, policy, warns):
+def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, cpus, mems, policy, warns):
     sys, proc = sysfs(tmp_path / "sys", "1\n"), proc_of(tmp_path / "proc", mems, policy)
     check = numa(BUS, sys, proc, frozenset(cpus))
     assert check.found.startswith("2 nodes, 00000000:65:00.0 at node 1")
@@ -69,8 +71,8 @@ def limited(root: Path, limit: int, used: int) -> tuple[Path, Path]:
 def test_memory_and_the_containers_limit(tmp_path):
     roomy, tight = limited(tmp_path / "a", 16 * GiB, 5 * GiB), limited(tmp_path / "b", 4 * GiB, 3 * GiB)
     assert container(*roomy) == Check("container", "ok", "5.0 GiB of 16.0 GiB used")
-    assert host_memory(*roomy) == Check("host memory", "ok", "8.0 GiB can be had")
-    assert (container(*tight).state, host_memory(*tight).found) == ("warning", "1.0 GiB can be had")
+    assert host_memory(*roomy) == Check("host memory", "ok", "8.0 GiB free")
+    assert (container(*tight).state, host_memory(*tight).found) == ("warning", "1.0 GiB free")
     assert host_memory(*tight).state == "warning"
     assert container(tmp_path, tmp_path).found == "no memory limit"
 
@@ -90,7 +92,7 @@ def test_more_threads_than_the_container_gives_processors(tmp_path, monkeypatch,
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)))
     check = processors(threads, tree(tmp_path, files))
     assert check.state == state
-    assert ("the container gives the time of 0.5" in check.found) == ("50000" in "".join(files.values()))
+    assert ("the container grants the time of 0.5" in check.found) == ("50000" in "".join(files.values()))
     assert ("torch computes with n/a" in check.found) == (threads is None)
 
 
@@ -102,7 +104,7 @@ def test_wsl_is_known_by_its_kernel(tmp_path):
 
 
 def test_the_memory_lock_is_a_reading_only():
-    assert memory_lock(8 * 2**20) == Check("memory lock", "ok", "8,192 KiB")
+    assert memory_lock(8 * 2**20) == Check("memory lock", "ok", "8.0 MiB")
     assert memory_lock(machine.resource.RLIM_INFINITY).found == "unlimited"
 
 
@@ -115,3 +117,23 @@ def test_this_machine_has_an_answer_to_everything():
     found = list(machine.checks((BUS, "nonsense"), 4))
     assert [check.name for check in found].count("NUMA") == 2
     assert not [check for check in found if check.found == "n/a" and check.advice]
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "state", "words"),
+    [
+        (COLORS, (80, 24), "ok", "80x24"),
+        (COLORS, (80, 11), "warning", "80x11"),
+        (COLORS, (39, 90), "warning", "39x90"),
+        (COLORS | {"TERM": "dumb"}, (80, 24), "warning", "TERM=dumb"),
+        ({}, (80, 24), "warning", "TERM=n/a COLORTERM=n/a"),
+        ({"TERM": "screen"}, (80, 24), "ok", "approximated"),
+    ],
+)
+def test_the_terminal(environ, size, state, words):
+    check = terminal(environ, True, size)
+    assert (check.state, words in check.found) == (state, True)
+
+
+def test_without_a_terminal():
+    assert terminal(COLORS, False).found.startswith("n/a")

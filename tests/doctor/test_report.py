@@ -1,22 +1,19 @@
-"""kvchat doctor: the whole report on this machine, and kvchat's own checks."""
+"""kvchat doctor: the whole report, printed and as JSON."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import struct
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.fake_libraries import importing, torch_like
+from support.fake_nvml import FakeGpu, FakeNvml
 
-from kvchat import paths
 from kvchat.doctor import report
-from kvchat.doctor.machine import Check
-
-COLORS = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+from kvchat.doctor.check import Check
+from kvchat.kv.memory import available
 
 
 @pytest.fixture
@@ -62,54 +59,19 @@ def test_this_machine(tmp_path):
         assert name in names
 
 
-def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():
-    check, device = report.configuration()
-    assert (check.state, device) == ("ok", "auto")
-    assert check.found == f"{paths.config_file()} (not there; the defaults hold)"
-    paths.config_file().parent.mkdir(parents=True)
-    paths.config_file().write_text('[model]\ndevice = "cpu"\n')
-    assert report.configuration()[1] == "cpu"
-    paths.config_file().write_text('[model]\ndevise = "cpu"\n')
-    check, _ = report.configuration()
-    assert (check.state, "devise" in check.advice) == ("problem", True)
+def test_a_gpu_goes_through_all_checks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(), FakeGpu(bus_id="00000000:66:00.0")))
+    monkeypatch.setattr(available, "host_free", lambda: 0)  # nothing is pinned here
+    modules = {"torch": torch_like(), "transformers": SimpleNamespace(__version__="5.20")}
+    found = list(report.checks(importing(**modules)))
+    names = [check.name for check in found]
+    assert all(check.state != "problem" for check in found)
+    assert (names.count("GPU"), names.count("NUMA")) == (2, 2)
+    assert "torch computes with 8 threads" in found[names.index("processors")].found
 
 
-def test_the_bundled_model_is_opened(tmp_path):
-    assert report.bundled_model() == Check("bundled model", "ok", f"{paths.bundled_model_dir()}, 75 tensors")
-    assert report.bundled_model(tmp_path).state == "problem"
-    (tmp_path / "config.json").write_text("{}")
-    for content in (b"", struct.pack("<Q", 100) + b"{", b"\xff" * 50):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        assert report.bundled_model(tmp_path).state == "problem"
-
-
-def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    assert report.data_folder(tmp_path / "not" / "yet").state == "ok"
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    assert "Make room" in report.data_folder(tmp_path).advice
-    monkeypatch.setattr(report.os, "access", lambda path, mode: False)
-    assert "KVCHAT_DATA_DIR" in report.data_folder(tmp_path).advice
-
-
-@pytest.mark.parametrize(
-    ("environ", "size", "state", "words"),
-    [
-        (COLORS, (80, 24), "ok", "80x24"),
-        (COLORS, (80, 11), "warning", "80x11"),
-        (COLORS, (39, 90), "warning", "39x90"),
-        (COLORS | {"TERM": "dumb"}, (80, 24), "warning", "TERM=dumb"),
-        ({}, (80, 24), "warning", "TERM=n/a COLORTERM=n/a"),
-        ({"TERM": "screen"}, (80, 24), "ok", "approximated"),
-    ],
-)
-def test_the_terminal(environ, size, state, words):
-    check = report.terminal(environ, True, size)
-    assert (check.state, words in check.found) == (state, True)
-
-
-def test_without_a_terminal():
-    assert report.terminal(COLORS, False).found.startswith("n/a")
-
-
-def test_the_package_is_found_where_it_lies():
-    assert Path(report.__file__).parents[1] == paths.PACKAGE
+def test_without_any_library_there_is_a_report():
+    found = {check.name: check for check in report.checks(importing())}
+    assert found["processors"].found.endswith("torch computes with n/a threads")
+    assert found["decode steps"].found == "CPU: stock torch operations"
+    assert "terminal" in found

@@ -1,4 +1,4 @@
-"""What the engine warns of: memory that stops being pinned in the middle of a conversation, steps without a graph."""
+"""Warnings of the engine: memory that stops being pinned in the middle of a conversation, steps without a graph."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monke
     assert calm.snapshot().badges == ()
 
 
-def test_a_step_that_cannot_be_captured_is_told(model):
+def test_a_step_that_cannot_be_captured_has_a_badge(model):
     session = Session(model)
     session._runner.graphs.refusal = "RuntimeError: not permitted"
     assert session.snapshot().badges == ("no CUDA graph: RuntimeError: not permitted",)
 
 
-def test_a_gpu_without_kernels_is_told(model):
+def test_a_gpu_without_kernels_has_a_badge(model):
     session = Session(model)
     assert session.snapshot().badges == ()
     session._store.ops._heads = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))

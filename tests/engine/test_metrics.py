@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+from types import SimpleNamespace
 
+import pytest
+import torch
+from support.fake_nvml import FakeGpu, FakeNvml, GiB
+
+from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.session import Session
-from kvchat.protocol.messages import MAX_RIBBON_CELLS, RIBBON, Sampling, Turn
+from kvchat.protocol.messages import MAX_RIBBON_CELLS, RIBBON, Gpu, Sampling, Turn
 
 STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64}
@@ -118,3 +124,15 @@ def test_recalled_bytes_are_the_blocks_that_moved(session):
     k_and_v = 2 * 32 * 64 * 4
     assert moved > 0
     assert session.snapshot().recalled_bytes - before == moved * k_and_v
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, monkeypatch, known):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(uuid="GPU-ab")) if known else None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="RTX", uuid="ab"))
+    store = session._store
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "device", torch.device("cuda"))
+        collector = MetricsCollector(store, weight_bytes=1, context=2)
+    readings = (GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4) if known else ()
+    assert collector.snapshot(0).gpu == Gpu("RTX", *readings)

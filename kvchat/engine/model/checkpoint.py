@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvchat import units
 from kvchat.errors import ModelError
 from kvchat.paths import bundled_model_dir
 
@@ -233,6 +234,6 @@ def _reporter(progress: Progress) -> type:
         def display(self, *_: Any, **__: Any) -> None:
             if self.unit == "B" and self.total:
                 with contextlib.suppress(OSError):
-                    progress(f"Downloading {self.n / 1e9:.1f} of {self.total / 1e9:.1f} GB")
+                    progress(f"Downloading {units.size(self.n)} of {units.size(self.total)}")
 
     return Reporter

@@ -23,6 +23,7 @@ from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import selftest
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
+from kvchat.units import size
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INSTALL_GGUF = "pip install 'kvchat[gguf]'"
@@ -323,7 +324,7 @@ def _does_not_fit(found: checkpoint.Checkpoint, device: torch.device) -> DoesNot
     free, total = torch.cuda.mem_get_info(device)
     return DoesNotFitError(
         f"{found.name} does not fit {torch.cuda.get_device_name(device)}.",
-        f"Its weights take {found.weight_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} of {total / 1e9:.1f} GB are free.",
+        f"Its weights take {size(found.weight_bytes, 2)}, and {size(free, 2)} of {size(total, 2)} are free.",
         "Choose a smaller model, or free memory on the GPU.",
     )
 

@@ -34,6 +34,6 @@ def check_fits(mode: str, needed: int, tokens: int, device: torch.device, releas
     if needed > usable:
         raise DoesNotFitError(
             f"The {mode} mode does not fit.",
-            f"Its K/V of {tokens:,} tokens takes {size(needed)} on {device}, {size(usable)} are free.",
+            f"Its K/V of {tokens:,} tokens takes {size(needed, 2)} on {device}, {size(usable, 2)} are free.",
             "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter conversation.",
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
@@ -153,7 +154,9 @@ class HostPool:
         for size in (wanted, least):
             if size * self.geometry.layers - taken + beside <= free:
                 return size
-        raise self._does_not_fit(least, f"{_gib(taken)} of it are held and {_gib(free)} more are free.")
+        raise self._does_not_fit(
+            least, f"{units.size(taken, 2)} of it are held and {units.size(free, 2)} more are free."
+        )
 
     def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:
         """Fresh address space of ``wanted`` bytes a layer, or ``least`` where the system gives no more.
@@ -218,7 +221,7 @@ class HostPool:
         tokens = size // self._page_bytes * self.geometry.page
         return DoesNotFitError(
             "There is not enough host memory for the conversation.",
-            f"K/V of {tokens:,} tokens take {_gib(size * self.geometry.layers)}; {reason}",
+            f"K/V of {tokens:,} tokens take {units.size(size * self.geometry.layers, 2)}; {reason}",
             "Shorten the conversation or free memory; what is stored is kept.",
         )
 
@@ -231,7 +234,3 @@ def gather(view: Tensor, index: Tensor) -> Tensor:
 def scatter(view: Tensor, index: Tensor, rows: Tensor) -> None:
     """Write ``rows`` to a pool's view at ``index [m]`` (int64)."""
     view.index_copy_(0, index.to(view.device), rows.to(view.device))
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -49,9 +49,9 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
     if needed(least) > free:
         raise DoesNotFitError(
             "There is no room to read the prompt.",
-            f"{new:,} tokens after {stored:,} stored ones need {size(needed(least))} on {device}, read {least} at a "
-            f"time: {size(staging_bytes(geometry, stored, new))} for one layer's K/V on its way, the rest for the "
-            f"layers' intermediate results. {size(free)} are free.",
+            f"{new:,} tokens after {stored:,} stored ones need {size(needed(least), 2)} on {device}, read {least} at a "
+            f"time: {size(staging_bytes(geometry, stored, new), 2)} for one layer's K/V on its way, the rest for the "
+            f"layers' intermediate results. {size(free, 2)} are free.",
             "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
         )
     return max((chunk for chunk in CHUNKS if needed(chunk) <= free // 2), default=least)

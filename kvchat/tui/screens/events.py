@@ -38,7 +38,7 @@ from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.units import count, figure
+from kvchat.units import count, figure, seconds
 
 if TYPE_CHECKING:
     from kvchat.tui.app import KvchatApp
@@ -231,7 +231,7 @@ class EngineEvents:
 
     async def _rebuilt(self, rebuilt: Rebuilt) -> None:
         left = f"; {count(rebuilt.reduced_tokens)} are left" if rebuilt.reduced_tokens else ""
-        self.screen.say(f"Computed {count(rebuilt.tokens)} tokens anew in {figure(rebuilt.seconds, 's', 1)}{left}.")
+        self.screen.say(f"Computed {count(rebuilt.tokens)} tokens anew in {seconds(rebuilt.seconds)}{left}.")
         await self._ready()
 
     def _close_notes(self) -> None:

@@ -18,7 +18,7 @@ from kvchat.protocol.messages import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.units import MISSING, count, figure, percent, size
+from kvchat.units import MISSING, count, figure, percent, seconds, size
 
 Rows = list[tuple[str, str]]
 MAX_EVENTS = 200
@@ -57,7 +57,7 @@ def price_text(price: Price) -> str:
     if price.refusal:
         return "refused"
     moved = size(price.moved_bytes)
-    return moved if price.seconds is None else f"{moved} · {figure(1000 * price.seconds, 'ms')}"
+    return moved if price.seconds is None else f"{moved} · {seconds(price.seconds)}"
 
 
 def context_rows(s: Snapshot) -> Rows:

@@ -295,7 +295,7 @@ def test_a_download_reports_its_bytes_and_draws_nothing(capfd):
     bar.update(1_500_000_000)
     bar.refresh()
     bar.close()
-    assert "Downloading 1.5 of 3.0 GB" in said
+    assert "Downloading 1.4 GiB of 2.8 GiB" in said
     assert capfd.readouterr() == ("", "")
 
 
@@ -356,7 +356,9 @@ def small_gpu(monkeypatch):
 
 
 def test_weights_larger_than_the_free_memory_are_refused_unread(small_gpu):
-    with pytest.raises(DoesNotFitError, match=r"bundled does not fit GPU X.*take 0.0 GB, and 0.0 of 24.0 GB are free"):
+    with pytest.raises(
+        DoesNotFitError, match=r"bundled does not fit GPU X.*take 33.02 MiB, and 1.91 MiB of 22.35 GiB are free"
+    ):
         load_model("bundled", "cuda", "auto", silent)
 
 

@@ -295,7 +295,7 @@ def test_a_refusal_tells_the_numbers():
         planned(5 * 10**8, stored=30_000)
     told = str(refused.value)
     assert "20,000 tokens after 30,000" in told
-    assert [number for number in ("0.68 GiB", "512 at a time", "0.38 GiB", "0.44 GiB") if number not in told] == []
+    assert [number for number in ("696 MiB", "512 at a time", "391 MiB", "448 MiB") if number not in told] == []
 
 
 # ---- on a GPU

@@ -1,0 +1,45 @@
+"""kvchat's own files: settings, the bundled model and the data folder, good and broken."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+from kvchat import paths
+from kvchat.doctor import installation
+from kvchat.doctor.check import Check
+
+
+def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():
+    check, device = installation.settings()
+    assert (check.state, device) == ("ok", "auto")
+    assert check.found == f"{paths.config_file()} (not there; the defaults hold)"
+    paths.config_file().parent.mkdir(parents=True)
+    paths.config_file().write_text('[model]\ndevice = "cpu"\n')
+    assert installation.settings()[1] == "cpu"
+    paths.config_file().write_text('[model]\ndevise = "cpu"\n')
+    check, _ = installation.settings()
+    assert (check.state, "devise" in check.advice) == ("problem", True)
+
+
+def test_the_bundled_model_is_opened(tmp_path):
+    assert installation.bundled_model() == Check("bundled model", "ok", f"{paths.bundled_model_dir()}, 75 tensors")
+    assert installation.bundled_model(tmp_path).state == "problem"
+    (tmp_path / "config.json").write_text("{}")
+    for content in (b"", struct.pack("<Q", 100) + b"{", b"\xff" * 50):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert installation.bundled_model(tmp_path).state == "problem"
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    assert installation.data_folder(tmp_path / "not" / "yet").state == "ok"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    assert "Make room" in installation.data_folder(tmp_path).advice
+    monkeypatch.setattr(installation.os, "access", lambda path, mode: False)
+    assert "KVCHAT_DATA_DIR" in installation.data_folder(tmp_path).advice
+
+
+def test_the_package_is_found_where_it_lies():
+    assert Path(installation.__file__).parents[1] == paths.PACKAGE
