@@ -1,4 +1,4 @@
-"""The README's tables of numbers, made from the results kept beside this file; a test holds the README against them."""
+"""The READMEs' tables of numbers, made from the results kept beside this file; a test compares them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvchat import units
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def decode() -> str:
-    """Time per token against ``generate``, a row per contender."""
+    """Time per token against ``generate``, a row per variant."""
     result = _read("decode")
     contexts = sorted({row["context"] for row in result["rows"]})
-    names = dict.fromkeys(row["who"] for row in result["rows"])
-    cells = {(row["who"], row["context"]): row for row in result["rows"]}
+    names = dict.fromkeys(row["variant"] for row in result["rows"])
+    cells = {(row["variant"], row["context"]): row for row in result["rows"]}
     rows = []
     for name in names:
         row = [f"transformers `{name}`" if name == "generate" else name]
@@ -29,50 +31,50 @@ def decode() -> str:
 
 
 def passkey() -> str:
-    """Recall and what it cost, a row per contender."""
+    """Recall and what it cost, a row per variant."""
     result = _read("passkey")
     cases = result["settings"]["cases"]
     rows = [
         [
-            row["mode"].replace(":", ", ", 1).replace(",", ", ").replace(",  ", ", "),
+            row["variant"].replace(":", ", ", 1).replace(",", ", ").replace(",  ", ", "),
             f"{row['right']} of {cases}",
-            f"{row['active_tokens']:,.0f}",
-            f"{row['kv_device_bytes'] / 1e6:.1f} MB",
+            f"{row['read_tokens']:,.0f}",
+            units.size(row["kv_device_bytes"]),
         ]
         for row in result["rows"]
     ]
-    heads = ["mode", "recalled", "tokens read per head", "K/V on the device"]
+    heads = ["mode", "recalled", "tokens read", "K/V on the device"]
     return _table(heads, rows) + "\n\n" + _environment(result)
 
 
-def endurance() -> str:
+def long_run() -> str:
     """The first, middle and last tenth of a long generation."""
-    result = _read("endurance")
+    result = _read("long-run")
     chosen = [result["rows"][i] for i in (0, len(result["rows"]) // 2, -1)]
     rows = [
         [
             f"{r['stored']:,}",
             f"{r['ms']:.1f} ms",
-            f"{r['kv_device_bytes'] / 1e6:.1f} MB",
-            f"{r['kv_host_bytes'] / 1e6:.0f} MB",
+            units.size(r["kv_device_bytes"]),
+            units.size(r["kv_host_bytes"]),
         ]
         for r in chosen
     ]
-    return _table(["stored tokens", "step", "K/V on the device", "K/V on the host"], rows)
+    return _table(["tokens stored", "step", "K/V on the device", "K/V on the host"], rows)
 
 
 def perplexity() -> str:
-    """Perplexity, active tokens and time against full's, a row per contender."""
+    """Perplexity, tokens read and time against full's, a row per variant."""
     result = _read("perplexity")
     rows = [
         [
-            ", ".join(re.split("[:,]", row["mode"])),
+            ", ".join(re.split("[:,]", row["variant"])),
             f"{row['perplexity']:.2f}",
             f"{100 * (row['ratio'] - 1):+.1f} %",
             f"{100 * row['ratio_standard_error']:.1f} %",
-            f"{row['active_mean']:,.0f}",
-            f"{100 * (1 - row['active_share']):.0f} %",
-            f"{row['active_end']:,.0f}",
+            f"{row['read_mean']:,.0f}",
+            f"{100 * (1 - row['read_share']):.0f} %",
+            f"{row['read_end']:,.0f}",
             f"{row['wall_ratio']:.2f}",
         ]
         for row in result["rows"]
@@ -82,9 +84,9 @@ def perplexity() -> str:
         "perplexity",
         "over full",
         "std. error",
-        "mean active",
+        "tokens read",
         "fewer",
-        "active at the end",
+        "read at the end",
         "times full's time",
     ]
     return _table(heads, rows) + "\n\n" + _environment(result)
@@ -107,4 +109,4 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((decode(), passkey(), endurance(), perplexity())))
+    print("\n\n".join((decode(), passkey(), long_run(), perplexity())))
