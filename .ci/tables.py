@@ -1,4 +1,5 @@
-"""The READMEs' tables of numbers, made from the results kept beside this file; a test compares them."""
+#!/usr/bin/env python3
+"""Print the tables of kvchat/bench/README.md, made from the committed results; a test compares them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,42 @@ from typing import Any
 
 from kvchat import units
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
+SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
+
+
+def claim() -> str:
+    """The front README's sentence: what speculative mode recalls, and what it reads for that."""
+    result = _read("passkey")
+    rows = {row["variant"]: row for row in result["rows"]}
+    full, speculative = rows["full"], rows["speculative:budget=512"]
+    held, whole = units.size(speculative["kv_device_bytes"]), units.size(full["kv_device_bytes"])
+    return (
+        f"recalls {speculative['right']} of {result['settings']['cases']} facts, as many as full attention "
+        f"({full['right']}), reading {speculative['read_tokens']:,.0f} of {full['read_tokens']:,.0f} stored tokens "
+        f"with {held} of {whole} of K/V on the device"
+    )
+
+
+def summary() -> str:
+    """The front README's table: recall, counts and speed of the modes in their usual settings."""
+    passkeys, times = _read("passkey"), _read("decode")
+    rows = {row["variant"]: row for row in passkeys["rows"]}
+    context = max(row["context"] for row in times["rows"])
+    fast = {row["variant"]: row["times_as_fast"]["generate"] for row in times["rows"] if row["context"] == context}
+    lines = [
+        [
+            variant.replace(":budget=", ", budget "),
+            f"{rows[variant]['right']} of {passkeys['settings']['cases']}",
+            f"{rows[variant]['read_tokens']:,.0f}",
+            f"{rows['full']['read_tokens']:,.0f}",
+            units.size(rows[variant]["kv_device_bytes"]),
+            f"{fast[variant.partition(':')[0]]:.2f}",
+        ]
+        for variant in SUMMARIZED
+    ]
+    heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
+    return _table(heads, lines)
 
 
 def decode() -> str:
@@ -109,4 +145,4 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((decode(), passkey(), long_run(), perplexity())))
+    print("\n\n".join((claim(), summary(), decode(), passkey(), long_run(), perplexity())))
