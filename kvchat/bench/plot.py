@@ -19,7 +19,7 @@ FORMATS = (".svg", ".png")
 MODE, BASELINE, EXPOSED, FAINT = "#2b7bba", "#a9b4c0", "#e08a2e", "#6b7785"
 COLUMNS = 4  # of a calibration's panels
 # Texts of an SVG stay texts; a fixed salt gives equal files for equal data.
-STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvchat"}
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "kvchat"}
 
 Row = Mapping[str, Any]
 
@@ -109,7 +109,7 @@ def _heat_map(panel: Axes, title: str, matrix: Sequence[Sequence[float]], marked
     for i, row in enumerate(matrix):
         for j, value in enumerate(row):
             panel.text(
-                j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 0.5 else "black"
+                j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 0.7 else "black"
             )
 
 
