@@ -1,50 +1,97 @@
-"""The README says what is so: its commands, links, modes and numbers."""
+"""The READMEs say what is so: their commands, links, modes, numbers and the transcript."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from kvchat.bench import tables
+import kvchat
 from kvchat.cli.main import app
 from kvchat.config.modes import registered
+from kvchat.protocol.messages import Sampling
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FRONT, BENCH, STRUCTURE = (ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/README.md"))
+TEXTS = {path: path.read_text(encoding="utf-8") for path in (FRONT, BENCH, STRUCTURE)}
+LINKS = [(path, link) for path, text in TEXTS.items() for link in sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))]
+STORIES = ("a whale", "a lighthouse", "two brothers")
+SHELL = [
+    line.split("   #")[0].strip()
+    for text in TEXTS.values()
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("kvchat ")
+]
 
 
-@pytest.mark.parametrize("table", [tables.decode, tables.passkey, tables.endurance, tables.perplexity])
+def made() -> ModuleType:
+    """The developers' script that makes the tables."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / ".ci" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("table", ["decode", "passkey", "long_run", "perplexity"])
 def test_numbers_are_the_kept_results(table):
-    assert table() in README
+    assert getattr(made(), table)() in TEXTS[BENCH]
+
+
+def test_the_front_has_the_first_sentence_and_the_summary_of_the_results():
+    assert made().claim() in " ".join(TEXTS[FRONT].split())
+    assert made().summary() in TEXTS[FRONT]
 
 
 def test_the_test_command_is_the_one_that_continuous_integration_runs():
-    command = re.search(r"&& \.venv/bin/python (-m pytest[^\n]*)", README).group(1)
+    command = re.search(r"&& \.venv/bin/python (-m pytest[^\n]*)", TEXTS[FRONT]).group(1)
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert command in run
-    assert re.search(r"pip install -e '(\.\[test\])'", README).group(1) in run
+    assert re.search(r"pip install -e '(\.\[test\])'", TEXTS[FRONT]).group(1) in run
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_links_lead_somewhere(target):
-    assert (ROOT / target).exists()
+@pytest.mark.parametrize(("path", "target"), LINKS, ids=str)
+def test_links_lead_somewhere(path, target):
+    assert (path.parent / target).exists()
 
 
 @pytest.mark.parametrize("mode", registered())
 def test_every_mode_has_a_row(mode):
-    assert re.search(rf"^\| {mode} \|.*modes/{mode}\.py", README, re.MULTILINE)
+    assert re.search(rf"^\| {mode} \|.*modes/{mode}\.py", TEXTS[FRONT], re.MULTILINE)
 
 
-def test_commands_exist():
-    known = {command.name or command.callback.__name__.strip("_") for command in app.registered_commands}
-    known |= {group.name for group in app.registered_groups}
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-    said = set(re.findall(r"^kvchat ([a-z]+)", blocks, re.MULTILINE))
-    assert said
-    assert said <= known
+@pytest.mark.parametrize("command", SHELL)
+def test_commands_and_their_flags_exist(command):
+    words = shlex.split(command)[1:]
+    names, level = [], typer.main.get_command(app)
+    while words and words[0] in getattr(level, "commands", {}):
+        names.append(words.pop(0))
+        level = level.commands[names[-1]]
+    known = {option for parameter in level.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("-")} <= known
+    assert CliRunner().invoke(app, [*names, "--help"]).exit_code == 0
 
 
 def test_nothing_is_left_to_fill_in():
-    assert "@@" not in README
+    assert not [path for path, text in TEXTS.items() if "@@" in text]
+
+
+@pytest.mark.slow
+def test_the_transcript_is_what_the_bundled_model_answers():
+    told, noted, between, asked, answered = (
+        re.search(r"```text\n(.*?)```", TEXTS[FRONT], re.DOTALL).group(1).splitlines()
+    )
+    assert "three stories" in between
+    session = kvchat.load(mode="speculative", budget=int(re.search(r"budget of (\d+)", between).group(1)))
+    sampling = Sampling(temperature=0, max_new_tokens=200)
+    answers = [
+        "".join(session.chat(text, sampling)).strip()
+        for text in (told[2:], *(f"Tell me a story about {what}." for what in STORIES), asked[2:])
+    ]
+    assert (answers[0], answers[-1]) == (noted.strip(), answered.strip())

@@ -15,6 +15,7 @@ from kvchat import paths
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".txt", ".typed"}
+BESIDE_THE_SOURCE = ("kvchat/README.md", "kvchat/bench/README.md", "kvchat/bench/results/")
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +42,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    kept = [p for p in (ROOT / "kvchat").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    kept = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kvchat").rglob("*") if p.is_file()}
+    kept = {name for name in kept if "__pycache__" not in name and not name.startswith(BESIDE_THE_SOURCE)}
     themes = {f"kvchat/themes/{p.name}" for p in (ROOT / "themes").iterdir()}
-    assert names == {p.relative_to(ROOT).as_posix() for p in kept} | themes
+    assert names == kept | themes
     assert {Path(name).suffix for name in names} <= SUFFIXES
     assert len(themes) >= 2
     assert {

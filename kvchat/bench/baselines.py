@@ -1,7 +1,7 @@
-"""transformers' own caches, decoding the same tokens after the same K/V as kvchat's modes.
+"""Baselines: transformers' own caches, decoding the same tokens after the same K/V as kvchat's modes.
 
-Their K/V is copied from the store's host pool, so that no peer has to read the prompt. The model runs as transformers
-wrote it: sdpa attention, and none of kvchat's swapped forwards.
+Their K/V is copied from the host pool, so that no baseline has to read the prompt. The model runs as transformers
+wrote it: sdpa attention, and none of kvchat's fused forwards.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat.bench.timing import Contender, Timing, time_steps, warm_up
+from kvchat.bench.timing import Timing, Variant, time_steps, warm_up
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.kv.manager import Store
+from kvchat.kv.state import KVState
 
-DEFAULTS = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
+DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse names of peers that there are not.
+    """Check the names of baselines.
 
     Raises:
-        UsageError: naming the nearest.
+        UsageError: an unknown name; the message has the nearest known one.
     """
-    for who in names:
-        if who not in PEERS:
-            raise UsageError(f'There is no peer "{who}".', did_you_mean(who, PEERS))
+    for name in names:
+        if name not in BASELINES:
+            raise UsageError(f'There is no baseline "{name}".', did_you_mean(name, BASELINES))
 
 
-def peer(who: str, model: LoadedModel, store: Store, ids: Sequence[int], spare: int) -> Contender:
-    """A peer after ``ids``, which are stored, with room for ``spare`` tokens more; not yet prepared."""
-    return PEERS[who](model, store, ids, spare)
+def build(name: str, model: LoadedModel, state: KVState, ids: Sequence[int], spare: int) -> Variant:
+    """Make the baseline ``name`` that continues after the stored ``ids``, with room for ``spare`` tokens more."""
+    return BASELINES[name](model, state, ids, spare)
 
 
-def default_peers(device: torch.device, random_weights: bool) -> tuple[str, ...]:
-    """What makes sense on the device; ``generate`` would read a prompt of random tokens at every round."""
+def default_baselines(device: torch.device, random_weights: bool) -> tuple[str, ...]:
+    """Baselines that suit the device; ``generate`` would read a prompt of random tokens in every round."""
     return ("dynamic",) if device.type == "cpu" and random_weights else DEFAULTS[device.type]
 
 
 @contextmanager
 def as_written(model: Any) -> Iterator[None]:
-    """Inside, ``model`` runs as transformers wrote it, with sdpa attention."""
+    """Run ``model`` as transformers wrote it, with sdpa attention, inside the context."""
     swapped = {module: module.__dict__.pop("forward") for module in model.modules() if "forward" in module.__dict__}
     model.set_attn_implementation("sdpa")
     try:
@@ -61,14 +61,14 @@ def as_written(model: Any) -> Iterator[None]:
             module.forward = forward
 
 
-class _Peer:
-    """Base: measures step by step with a cache of its own. ``prepare_s`` is what getting ready took."""
+class Baseline:
+    """Base: measures step by step with a cache of its own; ``prepare_s`` is the time of the first reset in seconds."""
 
-    who = ""
+    name = ""
 
-    def __init__(self, model: LoadedModel, store: Store, ids: Sequence[int], spare: int) -> None:
+    def __init__(self, model: LoadedModel, state: KVState, ids: Sequence[int], spare: int) -> None:
         self.model = model
-        self.store = store
+        self.state = state
         self.context = len(ids)
         self.prompt = ids
         self.spare = spare
@@ -89,19 +89,19 @@ class _Peer:
         self.cache = None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         return {"kv_device_bytes": self.kv_device_bytes, "prepare_s": self.prepare_s}
 
     @property
     def kv_device_bytes(self) -> int | None:
-        """Bytes of the cache on the device; None where it is not there."""
+        """Bytes of the cache on the device; None without a cache."""
         if self.cache is None:
             return None
         tensors: list[Tensor] = [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
         return sum(t.nbytes for t in tensors if t.device.type == self.model.device.type)
 
     def _reset(self) -> None:
-        """Hold the context's K/V and nothing else."""
+        """Make the cache hold the K/V of the context and nothing else."""
         raise NotImplementedError
 
     def _step(self, token: int) -> None:
@@ -118,15 +118,15 @@ class _Peer:
 
     def _fill(self) -> None:
         for layer in range(self.model.layers):
-            keys, values = self.store.host.dense(layer, self.context)
+            keys, values = self.state.host.dense(layer, self.context)
             self.cache.update(keys[None].clone(), values[None].clone(), layer)
         self.position.fill_(self.context)
 
 
-class Dynamic(_Peer):
-    """What ``generate`` uses by default: K/V is copied into larger tensors at every token."""
+class Dynamic(Baseline):
+    """The default cache of ``generate``: every token copies K/V into larger tensors."""
 
-    who = "dynamic"
+    name = "dynamic"
     offloading = False
 
     def _reset(self) -> None:
@@ -138,9 +138,9 @@ class Dynamic(_Peer):
 
 
 class Offloaded(Dynamic):
-    """A layer at a time on the device, the next one fetched meanwhile."""
+    """The offloaded cache: one layer on the device, the next one prefetched."""
 
-    who = "offloaded"
+    name = "offloaded"
     offloading = True
 
     def _reset(self) -> None:
@@ -149,13 +149,13 @@ class Offloaded(Dynamic):
         super()._reset()
 
 
-class Static(_Peer):
+class Static(Baseline):
     """A cache of fixed size; on a GPU the step is one CUDA graph."""
 
-    who = "static"
+    name = "static"
 
-    def __init__(self, model: LoadedModel, store: Store, ids: Sequence[int], spare: int) -> None:
-        super().__init__(model, store, ids, spare)
+    def __init__(self, model: LoadedModel, state: KVState, ids: Sequence[int], spare: int) -> None:
+        super().__init__(model, state, ids, spare)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class Static(_Peer):
 class Compiled(Static):
     """The static cache under ``torch.compile``; with CUDA graphs on a GPU."""
 
-    who = "compile"
+    name = "compile"
 
     def close(self) -> None:
         super().close()
@@ -243,10 +243,10 @@ class _Clock:
         pass
 
 
-class Generate(_Peer):
+class Generate(Baseline):
     """transformers' ``generate``: the median interval between its tokens, which are its own. Reads the prompt."""
 
-    who = "generate"
+    name = "generate"
 
     def measure(self, tokens: Sequence[int]) -> Timing:
         clock = _Clock()
@@ -264,4 +264,4 @@ class Generate(_Peer):
         return Timing(statistics.median(intervals), statistics.fmean(intervals))
 
 
-PEERS: dict[str, type[_Peer]] = {cls.who: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate)}
+BASELINES: dict[str, type[Baseline]] = {cls.name: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate)}

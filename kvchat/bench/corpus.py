@@ -1,4 +1,4 @@
-"""English prose for measurements, from the Python distribution itself: the same everywhere, nothing to download."""
+"""The corpus of the speed measurements: Python's language reference, part of every Python, so nothing to download."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def prose(tokenizer: Any, tokens: int) -> list[int]:
-    """The first ``tokens`` ids of Python's language reference in the tokenizer's vocabulary.
+    """Return the first ``tokens`` ids of the corpus in the tokenizer's vocabulary.
 
     Raises:
-        ValueError: the reference is shorter than that.
+        ValueError: the corpus is shorter.
     """
     ids: list[int] = []
     for name in sorted(topics.topics):
         ids += tokenizer.encode(topics.topics[name], add_special_tokens=not ids)
         if len(ids) >= tokens:
             return ids[:tokens]
-    raise ValueError(f"The text has {len(ids):,} tokens, {tokens:,} were asked for.")
+    raise ValueError(f"The corpus has {len(ids):,} tokens; {tokens:,} were requested.")

@@ -1,17 +1,17 @@
-"""Decode speed of the modes, with what they hold and move, against transformers' own caches in the same run.
+"""Decode speed, memory and traffic of the modes against transformers' own caches in the same run.
 
-Readings on a shared machine scatter by a quarter, so nothing is compared across runs: in each round every contender
+Readings on a shared machine scatter by a quarter, so nothing is compared across runs: in each round every variant
 decodes the same tokens after the same context, and ratios and differences are of one round's medians.
 
-A change rate prescribes which share of the retrieved pages is new at each step. Recall is exposed as far as such a step
-takes longer than one in which nothing changes, and hidden as far as the link needs more time than that for the bytes.
+A fixed change rate is the share of the selected pages that is new at each step. Exposed recall is the time by which
+such a step exceeds a step at rate 0; hidden recall is the rest of the time that the link needs for the bytes.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 from kvchat.bench import baselines, model_shapes, roofline
 from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
-from kvchat.bench.mode_run import Own
-from kvchat.bench.timing import Contender, Timing, current, warm_up
+from kvchat.bench.mode_run import ModeRun
+from kvchat.bench.rows import NATURAL, line
+from kvchat.bench.timing import Timing, Variant, current, warm_up
 from kvchat.bench.variant import parsed
 from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
@@ -33,9 +34,8 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import Calibration
 
-NATURAL = "natural"
 Report = Callable[[str], None]
-# A contender as it was named, its parameters, and the change rate prescribed.
+# A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]
 
 
@@ -44,12 +44,12 @@ class Settings:
     """What to measure.
 
     ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
-    ``geometry`` names a shape with random weights instead of ``model``; ``prefill`` reads a prompt there instead of
-    drawing K/V. ``change_rates`` are "natural" or shares of 1; ``peers`` None is what makes sense on the device.
+    ``shape`` names a model shape with random weights instead of ``model``; ``prefill`` reads a prompt there instead of
+    drawing K/V. ``change_rates`` are "natural" or shares of 1; ``baselines`` None takes those that suit the device.
     """
 
     model: str = "bundled"
-    geometry: str = ""
+    shape: str = ""
     device: str = "auto"
     dtype: str = "auto"
     contexts: tuple[int, ...] = (512, 8192)
@@ -58,25 +58,25 @@ class Settings:
     change_rates: tuple[str, ...] = (NATURAL,)
     steps: int = 64
     rounds: int = 5
-    peers: tuple[str, ...] | None = None
+    baselines: tuple[str, ...] | None = None
     prefill: bool = False
 
 
 def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
-    """Measure; the result is plain data, ready for JSON. ``report`` is told each row.
+    """Measure and return plain data, ready for JSON; ``report`` gets each row as a line.
 
     Raises:
-        KvchatError: the model, a mode, a rate or a peer is refused. What fails while it runs is a row that says so.
+        KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
     wanted = [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
-    baselines.check(settings.peers or ())
+    baselines.check(settings.baselines or ())
     model = _model(settings, report)
     with current(model.device):
         return _measured(settings, wanted, model, report)
 
 
 def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, report: Report) -> dict[str, Any]:
-    chosen = _default_peers(settings, model) if settings.peers is None else settings.peers
+    chosen = _default_baselines(settings, model) if settings.baselines is None else settings.baselines
     measured = roofline.measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
@@ -85,25 +85,25 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
     for context in settings.contexts:
         ids = _store(runner, context, settings)
         heads = _calibration(settings, model, ids)
-        own: list[Contender] = [Own(runner, *each, heads) for each in wanted]
+        mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
-        others = [baselines.peer(who, model, runner.store, ids, spare) for who in chosen]
-        rows += _Run(settings, context, [*others, *own], floor, measured, model).rows(report)
-    used = {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "peers": chosen}
+        others = [baselines.build(name, model, runner.kv.state, ids, spare) for name in chosen]
+        rows += _Rounds(settings, context, [*others, *mode_runs], floor, measured, model).rows(report)
+    used = {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "baselines": chosen}
     return {
         "what": "median ms per decoded token",
         "settings": asdict(settings) | used,
         "environment": fingerprint(model.device),
-        "verbs": runner.store.ops.name,
+        "ops": runner.kv.state.ops.name,
         "fast": model.fast,
-        "ceilings": measured.model_dump(),
+        "roofline": measured.model_dump(),
         "floor_ms": floor,
         "rows": rows,
     }
 
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
-    """What reading the weights of one token takes at the device's measured rate; None where experts are chosen."""
+    """Milliseconds to read the weights of one token at the measured rate; None for mixtures of experts."""
     config = model.model.config.get_text_config(decoder=True)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     if measured.read is None or any(getattr(config, name, None) for name in names):
@@ -115,123 +115,104 @@ def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
     return size / measured.read / 1e6
 
 
-class _Run:
-    """All contenders after one context, in turns."""
+class _Rounds:
+    """Rounds after one context in which every variant has its turn."""
 
     def __init__(
         self,
         settings: Settings,
         context: int,
-        contenders: Sequence[Contender],
+        variants: Sequence[Variant],
         floor: float | None,
         measured: Measured,
         model: LoadedModel,
     ) -> None:
         self.settings = settings
         self.context = context
-        self.contenders = contenders
+        self.variants = variants
         self.floor = floor
         self.measured = measured
         self.model = model
-        self.times: dict[Contender, list[Timing]] = {contender: [] for contender in contenders}
-        self.failed: dict[Contender, str] = {}
+        self.times: dict[Variant, list[Timing]] = {variant: [] for variant in variants}
+        self.failed: dict[Variant, str] = {}
 
     def rows(self, report: Report) -> list[dict[str, Any]]:
         tokens = _tokens(self.settings, self.model, self.context)
         for _ in range(self.settings.rounds):
-            for contender in self.contenders:
-                if contender not in self.failed:
-                    self._measure(contender, tokens)
-        rows = [self._row(contender) for contender in self.contenders]
-        for contender in self.contenders:
-            contender.close()
-        self._give_back()
+            for variant in self.variants:
+                if variant not in self.failed:
+                    self._measure(variant, tokens)
+        rows = [self._row(variant) for variant in self.variants]
+        for variant in self.variants:
+            variant.close()
+        self._release()
         for row in rows:
             report(line(row))
         return rows
 
-    def _measure(self, contender: Contender, tokens: Sequence[int]) -> None:
-        """One that fails is left out from then on: the others' numbers are worth having."""
+    def _measure(self, variant: Variant, tokens: Sequence[int]) -> None:
+        """Measure one round; a variant that fails is left out of later rounds."""
         try:
-            self.times[contender].append(contender.measure(tokens))
+            self.times[variant].append(variant.measure(tokens))
         except Exception as error:  # noqa: BLE001  # a compiler, a driver, a cache: anything may fail in its own way
             reason = str(error) if isinstance(error, KvchatError) else f"{type(error).__name__}: {error}"
-            self.failed[contender] = reason.strip().splitlines()[0][:300]
-        if contender in self.failed:  # not before the error is gone: its frames hold tensors
-            contender.close()
-            self._give_back()
+            self.failed[variant] = reason.strip().splitlines()[0][:300]
+        if variant in self.failed:  # not before the error is gone: its frames hold tensors
+            variant.close()
+            self._release()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _row(self, contender: Contender) -> dict[str, Any]:
-        row: dict[str, Any] = {"context": self.context, "who": contender.who}
-        if isinstance(contender, Own):
-            row["change_rate"] = NATURAL if contender.change_rate is None else contender.change_rate
-        if contender in self.failed:
-            return row | {"failed": self.failed[contender]}
-        ms = statistics.median(timing.ms for timing in self.times[contender])
+    def _row(self, variant: Variant) -> dict[str, Any]:
+        row: dict[str, Any] = {"context": self.context, "variant": variant.name}
+        if isinstance(variant, ModeRun):
+            row["change_rate"] = NATURAL if variant.change_rate is None else variant.change_rate
+        if variant in self.failed:
+            return row | {"failed": self.failed[variant]}
+        ms = statistics.median(timing.ms for timing in self.times[variant])
         row |= {
             "ms": ms,
-            "wall_ms": statistics.median(timing.wall_ms for timing in self.times[contender]),
+            "wall_ms": statistics.median(timing.wall_ms for timing in self.times[variant]),
             "tokens_per_s": 1000 / ms,
             "times_floor": ms / self.floor if self.floor else None,
-            "times_as_fast": self._ratios(contender),
+            "times_as_fast": self._ratios(variant),
         }
-        recall = self._recall(contender) if isinstance(contender, Own) else {}
-        return row | contender.facts | recall
+        recall = self._recall(variant) if isinstance(variant, ModeRun) else {}
+        return row | variant.figures | recall
 
-    def _ratios(self, contender: Contender) -> dict[str, float]:
-        """How many times as fast as each peer, the median of the rounds."""
-        others = [c for c in self.contenders if not isinstance(c, Own) and c not in self.failed]
+    def _ratios(self, variant: Variant) -> dict[str, float]:
+        """How many times as fast as each baseline, the median of the rounds."""
+        others = [c for c in self.variants if not isinstance(c, ModeRun) and c not in self.failed]
         return {
-            other.who: statistics.median(
-                theirs.ms / ours.ms for theirs, ours in zip(self.times[other], self.times[contender], strict=True)
+            other.name: statistics.median(
+                theirs.ms / ours.ms for theirs, ours in zip(self.times[other], self.times[variant], strict=True)
             )
             for other in others
         }
 
-    def _recall(self, contender: Own) -> dict[str, Any]:
-        """Recall time a step in ms: what the link needs, and how much of it shows."""
+    def _recall(self, variant: ModeRun) -> dict[str, Any]:
+        """Recall per step in ms: the time the link needs, its exposed and its hidden part."""
         link = self.measured.gather
-        link_ms = contender.facts["moved_bytes"] / link / 1e6 if link else None
-        if contender.change_rate == 0:
+        link_ms = variant.figures["moved_bytes"] / link / 1e6 if link else None
+        if variant.change_rate == 0:
             return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
         still = next(
-            (c for c in self.times if isinstance(c, Own) and c.who == contender.who and c.change_rate == 0), None
+            (c for c in self.times if isinstance(c, ModeRun) and c.name == variant.name and c.change_rate == 0), None
         )
         if still is None or still in self.failed or link_ms is None:
             return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
-        pairs = zip(self.times[contender], self.times[still], strict=True)
+        pairs = zip(self.times[variant], self.times[still], strict=True)
         exposed = statistics.median(moving.ms - resting.ms for moving, resting in pairs)
         return {"recall_ms": link_ms, "exposed_ms": exposed, "hidden_ms": max(0.0, link_ms - max(0.0, exposed))}
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """A row for people."""
-    who = named(row)
-    if "failed" in row:
-        return f"{row['context']:>7} {who:<32} {row['failed']}"
-    ratios = "".join(f"  {ratio:5.2f} x {peer}" for peer, ratio in row["times_as_fast"].items() if peer != row["who"])
-    moved = f"  moves {row['moved_bytes'] / 1e6:.2f} MB" if row.get("moved_bytes") else ""
-    shown = (
-        f", exposed {row['exposed_ms']:.2f} of {row['recall_ms']:.2f} ms" if row.get("exposed_ms") is not None else ""
-    )
-    return f"{row['context']:>7} {who:<32} {row['ms']:8.2f} ms {row['tokens_per_s']:7.1f} tok/s{ratios}{moved}{shown}"
-
-
-def named(row: Mapping[str, Any]) -> str:
-    """The contender with its change rate."""
-    rate = row.get("change_rate", NATURAL)
-    return row["who"] if rate == NATURAL else f"{row['who']}, {100 * rate:g} % new"
 
 
 # ---- settings --------------------------------------------------------------------------------------
 
 
 def _rates(settings: Settings, mode: str) -> list[float | None]:
-    """The change rates a mode is measured at; with one prescribed, 0 too, to compare with."""
+    """Return the change rates of a mode; a fixed rate adds rate 0, which it is compared with."""
     rates = [_rate(text) for text in settings.change_rates]
     if mode.partition(":")[0] != "speculative" or rates == [None]:
         return [None]
@@ -246,19 +227,19 @@ def _rate(text: str) -> float | None:
     except ValueError:
         rate = -1.0
     if not 0 <= rate <= 1:
-        raise UsageError(f'The change rate "{text}" is refused.', "It is natural or a share between 0 and 1.")
+        raise UsageError(f'The change rate "{text}" is refused.', "It must be natural or a share between 0 and 1.")
     return rate
 
 
-def _default_peers(settings: Settings, model: LoadedModel) -> tuple[str, ...]:
-    return baselines.default_peers(model.device, random_weights=bool(settings.geometry))
+def _default_baselines(settings: Settings, model: LoadedModel) -> tuple[str, ...]:
+    return baselines.default_baselines(model.device, random_weights=bool(settings.shape))
 
 
 def _smallest(settings: Settings, model: LoadedModel, context: int) -> Mode:
-    """The mode asked for that holds least on the device: in it the context is stored.
+    """Return the requested mode with the fewest bytes on the device: the context is stored in it.
 
     Raises:
-        KvchatError: the model can run in none of them.
+        KvchatError: the model can run in none of the modes.
     """
     geometry, modes, refused = geometry_of(model), [], None
     for text in settings.modes:
@@ -268,34 +249,36 @@ def _smallest(settings: Settings, model: LoadedModel, context: int) -> Mode:
             refused = error
     if refused is not None and not modes:
         raise refused
-    return min(modes, key=lambda mode: mode.nbytes(geometry.grown(context)))
+    return min(modes, key=lambda mode: mode.plan(geometry.grown(context)).device_bytes(geometry))
 
 
 # ---- the model and what it reads -------------------------------------------------------------------
 
 
 def _model(settings: Settings, report: Report) -> LoadedModel:
-    if settings.geometry and settings.model != Settings.model:
-        raise UsageError("Either a model or a geometry is measured, not both.")
-    if settings.geometry:
-        return model_shapes.build(settings.geometry, settings.device, settings.dtype)
+    if settings.shape and settings.model != Settings.model:
+        raise UsageError("A model and a shape exclude each other.", hint="Give either --model or --shape.")
+    if settings.shape:
+        return model_shapes.build(settings.shape, settings.device, settings.dtype)
     model = load_model(settings.model, settings.device, settings.dtype, report)
     needed = max(settings.contexts) + settings.steps + warm_up(model.device)
     if needed > model.context:
         raise DoesNotFitError(
-            "The contexts do not fit the model.", f"{needed:,} tokens are needed, it was made for {model.context:,}."
+            "The contexts do not fit the model.",
+            f"{needed:,} tokens are needed; the model reads {model.context:,}.",
+            "Take a smaller --context.",
         )
     return model
 
 
 def _store(runner: ModelRunner, context: int, settings: Settings) -> list[int]:
-    """Store ``context`` tokens and nothing else; their ids."""
+    """Store exactly ``context`` tokens; return their ids."""
     ids = _tokens(settings, runner.model, 0, context)
     with torch.inference_mode():
-        runner.store.truncate(0)
-        runner.store.switch(_smallest(settings, runner.model, context))
-    if settings.geometry and not settings.prefill:
-        model_shapes.fill(runner.store, context)
+        runner.kv.truncate(0)
+        runner.kv.switch(_smallest(settings, runner.model, context))
+    if settings.shape and not settings.prefill:
+        model_shapes.fill(runner.kv, context)
     else:
         for _ in runner.prefill(ids):
             pass
@@ -303,18 +286,18 @@ def _store(runner: ModelRunner, context: int, settings: Settings) -> list[int]:
 
 
 def _tokens(settings: Settings, model: LoadedModel, start: int, n: int | None = None) -> list[int]:
-    """``n`` tokens from ``start`` on (those of one round, where not given): prose, or drawn for random weights."""
+    """Return ``n`` tokens from ``start`` on, one round's by default: the corpus, or drawn for random weights."""
     end = start + (settings.steps + warm_up(model.device) if n is None else n)
-    if settings.geometry:
+    if settings.shape:
         draw = random.Random(0)
         return [draw.randrange(model.vocab) for _ in range(end)][start:]
     return prose(model.tokenizer, end)[start:]
 
 
 def _calibration(settings: Settings, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-    """What sync mode has to know of the heads; None where it is not in question or cannot be had."""
+    """Return the calibration that sync mode needs; None without sync mode or for too short a context."""
     if not any(text.partition(":")[0] == "sync" for text in settings.modes):
         return None
-    if settings.geometry:
+    if settings.shape:
         return model_shapes.calibration(model)
     return calibration.find(model.revision) or calibration.on_prompt(model, list(ids))

@@ -1,4 +1,4 @@
-"""What a measurement depends on: hardware and versions, kept beside every number."""
+"""The environment of a measurement: hardware and versions, kept beside every number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvchat import nvml
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """Processor or GPU, threads and versions."""
+    """Return processor, GPU, threads and versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

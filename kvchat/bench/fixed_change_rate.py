@@ -1,4 +1,4 @@
-"""Speculative mode that is told which pages to choose, so that a known share of them changes at every step."""
+"""Speculative mode whose selection changes by a fixed share of pages at every step."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from kvchat.kv.modes.speculative import Speculative
 from kvchat.kv.ops.selection import Candidates
 
 if TYPE_CHECKING:
-    from kvchat.kv.manager import Store
+    from kvchat.kv.state import KVState
 
 
-class Prescribed(Speculative):
+class FixedChangeRate(Speculative):
     """Of the k pages of every layer and KV head, ``round(rate * k)`` are others at each step.
 
-    Pages are scored and chosen as ever, at the same cost, and the choice is thrown away. What is chosen instead is a
-    window of k pages that slides over all candidates in random order, each KV head from a place of its own. It follows
-    from the position by arithmetic on the device, so a CUDA graph can hold it.
+    Pages are scored and selected at the usual cost; then the selection is replaced by a window of k pages that slides
+    over all candidates in random order, from a different start for each KV head. The window is computed from the
+    position on the device, so a CUDA graph can contain it.
     """
 
     def __init__(self, rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits) -> None:
         super().__init__(parameters, geometry, traits)
         self.rate = rate
 
-    def attach(self, store: Store) -> None:
-        """As every mode.
+    def attach(self, state: KVState) -> None:
+        """Attach to the store and draw the order of the pages.
 
         Raises:
             UsageError: fewer pages are stored than the rate needs.
         """
-        super().attach(store)
+        super().attach(state)
         p, k = self.geometry.page, self.slots.layout.pages
-        first, end = -(-self.sink // p), (store.total - self.window) // p
+        first, end = -(-self.sink // p), (state.total - self.window) // p
         changed = round(self.rate * k)
         if end - first < k + changed:
             raise UsageError(
                 f"A change rate of {self.rate:g} needs a longer context or a smaller budget.",
-                f"{k} pages are retrieved per head, {changed} of them anew, and there are {max(0, end - first)}.",
+                f"{k} pages are selected per head, {changed} of them new; {max(0, end - first)} are stored.",
             )
         draw = torch.Generator().manual_seed(0)
-        self._order = (torch.randperm(end - first, generator=draw) + first).to(store.device)
-        self._changed = torch.tensor(changed, device=store.device)
-        self._slot = torch.arange(k, device=store.device)
-        heads = torch.arange(self.geometry.kv_heads, device=store.device)
+        self._order = (torch.randperm(end - first, generator=draw) + first).to(state.device)
+        self._changed = torch.tensor(changed, device=state.device)
+        self._slot = torch.arange(k, device=state.device)
+        heads = torch.arange(self.geometry.kv_heads, device=state.device)
         self._begins = (heads * (len(self._order) // self.geometry.kv_heads))[:, None]
 
-    def buffers(self) -> list[Tensor]:
-        return [*super().buffers(), self._order, self._changed, self._slot, self._begins]
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), self._order, self._changed, self._slot, self._begins]
 
-    def fill(self, num_reachable: int) -> None:
-        self._pages_next = self._pages_at(self.store.position)
-        super().fill(num_reachable)
+    def fill(self, fresh: bool) -> None:
+        self._pages_next = self._pages_at(self.state.position)
+        super().fill(fresh)
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
@@ -70,7 +70,7 @@ class Prescribed(Speculative):
         return torch.where(flagged[:, None], self._pages_now, self.slots.pages_of(layer)).to(chosen.dtype)
 
     def _pages_at(self, position: Tensor) -> Tensor:
-        """The page of each slot at the step at ``position``, ``[H, k]``: those that stay keep their slot."""
+        """Return the page of each slot at ``position``, ``[H, k]``; a page that stays keeps its slot."""
         begin = position * self._changed
         place = begin + (self._slot - begin) % max(1, len(self._slot))
         return self._order[(self._begins + place) % len(self._order)]

@@ -1,4 +1,4 @@
-"""A long generation in one mode: is memory flat, are steps flat?"""
+"""A long generation in one mode: device memory and time per step over its length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 import kvchat
+from kvchat import units
 from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.protocol.messages import Sampling
-from kvchat.units import size
 
 ROWS = 10
 
@@ -22,7 +22,7 @@ ROWS = 10
 def run(
     tokens: int = 20_000, mode: str = "streaming", budget: int = 512, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Generate ``tokens`` tokens after a short prompt, sampled with a seed; a row for each tenth of them."""
+    """Generate ``tokens`` tokens after a short prompt, sampled with a seed; one row for each tenth."""
     session = kvchat.load(mode=mode, budget=budget)
     sampler = Sampler(Sampling(temperature=0.8, seed=0), session.model.vocab, session.model.device)
     logits = session.prefill(prose(session.model.tokenizer, 64))
@@ -39,10 +39,11 @@ def run(
             "ms": 1000 * statistics.median(times),
             "kv_device_bytes": snapshot.kv_device_bytes,
             "kv_host_bytes": snapshot.kv_host_bytes,
-            "active": snapshot.active,
+            "read": snapshot.active,
             "finite": bool(logits.isfinite().all()),
         }
-        report(f"{row['stored']:>7,} tok  {row['ms']:6.2f} ms  device {size(row['kv_device_bytes'], 2)}")
+        size = units.size(row["kv_device_bytes"])
+        report(f"{row['stored']:>7,} tokens stored  {row['ms']:6.2f} ms  {size} on the device")
         rows.append(row)
     environment = fingerprint(torch.device(session.info.device))
     return {"what": f"{mode}, budget {budget}, {tokens} tokens", "environment": environment, "rows": rows}

@@ -1,4 +1,4 @@
-"""kvchat's modes as contenders, and what they held and moved."""
+"""A mode of kvchat as a variant: its times, bytes on the device and bytes moved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvchat.bench.fixed_change_rate import Prescribed
+from kvchat.bench.fixed_change_rate import FixedChangeRate
 from kvchat.bench.timing import Timing, time_steps
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
@@ -17,46 +17,51 @@ from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import Calibration
 
 
-class Own:
-    """A mode of kvchat. ``change_rate`` is None where it chooses by itself."""
+class ModeRun:
+    """A mode of kvchat; ``change_rate`` None leaves the selection to the mode."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        who: str,
+        name: str,
         chosen: ModeParameters,
         change_rate: float | None,
         calibration: Calibration | None,
     ) -> None:
-        self.who = who
+        self.name = name
         self.change_rate = change_rate
-        self._facts: dict[str, Any] = {}
+        self._figures: dict[str, Any] = {}
         self._runner = runner
         self._chosen = chosen
-        self._context = runner.store.total
+        self._context = runner.kv.total
         self._traits = traits_of(runner.model, calibration)
 
     def measure(self, tokens: Sequence[int]) -> Timing:
-        """``Contender.measure``; also notes what is held and moved.
+        """Decode ``tokens`` in the mode, as ``Variant.measure``; also record bytes on the device and bytes moved.
 
         Raises:
             KvchatError: the mode cannot be entered.
         """
-        store = self._runner.store
+        kv = self._runner.kv
         with torch.inference_mode():
-            store.truncate(self._context)
-            store.switch(self._mode())
-        if store.mode.needs_calibration:
-            raise UsageError("The model's heads are not measured, and the context is too short to measure them on.")
-        held, predicted = store.device_bytes, store.mode.nbytes(store.geometry.grown(store.total))
-        before = store.transfer.totals.tolist()
-        timing = time_steps(self._runner.step, tokens, store.device)
-        moved, wanted, corrected = (b - a for a, b in zip(before, store.transfer.totals.tolist(), strict=True))
-        self._facts = {
+            kv.truncate(self._context)
+            kv.switch(self._mode())
+        if kv.mode.needs_calibration:
+            raise UsageError(
+                "The model's heads are not calibrated.",
+                "The context is too short to calibrate them on.",
+                "Take a longer context, or run `kvchat calibrate` first.",
+            )
+        state, geometry = kv.state, kv.state.geometry
+        held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total)).device_bytes(geometry)
+        before = state.transfer.totals.tolist()
+        timing = time_steps(self._runner.step, tokens, state.device)
+        moved, wanted, corrected = (b - a for a, b in zip(before, state.transfer.totals.tolist(), strict=True))
+        self._figures = {
             "kv_device_bytes": held,
             "kv_predicted_bytes": predicted,
-            "kv_host_bytes": store.host.nbytes,
-            "moved_bytes": moved * store.transfer.pair_bytes / len(tokens),
+            "kv_host_bytes": state.host.nbytes,
+            "moved_bytes": moved * state.transfer.pair_bytes / len(tokens),
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
             "not_captured": self._runner.graphs.refusal,
@@ -64,16 +69,16 @@ class Own:
         return timing
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Bytes held and moved a token, the share of retrieved K/V that was new, corrected heads a token."""
-        return self._facts
+    def figures(self) -> dict[str, Any]:
+        """Bytes on the device, bytes moved per token, share of selected K/V that was new, corrections per token."""
+        return self._figures
 
     def close(self) -> None:
-        """Nothing is held but the store."""
+        """Do nothing: all memory belongs to the store."""
 
     def _mode(self) -> Mode:
         geometry = geometry_of(self._runner.model)
         if self.change_rate is None:
             return build(self._chosen, geometry, self._traits)
         assert isinstance(self._chosen, SpeculativeParameters)
-        return Prescribed(self.change_rate, self._chosen, geometry, self._traits)
+        return FixedChangeRate(self.change_rate, self._chosen, geometry, self._traits)

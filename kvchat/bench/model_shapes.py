@@ -13,7 +13,7 @@ import torch
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import DTYPES, LoadedModel, resolve_device, wrap
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
-from kvchat.kv.manager import Store
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 
 FILL_TOKENS = 4096  # K/V drawn at once
@@ -59,7 +59,7 @@ def _shape(
 
 
 # name: transformers' configuration class and its arguments
-GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": ("LlamaConfig", _llama3(8.0, hidden=4096, inner=14_336, layers=32, heads=(32, 8))),
     "llama-3.2-3b": (
         "LlamaConfig",
@@ -85,7 +85,7 @@ GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """Stands in where no text is read or written: no token is special."""
+    """The tokenizer of a model that neither reads nor writes text: it has no special token."""
 
     chat_template: str = "none"
     eos_token_id: int | None = None
@@ -98,19 +98,19 @@ class NoTokenizer:
 
 
 def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
-    """A model of the geometry ``name`` with random weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
+    """Build a model of the shape ``name`` with random weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
-        UsageError: no such geometry, device or dtype.
+        UsageError: an unknown shape, device or dtype.
         DoesNotFitError: the weights do not fit the device.
     """
     import transformers
 
-    if name not in GEOMETRIES:
-        raise UsageError(f'There is no geometry "{name}".', did_you_mean(name, GEOMETRIES))
+    if name not in SHAPES:
+        raise UsageError(f'There is no model shape "{name}".', did_you_mean(name, SHAPES))
     on = resolve_device(device)
     precision = _dtype(dtype, on)
-    class_name, arguments = GEOMETRIES[name]
+    class_name, arguments = SHAPES[name]
     config = getattr(transformers, class_name)(**arguments)
     attention_hook.register()
     try:
@@ -124,27 +124,27 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
         raise DoesNotFitError(f"{name} does not fit {on}.", str(error).splitlines()[0]) from error
 
 
-def fill(store: Store, tokens: int) -> None:
-    """Store ``tokens`` tokens of random K/V after what is stored, and random queries, without reading a prompt.
+def fill(kv: KVManager, tokens: int) -> None:
+    """Append random K/V of ``tokens`` tokens and random queries, without reading a prompt.
 
-    Every slot then holds data: empty ones are masked away and would make steps look faster than they are.
+    Every slot then holds data: empty slots are masked and would make steps look too fast.
     """
-    g = store.geometry
-    start = store.total
+    state, g, start = kv.state, kv.state.geometry, kv.total
     with torch.inference_mode():
-        with store.prefill(tokens):
-            for layer in range(g.layers):
-                for first in range(start, start + tokens, FILL_TOKENS):
-                    n = min(FILL_TOKENS, start + tokens - first)
-                    keys = torch.randn((g.kv_heads, n, g.d_k), dtype=g.dtype, device=store.device)
-                    values = torch.randn((g.kv_heads, n, g.d_v), dtype=g.dtype, device=store.device)
-                    store.host.append(layer, first, keys, values)
-            store.query.normal_()
-        store.settle()
+        kv.begin_prefill(tokens)
+        for layer in range(g.layers):
+            for first in range(start, start + tokens, FILL_TOKENS):
+                n = min(FILL_TOKENS, start + tokens - first)
+                keys = torch.randn((g.kv_heads, n, g.d_k), dtype=g.dtype, device=state.device)
+                values = torch.randn((g.kv_heads, n, g.d_v), dtype=g.dtype, device=state.device)
+                state.host.append(layer, first, keys, values)
+        state.query.normal_()
+        kv.commit_prefill(tokens)
+        kv.refill()
 
 
 def calibration(model: LoadedModel) -> Calibration:
-    """Made-up likeness of heads, for sync mode: its cost does not depend on who represents whom."""
+    """Draw a calibration for sync mode, whose cost does not depend on which head represents which."""
     draw = torch.Generator().manual_seed(0)
     scores = torch.rand((model.layers, model.kv_heads, model.kv_heads), generator=draw, dtype=torch.float64)
     alike = (scores + scores.transpose(1, 2)) / 2

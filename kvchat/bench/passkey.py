@@ -1,8 +1,8 @@
 """Recall of one fact told in an earlier turn, mode against mode, on the same stored prompts.
 
-Each case is a conversation of about so many tokens: passages of text, in one early turn a passkey, at the end the
-question. The prompt is prefilled once, exactly; then every contender answers greedily from it, so that they differ
-only in what their decode steps read.
+Each case is a conversation of a given length: passages of text, a passkey in one early turn, the question at the end.
+The prompt is prefilled once, exactly; then every variant answers greedily from it, so that variants differ only in the
+tokens that their decode steps read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import kvchat
+from kvchat import units
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.variant import enter
 from kvchat.engine.session import Session
@@ -62,17 +63,17 @@ def cases(seed: int, n: int, tokens: int, tokenizer: Any) -> Iterator[Case]:
 
 @dataclass
 class Row:
-    """One contender's results, summed up over the cases."""
+    """One variant's results over the cases."""
 
-    mode: str
+    variant: str
     right: int = 0
-    active_tokens: float = 0.0
+    read_tokens: float = 0.0
     kv_device_bytes: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
 def run(
-    contenders: Sequence[str] = STANDARD,
+    variants: Sequence[str] = STANDARD,
     *,
     model: str = "bundled",
     device: str = "auto",
@@ -81,24 +82,25 @@ def run(
     tokens: int = 3000,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure; the result is plain data, ready for JSON. A contender is ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
+    """Measure and return plain data, ready for JSON. A variant is ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
 
     Raises:
         KvchatError: the model cannot be loaded, or a mode refuses.
     """
     session = kvchat.load(model, device=device)
-    rows = [Row(name) for name in contenders]
+    rows = [Row(name) for name in variants]
     prompt_tokens = 0
     for done, case in enumerate(cases(seed, n, tokens, session.model.tokenizer), 1):
         for row in rows:
-            enter(session, row.mode)
+            enter(session, row.variant)
             prompt_tokens += _answer(session, case, row)
         report(f"{done} of {n}: " + ", ".join(str(row.right) for row in rows))
     for row in rows:
-        row.active_tokens /= n
-        report(f"{row.mode:<48} {row.right:>3} of {n} {row.active_tokens:7.0f} active {row.kv_device_bytes:>11,} bytes")
+        row.read_tokens /= n
+        size = units.size(row.kv_device_bytes)
+        report(f"{row.variant:<48} {row.right:>3} of {n} {row.read_tokens:7.0f} tokens read  {size} on the device")
     return {
-        "what": "passkeys recalled; active tokens are the mean over layers, KV heads, steps and cases",
+        "what": "passkeys recalled; tokens read are the mean over layers, KV heads, steps and cases",
         "settings": {"model": session.info.model, "seed": seed, "cases": n, "tokens": prompt_tokens / n / len(rows)},
         "environment": fingerprint(torch.device(session.info.device)),
         "rows": [asdict(row) | {"recall": row.right / n} for row in rows],
@@ -106,13 +108,13 @@ def run(
 
 
 def _answer(session: Session, case: Case, row: Row) -> int:
-    """Answer and note it; returns the tokens of the prompt."""
+    """Answer, add the result to ``row`` and return the number of tokens of the prompt."""
     sampling = Sampling(temperature=0, max_new_tokens=ANSWER_TOKENS)
     finished = next(event for event in session.answer(case.turns, sampling) if isinstance(event, Finished))
     right = case.answer in finished.text
     row.right += right
     row.wrong += [] if right else [f"{case.answer}: {finished.text}"]
-    row.active_tokens += finished.stats.active_tokens or 0
+    row.read_tokens += finished.stats.active_tokens or 0
     row.kv_device_bytes = finished.stats.kv_device_bytes
     return finished.stats.prompt_tokens
 

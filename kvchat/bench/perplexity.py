@@ -1,7 +1,7 @@
-"""Perplexity of book text, mode against full: every token is decoded by a step in the mode, and the text goes on.
+"""Perplexity of book text, mode against full: every token of the text is decoded by a step in the mode.
 
-Only a short prompt of each passage is prefilled, as in a long generation: what a mode leaves out counts from the first
-tokens on. Full decodes the same passages in the same run, so that ratios are free of what the machine does meanwhile.
+Only a short prompt of each passage is prefilled, as in a long generation, so that tokens that a mode does not read
+count from the start. Full decodes the same passages in the same run: ratios do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class Passage:
 
 @dataclass(frozen=True)
 class Reading:
-    """One passage decoded in one mode: nats of each token, tokens a step read (mean over layers and heads), seconds."""
+    """One passage decoded in one mode: nats per token, tokens read per step (mean over layers and heads), seconds."""
 
     nats: tuple[float, ...]
-    active: tuple[float, ...]
+    read: tuple[float, ...]
     seconds: float
 
 
 @dataclass
 class Row:
-    """One contender; ``readings`` in the order of the passages."""
+    """One variant; ``readings`` in the order of the passages."""
 
-    mode: str
+    variant: str
     readings: list[Reading] = field(default_factory=list)
 
 
 def passages(texts: Sequence[Path], tokens: int, tokenizer: Any) -> Iterator[Passage]:
-    """As many of ``PROMPT + tokens`` ids as each part of the texts has.
+    """Cut each part of the texts into passages of ``PROMPT + tokens`` ids.
 
-    A line of three asterisks parts a text, an empty line paragraphs; a single line break is a space.
+    A line of three asterisks separates parts, an empty line paragraphs; a single line break is a space.
     """
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     size = PROMPT + tokens - len(begin)
@@ -72,7 +72,7 @@ def passages(texts: Sequence[Path], tokens: int, tokenizer: Any) -> Iterator[Pas
 
 
 def run(
-    contenders: Sequence[str] = STANDARD,
+    variants: Sequence[str] = STANDARD,
     *,
     texts: Sequence[Path] = (),
     model: str = "bundled",
@@ -81,7 +81,7 @@ def run(
     limit: int | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure ``contenders`` against full on passages of ``texts`` (the books beside this file), ``limit`` at most.
+    """Measure ``variants`` against full on at most ``limit`` passages of ``texts`` (default: the shipped books).
 
     Raises:
         UsageError: no text is long enough; KvchatError: the model cannot be loaded, or a mode refuses.
@@ -94,17 +94,17 @@ def run(
             f"A passage has {PROMPT + tokens:,} tokens; none of the texts has that many in one piece.",
             "Give a longer text, or fewer tokens.",
         )
-    rows = [Row(name) for name in (FULL, *contenders)]
+    rows = [Row(name) for name in (FULL, *variants)]
     for done, passage in enumerate(found, 1):
         for row in rows:
-            enter(session, row.mode)
+            enter(session, row.variant)
             row.readings.append(_read(session, passage))
         report(f"{done} of {len(found)} ({passage.text}): " + ", ".join(f"{_ratio(rows[0], r, -1):.4f}" for r in rows))
     results = [_summary(rows[0], row, found) for row in rows]
     for result in results:
         report(_line(result))
     return {
-        "what": "perplexity of text decoded step by step, active tokens (mean over layers, KV heads and steps) and "
+        "what": "perplexity of text decoded step by step, tokens read (mean over layers, KV heads and steps) and "
         "time, each against full's in the same run",
         "settings": {"model": session.info.model, "dtype": session.info.dtype, "tokens": tokens, "prompt": PROMPT},
         "environment": fingerprint(torch.device(session.info.device)),
@@ -113,19 +113,19 @@ def run(
 
 
 def _read(session: Session, passage: Passage) -> Reading:
-    """Prefill the prompt, then step through the rest, whatever the model would have said."""
+    """Prefill the prompt, then decode the rest of the text token by token."""
     layers = range(session.info.layers)
     session.truncate(0)
     logits = session.prefill(passage.ids[:PROMPT])
-    nats, active, seconds = [], [], 0.0
+    nats, read, seconds = [], [], 0.0
     for token in passage.ids[PROMPT:]:
         nats.append(_nats(logits, token))
         began = time.perf_counter()
         logits = session.step(token)
         logits[0].item()  # waits for the device
         seconds += time.perf_counter() - began
-        active.append(statistics.fmean(session.attended(layer).float().sum(1).mean().item() for layer in layers))
-    return Reading(tuple(nats), tuple(active), seconds)
+        read.append(statistics.fmean(session.attended(layer).float().sum(1).mean().item() for layer in layers))
+    return Reading(tuple(nats), tuple(read), seconds)
 
 
 def _nats(logits: torch.Tensor, token: int) -> float:
@@ -136,15 +136,15 @@ def _summary(full: Row, row: Row, found: Sequence[Passage]) -> dict[str, Any]:
     readings = row.readings
     nats = [statistics.fmean(reading.nats) for reading in readings]
     differences = [mine - statistics.fmean(its.nats) for mine, its in zip(nats, full.readings, strict=True)]
-    read, stored = (sum(sum(reading.active) for reading in of.readings) for of in (row, full))
+    read, stored = (sum(sum(reading.read) for reading in of.readings) for of in (row, full))
     return {
-        "mode": row.mode,
+        "variant": row.variant,
         "perplexity": math.exp(statistics.fmean(nats)),
         "ratio": math.exp(statistics.fmean(differences)),
         "ratio_standard_error": _standard_error(differences),
-        "active_mean": read / sum(len(reading.active) for reading in readings),
-        "active_share": read / stored,
-        "active_end": statistics.fmean(reading.active[-1] for reading in readings),
+        "read_mean": read / sum(len(reading.read) for reading in readings),
+        "read_share": read / stored,
+        "read_end": statistics.fmean(reading.read[-1] for reading in readings),
         "wall_ratio": statistics.median(
             mine.seconds / its.seconds for mine, its in zip(readings, full.readings, strict=True)
         ),
@@ -157,7 +157,7 @@ def _summary(full: Row, row: Row, found: Sequence[Passage]) -> dict[str, Any]:
 
 
 def _standard_error(differences: Sequence[float]) -> float:
-    """Bootstrap over passages: what the ratio would scatter by, were others drawn."""
+    """Bootstrap the standard error of the ratio over passages."""
     random_ = random.Random(0)
     drawn = [random_.choices(differences, k=len(differences)) for _ in range(RESAMPLES)]
     return statistics.pstdev(math.exp(statistics.fmean(sample)) for sample in drawn)
@@ -169,7 +169,7 @@ def _ratio(full: Row, row: Row, index: int) -> float:
 
 def _line(result: dict[str, Any]) -> str:
     return (
-        f"{result['mode']:<40} {result['perplexity']:7.2f}  {100 * (result['ratio'] - 1):+6.2f} % "
-        f"(s.e. {100 * result['ratio_standard_error']:.2f})  {100 * (1 - result['active_share']):5.1f} % fewer active  "
-        f"{result['active_end']:6.0f} at the end  {result['wall_ratio']:5.2f} x full's time"
+        f"{result['variant']:<40} {result['perplexity']:7.2f}  {100 * (result['ratio'] - 1):+6.2f} % "
+        f"(s.e. {100 * result['ratio_standard_error']:.2f})  {100 * (1 - result['read_share']):5.1f} % fewer read  "
+        f"{result['read_end']:6.0f} at the end  {result['wall_ratio']:5.2f} x full's time"
     )

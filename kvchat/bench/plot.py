@@ -1,75 +1,136 @@
-"""The decode benchmark as a picture: SVG by hand, so that no library is needed to draw bars."""
+"""Plots of measurements, drawn with matplotlib (the extra ``plot``) to SVG or PNG by the file's ending."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import groupby
-from typing import Any
-from xml.sax.saxutils import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvchat.bench.decode import named
+from kvchat.bench.rows import named
+from kvchat.errors import UsageError
 
-LABEL, BARS, RIGHT = 230, 430, 200  # widths: names left of the bars, the longest bar, figures right of it
-BAR, GAP, HEAD = 20, 6, 34
-OWN, PEER, EXPOSED, INK, FAINT = "#2b7bba", "#a9b4c0", "#e08a2e", "#1f2933", "#6b7785"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".svg", ".png")
+MODE, BASELINE, EXPOSED, FAINT = "#2b7bba", "#a9b4c0", "#e08a2e", "#6b7785"
+COLUMNS = 4  # of a calibration's panels
+# Texts of an SVG stay texts; a fixed salt gives equal files for equal data.
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "kvchat"}
 
 Row = Mapping[str, Any]
 
 
-def decode(result: Mapping[str, Any]) -> str:
-    """ms/token, a bar for each contender and a group for each context; the dashed line is the floor.
+def check(file: Path) -> None:
+    """Check that a plot can be written to ``file``; cheap, so that it can run before a long measurement.
 
-    The end of a bar that is drawn orange is exposed recall. Contenders that failed have their reason instead.
+    Raises:
+        UsageError: an unknown ending, a missing folder, or matplotlib is not installed.
+    """
+    if file.suffix.lower() not in FORMATS:
+        raise UsageError(f"{file} is no name for a plot.", "It ends in neither .svg nor .png.")
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {file.absolute().parent}.")
+    if find_spec("matplotlib") is None:
+        raise UsageError("A plot needs matplotlib.", "It is not installed.", "Run: pip install 'kvchat[plot]'")
+
+
+def decode(result: Mapping[str, Any], file: Path) -> None:
+    """Draw ms per decoded token: a panel per context, a bar per variant, a dashed line at the floor.
+
+    Exposed recall is the orange end of a bar. A variant that failed has its reason instead of a bar.
+
+    Raises:
+        UsageError: the file cannot be written.
     """
     groups = [(context, list(rows)) for context, rows in groupby(result["rows"], key=lambda row: row["context"])]
-    longest = max([row["ms"] for row in result["rows"] if "ms" in row] + [result["floor_ms"] or 0.0, 1e-9])
-    width = LABEL + BARS + RIGHT
-    height = 64 + sum(HEAD + len(rows) * (BAR + GAP) for _, rows in groups) + 20
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(20, 26, f"{result['settings']['model']}: ms per decoded token", 15, INK),
-        _text(20, 46, _environment(result), 11, FAINT),
-    ]
-    top = 64
-    for context, rows in groups:
-        parts += _group(context, rows, top, BARS / longest, result["floor_ms"])
-        top += HEAD + len(rows) * (BAR + GAP)
-    return "\n".join([*parts, "</svg>\n"])
+    heights = [len(rows) + 1.5 for _, rows in groups]
+    figure = _figure(10, 0.28 * sum(heights) + 1.2)
+    panels = figure.subplots(len(groups), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, (context, rows) in zip(panels, groups, strict=True):
+        panel.set_title(f"{context:,} tokens", loc="left")
+        _bars(panel, rows)
+        if floor := result["floor_ms"]:
+            panel.axvline(floor, color="black", linestyle="--", linewidth=1, label=f"floor {floor:.3g} ms")
+    panels[-1].set_xlabel("ms per decoded token")
+    handles = {
+        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(f"{result['settings']['model']}: ms per decoded token\n{_environment(result)}", fontsize=10)
+    _save(figure, file)
 
 
-def _group(context: int, rows: Sequence[Row], top: int, scale: float, floor: float | None) -> Iterator[str]:
-    """One context; ``scale`` is pixels per ms."""
-    yield _text(20, top + 20, f"{context:,} tokens", 13, INK)
-    for i, row in enumerate(rows):
-        yield from _bar(row, top + HEAD + i * (BAR + GAP), scale)
-    if floor:
-        x, bottom = LABEL + floor * scale, top + HEAD + len(rows) * (BAR + GAP) - GAP + 2
-        yield f'<path d="M{x:.1f} {top + HEAD - 4} V{bottom}" stroke="{INK}" stroke-dasharray="4 3"/>'
-        yield _text(x + 4, top + 20, f"floor {floor:.3g} ms", 10, FAINT)
+def calibration(similarity: Sequence[Any], representatives: Sequence[Sequence[int]], file: Path) -> None:
+    """Draw the overlap ``[layers, H, H]`` of KV heads, a panel per layer; the representatives' rows are marked.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    heads, rows = len(similarity[0]), -(-len(similarity) // COLUMNS)
+    side = max(2.0, 0.35 * heads)
+    figure = _figure(COLUMNS * side, rows * (side + 0.3) + 0.5)
+    panels = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    for layer, panel in enumerate(panels):
+        if layer < len(similarity):
+            _heat_map(panel, f"layer {layer}", similarity[layer], representatives[layer])
+        else:
+            panel.remove()
+    figure.suptitle("Overlap of the KV heads' most attended tokens; ▸ represents", fontsize=10)
+    _save(figure, file)
 
 
-def _bar(row: Row, top: float, scale: float) -> Iterator[str]:
-    base = top + BAR - 6
-    yield _text(LABEL - 8, base, named(row), 12, INK, "end")
-    if "failed" in row:
-        reason = row["failed"] if len(row["failed"]) <= 90 else f"{row['failed'][:89]}…"
-        yield _text(LABEL + 4, base, reason, 11, FAINT)
-        return
-    length, color = row["ms"] * scale, OWN if "change_rate" in row else PEER
-    exposed = min(length, max(0.0, row.get("exposed_ms") or 0.0) * scale)
-    yield f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="{BAR}" rx="2" fill="{color}"/>'
-    if exposed >= 0.5:
-        x = LABEL + length - exposed
-        yield f'<rect x="{x:.1f}" y="{top}" width="{exposed:.1f}" height="{BAR}" fill="{EXPOSED}"/>'
-    yield _text(LABEL + length + 6, base, f"{row['ms']:.3g} ms · {row['tokens_per_s']:.0f} tok/s", 11, INK)
+def _bars(panel: Axes, rows: Sequence[Row]) -> None:
+    panel.set_yticks(range(len(rows)), [named(row) for row in rows])
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    panel.margins(x=0.3)  # room for the figures beside the bars
+    panel.spines[["top", "right"]].set_visible(False)
+    for y, row in enumerate(rows):
+        if "failed" in row:
+            panel.text(0, y, f" {row['failed'][:90]}", va="center", color=FAINT)
+            continue
+        of_mode = "change_rate" in row
+        panel.barh(y, row["ms"], color=MODE if of_mode else BASELINE, label="kvchat" if of_mode else "transformers")
+        exposed = min(row["ms"], row.get("exposed_ms") or 0.0)
+        if exposed > 0:
+            panel.barh(y, exposed, left=row["ms"] - exposed, color=EXPOSED, label="exposed recall")
+        panel.text(row["ms"], y, f" {row['ms']:.3g} ms · {row['tokens_per_s']:.0f} tok/s", va="center")
+
+
+def _heat_map(panel: Axes, title: str, matrix: Sequence[Sequence[float]], marked: Sequence[int]) -> None:
+    panel.set_title(title)
+    panel.imshow(matrix, cmap="Blues", vmin=0, vmax=1)
+    panel.set_xticks([])
+    panel.set_yticks(range(len(matrix)), ["▸" if head in marked else "" for head in range(len(matrix))])
+    panel.tick_params(length=0)
+    for i, row in enumerate(matrix):
+        for j, value in enumerate(row):
+            panel.text(
+                j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 0.7 else "black"
+            )
+
+
+def _figure(width: float, height: float) -> Figure:
+    """Make an empty figure of ``width`` x ``height`` inches; without pyplot, which would look for a display."""
+    from matplotlib.figure import Figure  # an optional extra, and slow to import
+
+    return Figure((width, height), layout="constrained")
+
+
+def _save(figure: Figure, file: Path) -> None:
+    from matplotlib import rc_context
+
+    try:
+        with rc_context(STYLE):
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
 
 
 def _environment(result: Mapping[str, Any]) -> str:
     e = result["environment"]
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
     return f"{device}; {result['settings']['dtype']}; torch {e['torch']}, transformers {e['transformers']}"
-
-
-def _text(x: float, y: float, text: str, size: int, color: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y}" font-size="{size}" fill="{color}" text-anchor="{anchor}">{escape(text)}</text>'

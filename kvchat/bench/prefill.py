@@ -1,7 +1,7 @@
-"""Time and memory of reading a prompt, against transformers' one forward over all of it in the same run.
+"""Time and memory of reading a prompt against transformers' one forward over all of it in the same run.
 
 The one forward keeps the K/V of all layers on the device; kvchat keeps one layer's there and the rest on the host.
-Contenders have their turns in each round, and ratios are of one round's times.
+Variants have their turns in each round, and ratios are of one round's times.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from kvchat import units
 from kvchat.bench import model_shapes
 from kvchat.bench.baselines import as_written
 from kvchat.bench.environment import fingerprint
@@ -23,19 +23,18 @@ from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import UsageError
-from kvchat.kv.memory import budget
+from kvchat.kv.memory import prefill_plan
 from kvchat.kv.modes import build
-from kvchat.units import size
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: prompts of ``lengths`` tokens and then, in the same conversation, one of ``turn`` tokens."""
+    """What to measure: prompts of ``lengths`` tokens, each followed by a second prompt of ``turn`` tokens."""
 
     model: str = "bundled"
-    geometry: str = ""
+    shape: str = ""
     device: str = "auto"
     dtype: str = "auto"
     lengths: tuple[int, ...] = (512, 2048)
@@ -46,20 +45,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds, and bytes allocated on the device at the peak; these are known on a GPU only."""
+    """Seconds, and peak bytes allocated on the device (None without a GPU)."""
 
     seconds: float
     peak_bytes: int | None
 
 
 def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
-    """Measure; the result is plain data, ready for JSON. ``report`` is told each row.
+    """Measure and return plain data, ready for JSON; ``report`` gets each row as a line.
 
     Raises:
         KvchatError: the model or mode is refused, or a prompt does not fit.
     """
     s = settings
-    model = model_shapes.build(s.geometry, s.device, s.dtype) if s.geometry else _load(s, report)
+    model = model_shapes.build(s.shape, s.device, s.dtype) if s.shape else _load(s, report)
     _check_lengths(s, model)
     runner = ModelRunner(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
     token_bytes = bytes_per_token(model) if model.device.type == "cuda" else None
@@ -95,7 +94,7 @@ def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int 
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(model.vocab, (length + settings.turn,), generator=draw).tolist()
     prompt, turn = ids[:length], ids[length:]
-    chunk, foretold = _prepared(runner, prompt, token_bytes)
+    chunk, predicted = _prepared(runner, prompt, token_bytes)
     _one_shot(model, prompt)
     ours, turns, theirs = [], [], []
     for _ in range(settings.rounds):
@@ -109,7 +108,7 @@ def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int 
         "chunk": chunk,
         "seconds": statistics.median(reading.seconds for reading in ours),
         "peak_bytes": ours[-1].peak_bytes,
-        "foretold_peak_bytes": foretold,
+        "predicted_peak_bytes": predicted,
         "one_shot_seconds": statistics.median(their.seconds for their in theirs if their) if ratios else None,
         "one_shot_peak_bytes": theirs[-1].peak_bytes if theirs[-1] else None,
         "times_one_shot": statistics.median(ratios) if ratios else None,
@@ -126,19 +125,18 @@ def _prepared(runner: ModelRunner, prompt: list[int], token_bytes: int | None) -
     if token_bytes is None:
         return chunk, None
     held = torch.cuda.memory_allocated(runner.model.device)
-    taken = budget.prefill_bytes(runner.store.geometry, len(prompt) - chunk, chunk, token_bytes)
+    taken = prefill_plan.prefill_bytes(runner.kv.state.geometry, len(prompt) - chunk, chunk, token_bytes)
     return chunk, held + taken
 
 
 def _forget(runner: ModelRunner) -> None:
     with torch.inference_mode():
-        runner.store.truncate(0)
+        runner.kv.truncate(0)
 
 
 def _read(runner: ModelRunner, ids: list[int]) -> int:
     """Store ``ids``; the number of tokens of the largest forward."""
-    with closing(runner.prefill(ids)) as chunks:
-        return max(len(chunk) for chunk, _ in chunks)
+    return max(len(chunk) for chunk, _ in runner.prefill(ids))
 
 
 def _one_shot(model: LoadedModel, prompt: list[int]) -> Reading | None:
@@ -169,6 +167,6 @@ def _measured(model: LoadedModel, work: Callable[[], object]) -> Reading:
 def _line(row: dict[str, Any]) -> str:
     ratio, peaks = row["times_one_shot"], (row["peak_bytes"], row["one_shot_peak_bytes"])
     against = "one forward does not fit" if ratio is None else f"{ratio:5.2f} x one forward"
-    memory = "" if peaks[0] is None else f"  peak {size(peaks[0], 2)} ({size(peaks[1], 2)})"
+    memory = "" if peaks[0] is None else f"  peak {units.size(peaks[0])} ({units.size(peaks[1])})"
     turn = f"  then a turn {1000 * row['turn_seconds']:.0f} ms"
     return f"{row['tokens']:>7} tokens  {row['seconds']:7.3f} s  {against}{memory}{turn}"

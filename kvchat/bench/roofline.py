@@ -1,7 +1,7 @@
-"""What a device can do at best: its own memory, the link to the host, scattered pages of the host pool.
+"""The roofline of a device: rates of its memory, of the link to the host, and of scattered pages of the host pool.
 
-Each figure is the best of several runs after one that does not count, of data larger than any cache. With two processes
-at work the figures are too low, so a step can seem faster than its floor.
+Each rate is the best of several runs after a warm-up, over data larger than any cache. While another process uses the
+device the rates are too low, and a step can seem faster than its floor.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ GATHER_ROW = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
 def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measured:
-    """The ceilings of ``device``, the current one if CUDA, in GB/s; matrices and K/V are of ``dtype``.
+    """Measure ``device``, the current one if CUDA, in GB/s; matrices and K/V are of ``dtype``.
 
-    On a CPU there is no link to measure.
+    A CPU has no link: those rates are None.
     """
     cuda = device.type == "cuda"
     by_programs = kernel_gather(device, dtype) if cuda else {}
@@ -49,7 +49,7 @@ def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measur
 
 
 def read(device: torch.device, dtype: torch.dtype) -> float:
-    """GB/s of the device's memory: the better of a matrix read by one product and a copy, which reads and writes."""
+    """GB/s of the device's memory: the better of a matrix-vector product and a copy, which reads and writes."""
     size = _affordable(device, READ_BYTES[device.type])
     rows = size // (COLUMNS * dtype.itemsize)
     matrix = torch.ones((rows, COLUMNS), dtype=dtype, device=device)
@@ -69,7 +69,7 @@ def link(device: torch.device, to_device: bool) -> float:
 
 
 def gather(device: torch.device, dtype: torch.dtype) -> float:
-    """GB/s of scattered pages read from the host pool by the device, as a recall without kernels does."""
+    """GB/s of scattered pages read from the host pool by the device, as recall without kernels reads them."""
     geometry = Geometry(1, 1, 1, GATHER_ROW[dtype], GATHER_ROW[dtype], dtype)
     host = HostPool(geometry, device, context=GATHER_TOKENS[device.type])
     host.reserve(GATHER_TOKENS[device.type])
@@ -81,7 +81,7 @@ def gather(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def kernel_gather(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
-    """Bytes/s of pages of pinned host memory read by recall's kernel, by its number of programs; {} without kernels.
+    """Bytes/s of pages of pinned host memory read by the recall kernel, by its number of programs; {} without kernels.
 
     ``device`` is the current CUDA device.
     """
@@ -103,7 +103,7 @@ def _enough(by_programs: dict[int, float]) -> int:
 
 
 def registering() -> float:
-    """Seconds to register a GiB of host memory that is in use already."""
+    """Seconds to register a GiB of host memory whose pages are already mapped."""
     size = LINK_BYTES
     memory = torch.ones(size, dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ def registering() -> float:
 
 
 def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of one run, the best of several; by events on a GPU."""
+    """Seconds of one run, the best of several; timed by events on a GPU."""
     with torch.inference_mode():
         run()
         return min(_timed(run, device) for _ in range(RUNS))
@@ -137,7 +137,7 @@ def _timed(run: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _affordable(device: torch.device, size: int) -> int:
-    """``size`` bytes, or what two of them leave half of the device's free memory for."""
+    """``size`` bytes, at most a quarter of the device's free memory: two such tensors are allocated."""
     return min(size, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else size
 
 

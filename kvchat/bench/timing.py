@@ -1,4 +1,4 @@
-"""Times of decoded tokens, and a contender: something that decodes."""
+"""Times of decoded tokens, and the protocol of a variant: anything that decodes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Timing:
     wall_ms: float
 
 
-class Contender(Protocol):
-    """Decodes the same tokens after the same context as all others."""
+class Variant(Protocol):
+    """One side of a comparison: decodes the same tokens after the same context as all others."""
 
-    who: str
+    name: str
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What else its row says, after a measurement."""
+    def figures(self) -> dict[str, Any]:
+        """Further columns of its row, valid after a measurement."""
         ...
 
     def measure(self, tokens: Sequence[int]) -> Timing:
@@ -40,17 +40,17 @@ class Contender(Protocol):
         ...
 
     def close(self) -> None:
-        """Give memory back."""
+        """Release memory."""
         ...
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, events and kernels go to ``device``."""
+    """Make ``device`` the current CUDA device inside the context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def warm_up(device: torch.device) -> int:
-    """Steps before those that count."""
+    """Return the number of steps before those that count."""
     return WARM_UP[device.type]
 
 
@@ -63,7 +63,7 @@ def time_steps(step: Callable[[int], object], tokens: Sequence[int], device: tor
 
 
 def event() -> torch.cuda.Event:
-    """A CUDA event that notes its time."""
+    """Create a CUDA event with timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

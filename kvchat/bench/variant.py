@@ -1,4 +1,4 @@
-"""What a measurement sets against what: ``MODE[:KEY=VALUE[,KEY=VALUE...]]``."""
+"""The notation of a variant: ``MODE[:KEY=VALUE[,KEY=VALUE...]]``."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ from kvchat.errors import UsageError
 from kvchat.protocol.messages import Params
 
 
-def enter(session: Session, contender: str) -> None:
-    """Switch to the contender's mode, all it does not name at the mode's defaults.
+def enter(session: Session, variant: str) -> None:
+    """Switch to the variant's mode; parameters that it does not name have the mode's defaults.
 
     Raises:
-        KvchatError: there is no such mode or parameter, or the mode refuses.
+        KvchatError: an unknown mode or parameter, or the mode cannot be entered.
     """
-    mode, params = split(contender)
-    # What an earlier contender was given would stay, were it not said anew.
+    mode, params = split(variant)
+    # A parameter keeps the value that an earlier variant was given unless it is given again.
     fields = registered()[mode].model_fields if mode in registered() else {}
     session.switch(mode, **{**{name: field.default for name, field in fields.items()}, **params})
 
 
-def parsed(contender: str, budget: int) -> ModeParameters:
-    """The contender's parameters, with ``budget`` where the mode has one and none is named.
+def parsed(variant: str, budget: int) -> ModeParameters:
+    """Parse the variant's parameters; ``budget`` is used where the mode has one and the variant names none.
 
     Raises:
         UsageError: an unknown mode or parameter, or a value out of range.
     """
-    mode, params = split(contender)
+    mode, params = split(variant)
     known = registered()[mode].model_fields if mode in registered() else {}
     return parse(mode, {**({"budget": budget} if "budget" in known else {}), **params})
 
 
-def split(contender: str) -> tuple[str, Params]:
-    """The mode and what is given for it.
+def split(variant: str) -> tuple[str, Params]:
+    """Split into the mode and its parameters, still strings.
 
     Raises:
-        UsageError: what is given is not KEY=VALUE.
+        UsageError: a parameter is not KEY=VALUE.
     """
-    mode, _, listed = contender.partition(":")
+    mode, _, listed = variant.partition(":")
     pairs = [pair.partition("=") for pair in listed.split(",") if pair]
     if not all(equals for _, equals, _ in pairs):
-        raise UsageError(f'The contender "{contender}" is not MODE:KEY=VALUE,KEY=VALUE.')
+        raise UsageError(
+            f'The variant "{variant}" is not MODE:KEY=VALUE,KEY=VALUE.',
+            hint="For example: speculative:budget=512,tau=0.9",
+        )
     return mode, {key: value for key, _, value in pairs}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with 
 @app.command("passkey")
 def passkey_command(
     mode: Annotated[
-        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a contender; repeatable")
+        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")
     ] = None,
     cases: Annotated[int, typer.Option(min=1, help="conversations")] = 40,
     tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 3000,
@@ -37,15 +36,15 @@ def passkey_command(
     """Recall of a number told in an earlier turn, mode against mode."""
     from kvchat.bench import passkey
 
-    contenders = mode or passkey.STANDARD
-    result = passkey.run(contenders, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=_report)
+    variants = mode or passkey.STANDARD
+    result = passkey.run(variants, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=_report)
     _print(result, as_json)
 
 
 @app.command("perplexity")
 def perplexity_command(
     mode: Annotated[
-        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a contender; repeatable")
+        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")
     ] = None,
     text: Annotated[
         list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")
@@ -56,12 +55,12 @@ def perplexity_command(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Perplexity of book text, active tokens and time, mode against full."""
+    """Perplexity of book text, tokens read and time, mode against full."""
     from kvchat.bench import perplexity
 
-    contenders = mode or perplexity.STANDARD
+    variants = mode or perplexity.STANDARD
     result = perplexity.run(
-        contenders, texts=text or (), model=model, device=device, tokens=tokens, limit=passages, report=_report
+        variants, texts=text or (), model=model, device=device, tokens=tokens, limit=passages, report=_report
     )
     _print(result, as_json)
 
@@ -69,7 +68,7 @@ def perplexity_command(
 @app.command("decode")
 def decode_command(
     mode: Annotated[
-        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a contender; repeatable")
+        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")
     ] = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="tokens before the measured ones; repeatable")
@@ -80,12 +79,12 @@ def decode_command(
         typer.Option(help="share of speculative's pages that is new at each step, or natural; repeatable"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="tokens of a round that count")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="how often every contender has its turn")] = 5,
-    peers: Annotated[
+    rounds: Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")] = 5,
+    baselines: Annotated[
         str | None, typer.Option(help="transformers' dynamic, static, compile, offloaded, generate; by commas, or none")
     ] = None,
     model: Model = "bundled",
-    geometry: Annotated[
+    shape: Annotated[
         str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
     ] = "",
     prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
@@ -93,21 +92,26 @@ def decode_command(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="write the JSON object to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="draw the times")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="draw the times to .svg or .png (needs kvchat[plot])")
+    ] = None,
     save_profile: Annotated[
-        bool, typer.Option("--save-profile", help="keep the device's measured ceilings as your GPU profile")
+        bool, typer.Option("--save-profile", help="keep the device's measured roofline as your GPU profile")
     ] = False,
 ) -> None:
     """Time per decoded token, memory and traffic, against transformers' caches in the same run."""
-    from kvchat.bench import decode
-    from kvchat.bench import plot as drawing
+    from kvchat.bench import plot as plots
+
+    _check_folder(out)
+    if plot:
+        plots.check(plot)
+    from kvchat.bench import decode  # imports torch, so after the checks
     from kvchat.config import profiles
 
-    _check_folders(out, plot)
     standard = decode.Settings()
     settings = decode.Settings(
         model=model,
-        geometry=geometry,
+        shape=shape,
         device=device,
         dtype=dtype,
         contexts=tuple(context or standard.contexts),
@@ -116,15 +120,19 @@ def decode_command(
         change_rates=tuple(change_rate or standard.change_rates),
         steps=steps,
         rounds=rounds,
-        peers=None if peers is None else tuple(name for name in peers.split(",") if name not in ("", "none")),
+        baselines=None
+        if baselines is None
+        else tuple(name for name in baselines.split(",") if name not in ("", "none")),
         prefill=prefill,
     )
     result = decode.run(settings, _report)
     _print(result, as_json)
-    _write(out, lambda: json.dumps(result, indent=2) + "\n")
-    _write(plot, lambda: drawing.decode(result))
+    _save(result, out)
+    if plot:
+        plots.decode(result, plot)
+        _report(str(plot))
     if save_profile:
-        _report(f"profile {profiles.save(profiles.Measured(**result['ceilings']), device)}")
+        _report(f"profile {profiles.save(profiles.Measured(**result['roofline']), device)}")
 
 
 @app.command("prefill")
@@ -132,9 +140,9 @@ def prefill_command(
     length: Annotated[list[int] | None, typer.Option(min=1, help="tokens of a prompt; repeatable")] = None,
     turn: Annotated[int, typer.Option(min=1, help="tokens of a second prompt after it")] = 64,
     mode: Annotated[str, typer.Option(help="the KV mode")] = "streaming",
-    rounds: Annotated[int, typer.Option(min=1, help="how often both have their turn")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds in which both have their turn")] = 3,
     model: Model = "bundled",
-    geometry: Annotated[
+    shape: Annotated[
         str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
     ] = "",
     device: Device = "auto",
@@ -143,23 +151,23 @@ def prefill_command(
     out: Annotated[Path | None, typer.Option(help="write the JSON object to this file")] = None,
 ) -> None:
     """Time and peak memory of reading a prompt, against transformers' one forward in the same run."""
-    from kvchat.bench import prefill
+    _check_folder(out)
+    from kvchat.bench import prefill  # imports torch, so after the check
 
-    _check_folders(out)
     lengths = tuple(length or prefill.Settings().lengths)
-    result = prefill.run(prefill.Settings(model, geometry, device, dtype, lengths, turn, mode, rounds), _report)
+    result = prefill.run(prefill.Settings(model, shape, device, dtype, lengths, turn, mode, rounds), _report)
     _print(result, as_json)
-    _write(out, lambda: json.dumps(result, indent=2) + "\n")
+    _save(result, out)
 
 
-@app.command("endurance")
-def endurance_command(
+@app.command("long-run")
+def long_run_command(
     tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,
     mode: Annotated[str, typer.Option(help="the KV mode")] = "streaming",
     budget: Annotated[int, typer.Option(help="tokens per KV head")] = 512,
     as_json: Json = False,
 ) -> None:
-    """A long generation: is device memory flat, are steps flat?"""
+    """Device memory and time per step over a long generation."""
     from kvchat.bench import long_run
 
     _print(long_run.run(tokens, mode, budget, _report), as_json)
@@ -174,18 +182,17 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(result, indent=2))
 
 
-def _check_folders(*files: Path | None) -> None:
-    """Before a long measurement, not after it."""
-    for file in files:
-        if file and not file.absolute().parent.is_dir():
-            raise UsageError(f"There is no folder {file.absolute().parent}.")
+def _check_folder(file: Path | None) -> None:
+    """Check before a long measurement that the folder of ``file`` exists."""
+    if file and not file.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {file.absolute().parent}.")
 
 
-def _write(file: Path | None, text: Callable[[], str]) -> None:
+def _save(result: dict[str, Any], file: Path | None) -> None:
     if file is None:
         return
     try:
-        file.write_text(text(), "utf-8")
+        file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
     _report(str(file))

@@ -7,16 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvchat import paths
+from kvchat.bench import plot as plots
+from kvchat.config.modes import parse
 
 
 def calibrate(
-    model: str, texts: Sequence[Path], clusters: int | None, rule: str, device: str, out: Path | None
+    model: str,
+    texts: Sequence[Path],
+    clusters: int | None,
+    rule: str,
+    device: str,
+    out: Path | None,
+    plot: Path | None = None,
 ) -> None:
-    """Measure, save, draw, and print the representatives and where the files lie.
+    """Measure and save a calibration; print the representatives and the files' locations.
 
     Raises:
         KvchatError: the model, a text or an option is refused.
     """
+    parse("sync", {"representatives": rule, "clusters": clusters})
+    if plot:
+        plots.check(plot)
+    # Imports torch, so after the checks.
     from kvchat.engine import calibration as engine
     from kvchat.engine.model.load import load_model
 
@@ -29,12 +41,13 @@ def calibrate(
     _progress("")
     chosen = engine.representatives(measured, rule)
     file = engine.save(measured, out)
-    drawn = file.with_suffix(".svg")
-    drawn.write_text(engine.picture(measured, chosen), "utf-8")
     for layer, (heads, scores) in enumerate(zip(chosen, measured.retrieval, strict=True)):
         listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)
         sys.stdout.write(f"layer {layer:>3}: representative KV heads {listed}\n")
-    sys.stdout.write(f"calibration {file}\npicture     {drawn}\n")
+    sys.stdout.write(f"calibration {file}\n")
+    if plot:
+        plots.calibration(measured.similarity, chosen, plot)
+        sys.stdout.write(f"plot        {plot}\n")
     if out and file != paths.calibration_dir() / f"{measured.revision}.json":
         sys.stderr.write(f"kvchat: sync mode reads calibrations in {paths.calibration_dir()}, named by revision.\n")
 

@@ -148,17 +148,19 @@ def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a 
 def calibrate(
     model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
     text: Annotated[
-        list[Path] | None, typer.Option(help="read this file instead of generated text; repeatable")
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="read this file instead of generated text; repeatable"),
     ] = None,
     clusters: Annotated[int | None, typer.Option(help="representative heads a layer; a quarter of the heads")] = None,
     representatives: Annotated[str, typer.Option(help="retrieval or centroid; which ones are shown")] = "retrieval",
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
 ) -> None:
     """Measure which KV heads of a model attend alike, for the sync mode."""
     from kvchat.cli.calibrate import calibrate as run
 
-    run(model, text or (), clusters, representatives, device, out)
+    run(model, text or (), clusters, representatives, device, out, plot)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -274,41 +274,3 @@ def load(file: Path) -> Calibration:
         raise UsageError(
             f"{file} is no calibration.", str(error), "Delete it, or run kvchat calibrate again."
         ) from error
-
-
-# ---- a picture -------------------------------------------------------------------------------------
-
-CELL = 22
-
-
-def picture(calibration: Calibration, representatives: Sequence[Sequence[int]]) -> str:
-    """The similarity matrices of all layers as SVG: darker is more alike, representatives are marked."""
-    heads = len(calibration.retrieval[0])
-    side = heads * CELL
-    columns = min(4, len(calibration.similarity))
-    rows = -(-len(calibration.similarity) // columns)
-    width, height = columns * (side + 40) + 20, rows * (side + 50) + 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="20" y="20" font-size="12">Overlap of the KV heads\' most attended tokens; ▸ represents</text>',
-    ]
-    for layer, matrix in enumerate(calibration.similarity):
-        x, y = 30 + layer % columns * (side + 40), 50 + layer // columns * (side + 50)
-        parts.append(f'<text x="{x}" y="{y - 6}" font-size="11">layer {layer}</text>')
-        parts += _cells(matrix, x, y)
-        parts += [f'<text x="{x - 12}" y="{y + h * CELL + 15}" font-size="11">▸</text>' for h in representatives[layer]]
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _cells(matrix: Sequence[Sequence[float]], x: int, y: int) -> Iterator[str]:
-    for i, row in enumerate(matrix):
-        for j, value in enumerate(row):
-            shade = round(255 * (1 - value))
-            left, top = x + j * CELL, y + i * CELL
-            ink = "white" if shade < 128 else "black"
-            yield (
-                f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" fill="rgb({shade},{shade},255)"/>'
-                f'<text x="{left + CELL / 2}" y="{top + 14}" font-size="8" text-anchor="middle" fill="{ink}">'
-                f"{value:.2f}</text>"
-            )

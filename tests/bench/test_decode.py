@@ -1,4 +1,4 @@
-"""The decode benchmark end to end on a tiny geometry: rows, bytes, change rates, peers, the picture, the profile."""
+"""The decode benchmark end to end on a tiny shape: rows, bytes, change rates, baselines, the profile."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from kvchat import paths
-from kvchat.bench import baselines, decode, model_shapes, plot, roofline
-from kvchat.bench.fixed_change_rate import Prescribed
-from kvchat.bench.mode_run import Own
+from kvchat.bench import baselines, decode, model_shapes, roofline
+from kvchat.bench.fixed_change_rate import FixedChangeRate
+from kvchat.bench.mode_run import ModeRun
+from kvchat.bench.rows import line
 from kvchat.bench.timing import warm_up
 from kvchat.bench.variant import parsed
 from kvchat.cli.main import app
@@ -34,14 +35,14 @@ def model():
 
 
 @pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch):
+def quick_roofline(monkeypatch):
     """Rates are tested by themselves; elsewhere their time is better spent."""
     found = Measured(read=10.0, gather=2.0, kvchat="x", torch="y")
     monkeypatch.setattr(roofline, "measure", lambda device, dtype: found)
 
 
 def settings(**changes):
-    standard = {"geometry": "tiny", "contexts": (700,), "budget": 256, "steps": 4, "rounds": 2, "peers": ("dynamic",)}
+    standard = {"shape": "tiny", "contexts": (700,), "budget": 256, "steps": 4, "rounds": 2, "baselines": ("dynamic",)}
     return decode.Settings(**{**standard, **changes})
 
 
@@ -64,10 +65,10 @@ def result():
         return decode.run(settings(modes=MODES, contexts=(400, 700), change_rates=("natural", "0.5")))
 
 
-def test_the_result_is_plain_data_with_a_row_for_each_contender(result):
+def test_the_result_is_plain_data_with_a_row_for_each_variant(result):
     assert json.loads(json.dumps(result)) == json.loads(json.dumps(result, default=str))
-    who = ["dynamic", "full", "streaming", *["speculative"] * 3, "freeze", "sync"]
-    assert [(row["context"], row["who"]) for row in result["rows"]] == [(c, w) for c in (400, 700) for w in who]
+    names = ["dynamic", "full", "streaming", *["speculative"] * 3, "freeze", "sync"]
+    assert [(row["context"], row["variant"]) for row in result["rows"]] == [(c, n) for c in (400, 700) for n in names]
     assert [row.get("change_rate") for row in result["rows"][:8]] == [
         None, "natural", "natural", "natural", 0.0, 0.5, "natural", "natural",
     ]  # fmt: skip
@@ -79,15 +80,15 @@ def test_every_figure_follows_from_the_times(result):
     for row in result["rows"]:
         assert row["tokens_per_s"] == pytest.approx(1000 / row["ms"])
         assert row["times_floor"] == pytest.approx(row["ms"] / result["floor_ms"])
-        if row["who"] == "dynamic":
+        if row["variant"] == "dynamic":
             assert row["times_as_fast"] == {"dynamic": 1.0}
 
 
 def test_device_bytes_are_those_predicted(result):
-    own = [row for row in result["rows"] if "change_rate" in row]
-    for row in own:
-        assert row["kv_device_bytes"] == pytest.approx(row["kv_predicted_bytes"], rel=0.01), row["who"]
-    held = {row["who"]: row["kv_device_bytes"] for row in own if row["context"] == 700}
+    of_modes = [row for row in result["rows"] if "change_rate" in row]
+    for row in of_modes:
+        assert row["kv_device_bytes"] == pytest.approx(row["kv_predicted_bytes"], rel=0.01), row["variant"]
+    held = {row["variant"]: row["kv_device_bytes"] for row in of_modes if row["context"] == 700}
     assert held["streaming"] < held["speculative"] < held["full"]
 
 
@@ -101,14 +102,14 @@ def test_the_floor_is_the_weights_of_a_token_at_the_measured_rate(model):
 def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(model, monkeypatch):
     times = {None: 10.0, 0.0: 9.0, 0.5: 9.25}
     monkeypatch.setattr(
-        Own,
+        ModeRun,
         "measure",
         lambda self, tokens: (
-            setattr(self, "_facts", {"moved_bytes": 2e6, "corrections": 0}),
+            setattr(self, "_figures", {"moved_bytes": 2e6, "corrections": 0}),
             decode.Timing(times[self.change_rate], 0.0),
         )[1],
     )
-    rows = decode.run(settings(modes=("speculative",), peers=(), change_rates=("natural", "0.5")))["rows"]
+    rows = decode.run(settings(modes=("speculative",), baselines=(), change_rates=("natural", "0.5")))["rows"]
     natural, still, half = rows
     assert (half["recall_ms"], half["exposed_ms"], half["hidden_ms"]) == (1.0, 0.25, 0.75)
     assert (natural["exposed_ms"], natural["hidden_ms"]) == (1.0, 0.0)
@@ -116,27 +117,28 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(model, m
 
 
 def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
-    rows = decode.run(settings(modes=("streaming", "speculative"), change_rates=("1",), peers=("offloaded", "dynamic"),
-                               contexts=(300,)))["rows"]  # fmt: skip
+    names = ("offloaded", "dynamic")
+    chosen = settings(modes=("streaming", "speculative"), change_rates=("1",), baselines=names, contexts=(300,))
+    rows = decode.run(chosen)["rows"]
     assert "needs a GPU" in rows[0]["failed"]
     assert rows[1]["times_as_fast"] == {"dynamic": 1.0}
     assert rows[2]["ms"] > 0
     assert [("failed" in row, row["change_rate"]) for row in rows[3:]] == [(False, 0.0), (True, 1.0)]
     assert "longer context" in rows[4]["failed"]
-    assert rows[4]["failed"] in decode.line(rows[4])
+    assert rows[4]["failed"] in line(rows[4])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"geometry": "llama-3.1-8"}, 'Did you mean "llama-3.1-8b"'),
-        ({"peers": ("dynamc",)}, 'Did you mean "dynamic"'),
+        ({"shape": "llama-3.1-8"}, 'Did you mean "llama-3.1-8b"'),
+        ({"baselines": ("dynamc",)}, 'Did you mean "dynamic"'),
         ({"modes": ("fulll",)}, 'no KV mode "fulll"'),
         ({"modes": ("freeze:tau",)}, "is not MODE:KEY=VALUE"),
         ({"change_rates": ("2",)}, 'change rate "2" is refused'),
         ({"change_rates": ("half",)}, 'change rate "half" is refused'),
         ({"dtype": "int8"}, 'no dtype "int8"'),
-        ({"model": "x/y"}, "not both"),
+        ({"model": "x/y"}, "exclude each other"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, message):
@@ -145,13 +147,13 @@ def test_what_cannot_be_measured_is_refused(changes, message):
 
 
 def test_a_real_model_is_measured_on_prose_up_to_its_context():
-    rows = decode.run(settings(geometry="", modes=("full",), contexts=(96,), rounds=1, peers=("generate",)))["rows"]
-    assert [row["who"] for row in rows] == ["generate", "full"]
+    rows = decode.run(settings(shape="", modes=("full",), contexts=(96,), rounds=1, baselines=("generate",)))["rows"]
+    assert [row["variant"] for row in rows] == ["generate", "full"]
     assert rows[1]["times_as_fast"]["generate"] > 0
 
 
 def test_random_weights_may_read_a_prompt_too():
-    rows = decode.run(settings(modes=("speculative",), peers=(), rounds=1, prefill=True))["rows"]
+    rows = decode.run(settings(modes=("speculative",), baselines=(), rounds=1, prefill=True))["rows"]
     assert rows[0]["ms"] > 0
     assert 0 <= rows[0]["changed"] <= 1
 
@@ -160,8 +162,8 @@ def test_random_weights_may_read_a_prompt_too():
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25, 1.0])
-def test_exactly_the_prescribed_share_of_pages_moves(model, rate):
-    mode = Prescribed(rate, SPECULATIVE, geometry_of(model), traits_of(model))
+def test_exactly_the_fixed_share_of_pages_moves(model, rate):
+    mode = FixedChangeRate(rate, SPECULATIVE, geometry_of(model), traits_of(model))
     runner = filled(model, mode, 900)
     store, slots = runner.store, runner.store.slots[-1]
     changed = round(rate * 6)
@@ -176,7 +178,7 @@ def test_exactly_the_prescribed_share_of_pages_moves(model, rate):
 
 
 def test_corrections_move_nothing_more(model):
-    mode = Prescribed(0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(model), traits_of(model))
+    mode = FixedChangeRate(0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(model), traits_of(model))
     runner = filled(model, mode, 900)
     runner.step(1)
     moved = int(runner.store.transfer.totals[0])
@@ -189,11 +191,11 @@ def test_corrections_move_nothing_more(model):
 def test_too_few_pages_are_refused_and_the_old_mode_goes_on(model):
     runner = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 300)
     with pytest.raises(UsageError, match="longer context or a smaller budget"), torch.inference_mode():
-        runner.store.switch(Prescribed(1.0, SPECULATIVE, geometry_of(model), traits_of(model)))
+        runner.store.switch(FixedChangeRate(1.0, SPECULATIVE, geometry_of(model), traits_of(model)))
     assert runner.store.mode.name == "full"
 
 
-# ---- filling, geometries, peers --------------------------------------------------------------------
+# ---- filling, shapes, baselines --------------------------------------------------------------------
 
 
 def test_filling_leaves_no_slot_empty_and_no_layer_alike(model, monkeypatch):
@@ -220,10 +222,10 @@ def test_filling_leaves_no_slot_empty_and_no_layer_alike(model, monkeypatch):
         ("mistral-7b", 7.25, 131_072),
     ],
 )
-def test_geometries_have_the_published_sizes(name, billions, token_bytes):
+def test_shapes_have_the_published_sizes(name, billions, token_bytes):
     import transformers
 
-    class_name, arguments = model_shapes.GEOMETRIES[name]
+    class_name, arguments = model_shapes.SHAPES[name]
     config = getattr(transformers, class_name)(**arguments)
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
@@ -232,24 +234,24 @@ def test_geometries_have_the_published_sizes(name, billions, token_bytes):
     assert config.num_hidden_layers * config.num_key_value_heads * head * 2 * 2 == token_bytes
 
 
-@pytest.mark.parametrize("who", ["dynamic", "static"])
-def test_peers_continue_from_the_stored_context(model, who):
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+def test_baselines_continue_from_the_stored_context(model, name):
     """Their logits after the same tokens are full mode's."""
     runner = filled(model, build(parsed("full", 0), geometry_of(model), traits_of(model)), 130)
     ids = [0] * 130
-    peer = baselines.peer(who, model, runner.store, ids, spare=8)
+    baseline = baselines.build(name, model, runner.store, ids, spare=8)
     seen = []
-    forward = peer._forward
-    peer._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
+    forward = baseline._forward
+    baseline._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
     for _ in range(2):  # what a round leaves is rewound
-        peer.measure([5, 6, 7, 8, 9])
+        baseline.measure([5, 6, 7, 8, 9])
     ours = [runner.step(token) for token in (5, 6, 7, 8, 9)]
     for round_ in (seen[:5], seen[5:]):
         torch.testing.assert_close(torch.stack(round_), torch.stack(ours), atol=1e-4, rtol=1e-3)
-    assert peer.kv_device_bytes >= 130 * runner.store.geometry.token_bytes
+    assert baseline.kv_device_bytes >= 130 * runner.store.geometry.token_bytes
 
 
-def test_peers_run_the_model_as_transformers_wrote_it(model):
+def test_baselines_run_the_model_as_transformers_wrote_it(model):
     layer = model.model.model.layers[0]
     swapped = lambda *args, **kwargs: None  # noqa: E731
     layer.forward = swapped
@@ -266,32 +268,32 @@ def test_peers_run_the_model_as_transformers_wrote_it(model):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TEST_COMPILE"), reason="compiles C++ for minutes; TEST_COMPILE=1 runs it")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_the_compiled_peer_runs():
-    rows = decode.run(settings(modes=("full",), peers=("compile",)))["rows"]
+def test_the_compiled_baseline_runs():
+    rows = decode.run(settings(modes=("full",), baselines=("compile",)))["rows"]
     assert "failed" not in rows[0], rows[0]
 
 
 @pytest.mark.cuda
 @pytest.mark.slow
-def test_all_peers_and_modes_run_on_a_gpu():
+def test_all_baselines_and_modes_run_on_a_gpu():
     chosen = settings(
         contexts=(2048,), modes=MODES, device="cuda", dtype="bfloat16", change_rates=("natural", "0.25", "1"),
-        peers=("dynamic", "static", "compile", "offloaded"), steps=8,
+        baselines=("dynamic", "static", "compile", "offloaded"), steps=8,
     )  # fmt: skip
     result = decode.run(chosen)
-    assert not {row["who"]: row["failed"] for row in result["rows"] if "failed" in row}
-    assert not {row["who"]: row["not_captured"] for row in result["rows"] if row.get("not_captured")}
+    assert not {row["variant"]: row["failed"] for row in result["rows"] if "failed" in row}
+    assert not {row["variant"]: row["not_captured"] for row in result["rows"] if row.get("not_captured")}
 
 
 # ---- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_writes_json_picture_and_profile(tmp_path, monkeypatch):
+def test_the_command_writes_json_plot_and_profile(tmp_path, monkeypatch):
     monkeypatch.setattr(profiles, "read_gpu", lambda device="auto": None)
     out, picture = tmp_path / "result.json", tmp_path / "times.svg"
     options = (
-        "--geometry tiny --mode speculative:tau=-2 --context 500 --rounds 1 --steps 3 --change-rate 0.5 --budget 256 "
-        "--peers dynamic,offloaded --json --save-profile --out"
+        "--shape tiny --mode speculative:tau=-2 --context 500 --rounds 1 --steps 3 --change-rate 0.5 --budget 256 "
+        "--baselines dynamic,offloaded --json --save-profile --out"
     )
     arguments = ["bench", "decode", *options.split(), str(out), "--plot", str(picture)]
     ran = CliRunner().invoke(app, arguments)
@@ -311,18 +313,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     assert isinstance(ran.exception, UsageError)
 
 
-def test_the_longest_bar_and_the_floor_stay_inside_the_picture(result):
-    root = ET.fromstring(plot.decode(result))
-    bars = [e for e in root.iter() if e.tag.endswith("rect") and e.get("rx")]
-    assert len(bars) == len(result["rows"])
-    longest = max(float(bar.get("width")) for bar in bars)
-    assert longest == pytest.approx(plot.BARS, abs=0.1)
-    lengths = {row["ms"]: float(bar.get("width")) for row, bar in zip(result["rows"], bars, strict=True)}
-    assert [lengths[ms] for ms in sorted(lengths)] == sorted(lengths.values())
-    assert max(float(e.get("y")) for e in root.iter() if e.get("y")) < float(root.get("height"))
-
-
-# ---- ceilings --------------------------------------------------------------------------------------
+# ---- roofline --------------------------------------------------------------------------------------
 
 
 def test_rates_are_bytes_over_the_best_time(monkeypatch):
@@ -341,7 +332,7 @@ def test_every_timed_run_but_the_first_counts():
 
 
 @pytest.mark.cuda
-def test_ceilings_of_a_gpu(monkeypatch):
+def test_roofline_of_a_gpu(monkeypatch):
     monkeypatch.undo()
     assert roofline.kernel_gather(torch.device("cuda"), torch.float32) == {}
     found = roofline.measure(torch.device("cuda"), torch.bfloat16)

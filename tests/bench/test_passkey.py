@@ -1,4 +1,4 @@
-"""The passkey benchmark: its conversations, and that contenders do not influence each other."""
+"""The passkey benchmark: its conversations, and that variants do not influence each other."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def test_the_fact_is_told_once_in_an_earlier_turn_and_asked_for_at_the_end(token
         assert 2900 < sum(len(tokenizer.encode(turn.content)) for turn in case.turns) < 3300
 
 
-def test_the_result_is_plain_data_with_a_row_for_each_contender():
-    contenders = ["full", "streaming:budget=64,sink=4", "sync:keep=64,window=32", "full"]
+def test_the_result_is_plain_data_with_a_row_for_each_variant():
+    variants = ["full", "streaming:budget=64,sink=4", "sync:keep=64,window=32", "full"]
     lines: list[str] = []
-    result = passkey.run(contenders, n=1, tokens=300, report=lines.append)
+    result = passkey.run(variants, n=1, tokens=300, report=lines.append)
     assert json.loads(json.dumps(result)) == result
-    assert [row["mode"] for row in result["rows"]] == contenders
+    assert [row["variant"] for row in result["rows"]] == variants
     first, streaming, sync, last = result["rows"]
     assert (
-        (first["recall"], first["active_tokens"])
-        == (last["recall"], last["active_tokens"])
+        (first["recall"], first["read_tokens"])
+        == (last["recall"], last["read_tokens"])
         == (1.0, pytest.approx(465, abs=15))
     )
-    assert streaming["active_tokens"] < sync["active_tokens"] < first["active_tokens"]
-    assert len(lines) == 1 + len(contenders)
+    assert streaming["read_tokens"] < sync["read_tokens"] < first["read_tokens"]
+    assert len(lines) == 1 + len(variants)
 
 
 def test_the_command_prints_one_json_object():
     ran = CliRunner().invoke(app, ["bench", "passkey", "--cases", "1", "--tokens", "100", "--mode", "full", "--json"])
     assert ran.exit_code == 0
-    assert json.loads(ran.stdout)["rows"][0]["mode"] == "full"
+    assert json.loads(ran.stdout)["rows"][0]["variant"] == "full"
     assert "1 of 1" in ran.stderr
 
 

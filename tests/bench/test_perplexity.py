@@ -46,11 +46,11 @@ def test_full_is_the_models_own_perplexity_and_less_reading_costs_some(model):
     result = perplexity.run(["full", "streaming:budget=64,sink=4"], device="cpu", tokens=150, limit=2)
     assert json.loads(json.dumps(result)) == result
     full, again, streaming = result["rows"]
-    assert (again["ratio"], again["active_share"], again["ratio_standard_error"]) == (1.0, 1.0, 0.0)
-    assert full["active_end"] == perplexity.PROMPT + 150
-    assert full["active_mean"] == pytest.approx(perplexity.PROMPT + 151 / 2)
+    assert (again["ratio"], again["read_share"], again["ratio_standard_error"]) == (1.0, 1.0, 0.0)
+    assert full["read_end"] == perplexity.PROMPT + 150
+    assert full["read_mean"] == pytest.approx(perplexity.PROMPT + 151 / 2)
     assert streaming["ratio"] > 1
-    assert streaming["active_share"] < 0.95
+    assert streaming["read_share"] < 0.95
     passage = next(perplexity.passages(sorted(perplexity.BOOKS.glob("*.txt")), 150, model.tokenizer))
     ids = torch.tensor([passage.ids])
     with as_written(model.model):
@@ -66,7 +66,7 @@ def test_the_command_reads_a_text_and_prints_one_json_object(tmp_path):
     ran = CliRunner().invoke(app, [*arguments, "--json"])
     assert ran.exit_code == 0
     rows = json.loads(ran.stdout)["rows"]
-    assert [row["mode"] for row in rows] == ["full", "sync"]
+    assert [row["variant"] for row in rows] == ["full", "sync"]
     assert rows[1]["passages"][0]["text"] == "mine"
     assert "1 of 1 (mine)" in ran.stderr
 

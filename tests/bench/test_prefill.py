@@ -20,7 +20,7 @@ def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
     monkeypatch.setattr(prefill, "_read", lambda runner, ids: read.append(ids) or plain_read(runner, ids))
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: one_shot.append(ids) or plain_shot(model, ids))
     lines = []
-    settings = prefill.Settings(geometry="tiny", device="cpu", lengths=(40, 600), turn=5, rounds=2)
+    settings = prefill.Settings(shape="tiny", device="cpu", lengths=(40, 600), turn=5, rounds=2)
     result = prefill.run(settings, lines.append)
     assert [(row["tokens"], row["chunk"]) for row in result["rows"]] == [(40, 40), (600, 512)]
     for row in result["rows"]:
@@ -36,7 +36,7 @@ def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
 def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: None)
     lines = []
-    settings = prefill.Settings(geometry="tiny", device="cpu", lengths=(40,), rounds=1)
+    settings = prefill.Settings(shape="tiny", device="cpu", lengths=(40,), rounds=1)
     (row,) = prefill.run(settings, lines.append)["rows"]
     assert (row["times_one_shot"], row["one_shot_seconds"], row["ratios"]) == (None, None, [])
     assert "does not fit" in lines[0]
@@ -44,20 +44,20 @@ def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):
 
 def test_a_prompt_beyond_the_context_is_refused():
     with pytest.raises(UsageError, match=r"4,000 tokens and a turn of 200 after them are 4,200.*reads 4,096"):
-        prefill.run(prefill.Settings(geometry="tiny", device="cpu", lengths=(4000,), turn=200))
+        prefill.run(prefill.Settings(shape="tiny", device="cpu", lengths=(4000,), turn=200))
 
 
 def test_the_command_gives_json():
-    arguments = ["prefill", "--geometry", "tiny", "--device", "cpu", "--length", "30", "--rounds", "1", "--json"]
+    arguments = ["prefill", "--shape", "tiny", "--device", "cpu", "--length", "30", "--rounds", "1", "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["rows"][0]["tokens"] == 30
 
 
 @pytest.mark.cuda
-def test_a_gpu_reads_within_the_foretold_memory():
-    result = prefill.run(prefill.Settings(geometry="llama-3.2-1b", lengths=(4096, 30_000), rounds=1))
+def test_a_gpu_reads_within_the_predicted_memory():
+    result = prefill.run(prefill.Settings(shape="llama-3.2-1b", lengths=(4096, 30_000), rounds=1))
     for row in result["rows"]:
-        assert row["peak_bytes"] <= row["foretold_peak_bytes"]
+        assert row["peak_bytes"] <= row["predicted_peak_bytes"]
     assert result["rows"][1]["peak_bytes"] < result["rows"][1]["one_shot_peak_bytes"]
     torch.cuda.empty_cache()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from kvchat import paths
 from kvchat.engine import calibration
-from kvchat.engine.calibration import Recorder, Sample, find, load, picture, representatives, samples_of, save
+from kvchat.engine.calibration import Recorder, Sample, find, load, representatives, samples_of, save
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
@@ -56,7 +54,7 @@ def test_the_recorder_attends_as_the_model_does(model):
     recorder = Recorder(model)
     recorder._sample = Sample(ids.tolist(), (10, 20))
     positions = torch.arange(len(ids))
-    mine = calibration.seam.forward(model.model, ids, positions, recorder, logits=True)
+    mine = calibration.attention_hook.forward(model.model, ids, positions, recorder, logits=True)
     session = Session(model)
     torch.testing.assert_close(mine, session.prefill(ids.tolist()), atol=2e-3, rtol=0)
 
@@ -119,14 +117,6 @@ def test_a_folder_that_cannot_be_written_is_named(model, tmp_path):
         save(find(model.revision), tmp_path / "file" / "x.json")
 
 
-def test_the_picture_shows_every_pair_and_marks_the_representatives(model):
-    shipped = find(model.revision)
-    svg = picture(shipped, representatives(shipped, "retrieval"))
-    ElementTree.fromstring(svg)
-    assert len(re.findall("<rect", svg)) == 1 + 8 * 4 * 4
-    assert svg.count('font-size="11">▸') == 8
-
-
 def test_an_unknown_rule_is_refused(model):
     with pytest.raises(UsageError, match='no rule "best"'):
         representatives(find(model.revision), "best")
@@ -171,11 +161,20 @@ def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
-    command("bundled", [text], 2, "retrieval", "cpu", tmp_path / "out.json")
+    command("bundled", [text], 2, "retrieval", "cpu", tmp_path / "out.json", tmp_path / "out.svg")
     printed = capsys.readouterr()
     assert printed.out.count("representative KV heads") == 8
     assert "sync mode reads calibrations in" in printed.err
     saved = json.loads((tmp_path / "out.json").read_text())
     assert (saved["clusters"], saved["revision"]) == (2, model.revision)
     assert "text.txt" in saved["measured_on"]
-    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+@pytest.mark.parametrize(("clusters", "rule"), [(2, "best"), (0, "retrieval")])
+def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, monkeypatch):
+    from kvchat.cli.calibrate import calibrate as command
+
+    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match="is refused"):
+        command("bundled", [], clusters, rule, "cpu", None)

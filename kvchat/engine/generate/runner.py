@@ -184,7 +184,7 @@ class ModelRunner:
             kv = self.kv
             raise DoesNotFitError(
                 f"The device ran out of memory while {doing}.",
-                f"The {kv.mode.name} mode holds {size(kv.device_bytes, 2)} of K/V there for {kv.total:,} stored tokens: "
-                f"{str(error).splitlines()[0]}",
+                f"The {kv.mode.name} mode holds {size(kv.device_bytes, 2)} of K/V there for {kv.total:,} stored "
+                f"tokens: {str(error).splitlines()[0]}",
                 "Everything stored is kept. Take a smaller budget or the streaming mode, and try again.",
             ) from error

@@ -1,6 +1,7 @@
-"""The README's picture: the real application with the real engine, told and asked something, its mode switched.
+#!/usr/bin/env python3
+"""Make the README's picture: .ci/picture.py [FILE.svg], by default .github/chat.svg.
 
-Run ``python -m kvchat.tui.picture FILE.svg``; made by Textual's own export, so it cannot show what is not there.
+The real application talks to the real engine; the picture is Textual's own export of the screen.
 """
 
 from __future__ import annotations
@@ -65,4 +66,5 @@ async def _until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(take(Path(sys.argv[1])))
+    default = Path(__file__).parents[1] / ".github" / "chat.svg"
+    asyncio.run(take(Path(sys.argv[1]) if len(sys.argv) > 1 else default))

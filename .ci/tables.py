@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Print the tables of kvchat/bench/README.md, made from the committed results; a test compares them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvchat import units
+
+RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
+SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
+
+
+def claim() -> str:
+    """The front README's sentence: what speculative mode recalls, and what it reads for that."""
+    result = _read("passkey")
+    rows = {row["variant"]: row for row in result["rows"]}
+    full, speculative = rows["full"], rows["speculative:budget=512"]
+    held, whole = units.size(speculative["kv_device_bytes"]), units.size(full["kv_device_bytes"])
+    return (
+        f"recalls {speculative['right']} of {result['settings']['cases']} facts, as many as full attention "
+        f"({full['right']}), reading {speculative['read_tokens']:,.0f} of {full['read_tokens']:,.0f} stored tokens "
+        f"with {held} of {whole} of K/V on the device"
+    )
+
+
+def summary() -> str:
+    """The front README's table: recall, counts and speed of the modes in their usual settings."""
+    passkeys, times = _read("passkey"), _read("decode")
+    rows = {row["variant"]: row for row in passkeys["rows"]}
+    context = max(row["context"] for row in times["rows"])
+    fast = {row["variant"]: row["times_as_fast"]["generate"] for row in times["rows"] if row["context"] == context}
+    lines = [
+        [
+            variant.replace(":budget=", ", budget "),
+            f"{rows[variant]['right']} of {passkeys['settings']['cases']}",
+            f"{rows[variant]['read_tokens']:,.0f}",
+            f"{rows['full']['read_tokens']:,.0f}",
+            units.size(rows[variant]["kv_device_bytes"]),
+            f"{fast[variant.partition(':')[0]]:.2f}",
+        ]
+        for variant in SUMMARIZED
+    ]
+    heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
+    return _table(heads, lines)
+
+
+def decode() -> str:
+    """Time per token against ``generate``, a row per variant."""
+    result = _read("decode")
+    contexts = sorted({row["context"] for row in result["rows"]})
+    names = dict.fromkeys(row["variant"] for row in result["rows"])
+    cells = {(row["variant"], row["context"]): row for row in result["rows"]}
+    rows = []
+    for name in names:
+        row = [f"transformers `{name}`" if name == "generate" else name]
+        for context in contexts:
+            found = cells[name, context]
+            row += [f"{found['ms']:.1f} ms", f"{found['times_as_fast']['generate']:.2f}"]
+        rows.append(row)
+    heads = [head for context in contexts for head in (f"{context:,} tokens", "times as fast")]
+    return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
+
+
+def passkey() -> str:
+    """Recall and what it cost, a row per variant."""
+    result = _read("passkey")
+    cases = result["settings"]["cases"]
+    rows = [
+        [
+            row["variant"].replace(":", ", ", 1).replace(",", ", ").replace(",  ", ", "),
+            f"{row['right']} of {cases}",
+            f"{row['read_tokens']:,.0f}",
+            units.size(row["kv_device_bytes"]),
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["mode", "recalled", "tokens read", "K/V on the device"]
+    return _table(heads, rows) + "\n\n" + _environment(result)
+
+
+def long_run() -> str:
+    """The first, middle and last tenth of a long generation."""
+    result = _read("long-run")
+    chosen = [result["rows"][i] for i in (0, len(result["rows"]) // 2, -1)]
+    rows = [
+        [
+            f"{r['stored']:,}",
+            f"{r['ms']:.1f} ms",
+            units.size(r["kv_device_bytes"]),
+            units.size(r["kv_host_bytes"]),
+        ]
+        for r in chosen
+    ]
+    return _table(["tokens stored", "step", "K/V on the device", "K/V on the host"], rows)
+
+
+def perplexity() -> str:
+    """Perplexity, tokens read and time against full's, a row per variant."""
+    result = _read("perplexity")
+    rows = [
+        [
+            ", ".join(re.split("[:,]", row["variant"])),
+            f"{row['perplexity']:.2f}",
+            f"{100 * (row['ratio'] - 1):+.1f} %",
+            f"{100 * row['ratio_standard_error']:.1f} %",
+            f"{row['read_mean']:,.0f}",
+            f"{100 * (1 - row['read_share']):.0f} %",
+            f"{row['read_end']:,.0f}",
+            f"{row['wall_ratio']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    heads = [
+        "mode",
+        "perplexity",
+        "over full",
+        "std. error",
+        "tokens read",
+        "fewer",
+        "read at the end",
+        "times full's time",
+    ]
+    return _table(heads, rows) + "\n\n" + _environment(result)
+
+
+def _read(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    ruler = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
+
+
+def _environment(result: dict[str, Any]) -> str:
+    e = result["environment"]
+    device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
+    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
+
+
+if __name__ == "__main__":
+    print("\n\n".join((claim(), summary(), decode(), passkey(), long_run(), perplexity())))
