@@ -37,26 +37,26 @@ async def take(file: Path) -> None:
 
 
 async def _play(app: KvchatApp, pilot: Pilot[None]) -> None:
-    await _until(pilot, lambda: app.chat.state.phase is Phase.READY)
+    await _until(pilot, lambda: app.controller.state.phase is Phase.READY)
     for text in (TOLD, *(f"Tell me a story about {what}." for what in STORIES)):
         await _answered(app, pilot, text)
-    app.chat.switch("speculative")
+    app.controller.switch("speculative")
     await _answered(app, pilot, ASKED)
     before = _stored(app)
-    await app.chat.ask("Tell me a story about the sea.")
+    await app.controller.ask("Tell me a story about the sea.")
     await _until(pilot, lambda: _stored(app) >= before + 60)
-    app.chat.switch("streaming")
-    await _until(pilot, lambda: _stored(app) >= before + 130 or not app.chat.state.phase.busy)
+    app.controller.switch("streaming")
+    await _until(pilot, lambda: _stored(app) >= before + 130 or not app.controller.state.phase.busy)
 
 
 async def _answered(app: KvchatApp, pilot: Pilot[None], text: str) -> None:
-    await app.chat.ask(text)
-    await _until(pilot, lambda: app.chat.state.phase.busy)
-    await _until(pilot, lambda: not app.chat.state.phase.busy)
+    await app.controller.ask(text)
+    await _until(pilot, lambda: app.controller.state.phase.busy)
+    await _until(pilot, lambda: not app.controller.state.phase.busy)
 
 
 def _stored(app: KvchatApp) -> int:
-    snapshot = app.chat.state.snapshot
+    snapshot = app.controller.state.snapshot
     return snapshot.total if snapshot else 0
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from textual.app import App
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 
+from kvchat.config.modes import mode_infos
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.tui import themes
+from kvchat.tui.actions import bindings, check_keys
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
-from kvchat.tui.palette import Commands
+from kvchat.tui.palette import CommandProvider
 from kvchat.tui.screens.chat import ChatScreen
+from kvchat.tui.screens.help import HelpScreen
 
 
 def run(config: AppConfig) -> int:
@@ -26,21 +30,24 @@ def run(config: AppConfig) -> int:
 
 
 class KvchatApp(App[None]):
-    """Owns the themes and the engine's child process; ``chat`` owns everything on the screen."""
+    """Owns the themes, the keys and the engine's child process; ``chat`` owns everything on the screen.
+
+    ``keys`` holds the changed keys by the id of their action.
+    """
 
     TITLE = "kvchat"
     CSS = "ToastRack { dock: top; align: right top; margin: 1 0 0 0; }"
-    COMMANDS = {Commands}  # noqa: RUF012  (Textual's own declaration)
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "quit", "Quit", show=False, priority=True, id="quit"),
-    ]
+    COMMANDS = {CommandProvider}  # noqa: RUF012  (Textual's own declaration)
+    BINDINGS: ClassVar[list[BindingType]] = bindings("app")
 
     def __init__(self, config: AppConfig) -> None:
         super().__init__()
         self.config = config
         self.client = EngineClient(config.engine_command, config.log_file)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
-        self.chat = ChatScreen(self)
+        self.keys: dict[str, str] = {}
+        self.chat = ChatScreen(config, self.client, self.keys)
+        self.controller = self.chat.controller
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The ribbon's colors where a theme leaves them out."""
@@ -54,6 +61,10 @@ class KvchatApp(App[None]):
         except UsageError as unknown:
             self._theme_problems.append(unknown)
             self.theme = themes.DEFAULT
+        try:
+            self.rebind(self.config.keys)
+        except UsageError as refused:
+            self.notify(str(refused), title="Keys", severity="warning", timeout=12, markup=False)
         self.push_screen(self.chat)
         for wrong in self.config.problems:
             self.notify(wrong, title="Settings", severity="warning", timeout=12, markup=False)
@@ -63,8 +74,37 @@ class KvchatApp(App[None]):
     async def on_unmount(self) -> None:
         await self.client.close()
 
+    def rebind(self, keys: Mapping[str, str]) -> None:
+        """Change keys, given by the id of their action; those not named get their default again.
+
+        Raises:
+            UsageError: an unknown action, an unknown key, or a key that another action has.
+        """
+        check_keys(keys)
+        self.keys.clear()
+        self.keys.update({id: key.lower() for id, key in keys.items()})
+        self.set_keymap(self.keys)
+
+    def action_help(self) -> None:
+        """Show or close the help."""
+        if isinstance(self.screen, HelpScreen):
+            self.screen.dismiss()
+        else:
+            self.push_screen(HelpScreen(mode_infos(), self.keys))
+
+    def action_theme(self, name: str) -> None:
+        """Change the theme; an empty name lists all.
+
+        Raises:
+            UsageError: there is no such theme.
+        """
+        if name:
+            self.use_theme(name)
+        else:
+            self.chat.add_note(f"Themes: {', '.join(self.themes)}   (now {self.theme})")
+
     def use_theme(self, name: str) -> None:
-        """Change the colors.
+        """Change the colors to those of a theme.
 
         Raises:
             UsageError: there is no such theme.

@@ -1,4 +1,4 @@
-"""What the application is started with: plain frozen data, filled by the command line."""
+"""The application's settings: plain frozen data, filled by the command line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from kvchat.protocol.messages import Load, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class AppConfig:
-    """All the application has to know; paths are absolute and need not exist yet.
+    """How the application starts; paths are absolute and need not exist yet.
 
-    ``theme_dirs`` are the user's, beside the bundled themes. ``history_file`` None keeps the prompt history in memory.
-    ``engine_command`` None starts the real engine. ``problems`` are shown once: settings that could not be used.
+    ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
+    ``history_file`` None keeps the prompt history in memory. ``engine_command`` None starts the real engine.
+    ``problems`` are shown once: settings that could not be used.
     """
 
     log_file: Path
@@ -22,6 +23,7 @@ class AppConfig:
     system: str | None = None
     theme: str = "kvchat-dark"
     theme_dirs: tuple[Path, ...] = ()
+    keys: dict[str, str] = field(default_factory=dict)
     history_file: Path | None = None
     engine_command: tuple[str, ...] | None = None
     problems: tuple[str, ...] = ()

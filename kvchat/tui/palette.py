@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
 from kvchat.config.modes import mode_names, registered
-from kvchat.tui.commands import TABLE
+from kvchat.tui.actions import COMMANDS, describe_keys
 
-if TYPE_CHECKING:
-    from kvchat.tui.screens.chat import ChatScreen
+
+class PaletteScreen(Protocol):
+    """What the palette needs of the chat screen."""
+
+    def begin_command(self, line: str) -> None:
+        """Type the beginning of a command into the prompt."""
+
+    async def run_command(self, line: str) -> None:
+        """Run a slash command."""
+
+    def run_worker(self, work: Coroutine[Any, Any, None]) -> object:
+        """Run a coroutine in the background."""
+
+
+class PaletteApp(Protocol):
+    """What the palette needs of the application."""
+
+    chat: PaletteScreen
+    keys: Mapping[str, str]
+    themes: Iterable[str]
 
 
 class Choice(NamedTuple):
@@ -23,16 +41,16 @@ class Choice(NamedTuple):
     run: Callable[[], object]
 
 
-class Commands(Provider):
+class CommandProvider(Provider):
     """Commands that need an argument are typed into the prompt; the others run at once."""
 
     async def discover(self) -> Hits:
-        """All, before anything is typed."""
+        """List all choices, before anything is typed."""
         for choice in self._choices():
             yield DiscoveryHit(choice.title, choice.run, help=choice.doc)
 
     async def search(self, query: str) -> Hits:
-        """Those that match, in title or description."""
+        """Find the choices whose title or description matches."""
         matcher = self.matcher(query)
         for choice in self._choices():
             score = max(matcher.match(choice.title), matcher.match(choice.doc) * 0.5)
@@ -40,14 +58,21 @@ class Commands(Provider):
                 yield Hit(score, matcher.highlight(choice.title), choice.run, help=choice.doc)
 
     def _choices(self) -> Iterator[Choice]:
-        screen: ChatScreen = self.app.chat  # type: ignore[attr-defined]
-        for entry in TABLE.values():
-            doc = f"{entry.doc}  {entry.key}".rstrip()
-            run = (
-                partial(screen.begin_command, f"/{entry.name} ") if entry.usage else partial(screen.command, entry.line)
-            )
-            yield Choice(entry.line, doc, run)
-        for name in mode_names():
-            yield Choice(f"mode {name}", registered()[name].title, partial(screen.command, f"/mode {name}"))
-        for name in screen.kvchat.themes:
-            yield Choice(f"theme {name}", "colors", partial(screen.command, f"/theme {name}"))
+        app = cast("PaletteApp", self.app)
+        return choices(app.chat, app.keys, app.themes)
+
+
+def choices(chat: PaletteScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[Choice]:
+    """All lines of the palette, with the keys in force."""
+
+    def run(line: str) -> None:
+        chat.run_worker(chat.run_command(line))
+
+    for action in COMMANDS.values():
+        doc = f"{action.doc}  {describe_keys(action, keys)}".rstrip()
+        start = partial(chat.begin_command, f"/{action.command} ") if action.usage else partial(run, action.line)
+        yield Choice(action.line, doc, start)
+    for name in mode_names():
+        yield Choice(f"mode {name}", registered()[name].title, partial(run, f"/mode {name}"))
+    for name in themes:
+        yield Choice(f"theme {name}", "colors", partial(run, f"/theme {name}"))

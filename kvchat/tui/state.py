@@ -1,4 +1,4 @@
-"""What the chat screen knows: plain data, changed by the user's actions and the engine's events."""
+"""The state of the chat: plain data, changed by the user's actions and the engine's events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvchat.config.modes import registered
-from kvchat.protocol.messages import Finished, Loaded, Params, Sampling, Snapshot, Stats
+from kvchat.config.modes import mode_infos, registered
+from kvchat.protocol.messages import Finished, Loaded, Params, Price, Sampling, Snapshot, Stats
 from kvchat.tui.conversation import Conversation
 from kvchat.units import count, figure, percent, size
 
@@ -31,10 +31,10 @@ class Phase(Enum):
 
 @dataclass
 class ChatState:
-    """``mode`` and ``params`` are what the engine is in; ``wanted`` is the mode last asked for.
+    """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
 
-    ``given`` are the values given at run time, by the mode they were given for, ``pending`` those the engine has not
-    answered yet, ``later`` those that wait for a mode that has them.
+    ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
+    answered yet, ``later`` those kept for the next mode that has them. ``first_mode`` is that of the answer's start.
     """
 
     conversation: Conversation
@@ -47,26 +47,50 @@ class ChatState:
     later: Params = field(default_factory=dict)
     first_mode: str = ""
     phase: Phase = Phase.LOADING
+    stage: str = ""
     info: Loaded | None = None
     snapshot: Snapshot | None = None
     stats: list[Stats] = field(default_factory=list)
 
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the present mode's parameters."""
+        return tuple(registered()[self.mode].model_fields)
+
+    def enter_phase(self, phase: Phase, stage: str = "") -> None:
+        """Set what the engine is doing."""
+        self.phase, self.stage = phase, stage
+
+    def enter_mode(self, mode: str, params: Params) -> None:
+        """Set the mode and parameters in force; the next F6 counts from them."""
+        self.mode, self.params, self.wanted = mode, params, mode
+
+    def update_params(self, snapshot: Snapshot) -> None:
+        """Take the parameters of a snapshot of the present mode: values chosen by kvchat change while it runs."""
+        if snapshot.mode == self.mode:
+            self.params = snapshot.params
+
+    def clear(self) -> None:
+        """Forget the conversation and its statistics."""
+        self.conversation.clear()
+        self.stats.clear()
+
     def accept(self, mode: str, params: Params) -> None:
-        """The engine is in ``mode`` with these parameters: of what was asked for it took what is among them."""
+        """Keep those pending values that the engine took, as given for ``mode``."""
         taken = {name: value for name, value in self.pending.items() if params.get(name) == value}
         # Behind all others: of values given for several modes the last one counts.
         self.given[mode] = {**self.given.pop(mode, {}), **taken}
         self.pending.clear()
 
     def take_later(self, mode: str) -> Params:
-        """What waits for a mode with such parameters, if ``mode`` has them; it waits no more."""
+        """Remove and return the values kept for a later mode that ``mode`` has."""
         known = registered()[mode].model_fields
         taken = {name: value for name, value in self.later.items() if name in known}
         self.later = {name: value for name, value in self.later.items() if name not in known}
         return taken
 
     def receipt(self, finished: Finished) -> str:
-        """The line under an answer."""
+        """Return the line under an answer."""
         s = finished.stats
         modes = self.mode if self.first_mode in ("", self.mode) else f"{self.first_mode} → {self.mode}"
         parts = [f"{count(s.generated_tokens)} tok"]
@@ -76,17 +100,36 @@ class ChatState:
             parts.append(f"TTFT {figure(s.ttft_s, 's', 2)}")
         parts.append(modes)
         if s.active_tokens is not None:
-            parts.append(f"mean active {count(s.active_tokens)} of {count(s.total_tokens)}")
+            parts.append(f"read {count(s.active_tokens)} of {count(s.total_tokens)} stored")
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)
 
 
-def summary(stats: Iterable[Stats]) -> str:
-    """All answers of this conversation, as an aligned table of numbers."""
+def describe_modes(state: ChatState) -> str:
+    """List all modes, a line each, with the price of entering them."""
+    prices = {price.mode: describe_price(price) for price in state.snapshot.prices} if state.snapshot else {}
+    lines = []
+    for mode in mode_infos():
+        here = "●" if mode.name == state.mode else " "
+        price = f"   ({prices[mode.name]})" if mode.name in prices else ""
+        lines.append(f"{here} {mode.name:<12} {mode.title}{price}")
+    return "\n".join(lines)
+
+
+def describe_price(price: Price) -> str:
+    """Bytes to move and the estimated time."""
+    if price.refusal:
+        return "refused"
+    moved = size(price.moved_bytes)
+    return moved if price.seconds is None else f"{moved} · {figure(1000 * price.seconds, 'ms')}"
+
+
+def summarize(stats: Iterable[Stats]) -> str:
+    """Sum up the answers as an aligned table of numbers."""
     answers = list(stats)
     if not answers:
-        return "No answers yet."
+        return "No answers yet: ask something first."
     rows = [
         ("answers", count(len(answers))),
         ("generated", f"{count(sum(s.generated_tokens for s in answers))} tok"),

@@ -61,6 +61,7 @@ def interest(amount, months):
 That is all there is to it.
 """
 WORDS = ("the", "window", "moves", "and", "older", "pages", "rest", "on", "the", "host")
+MODES = ("full", "freeze", "streaming", "sync", "speculative")
 BUDGETED = {"budget": 512, "sink": 16, "window": 64}
 
 
@@ -201,7 +202,7 @@ class FakeEngine:
             self.speed + self.total % 7 if self.total else None, 0.41 if self.total else None,
             4096.0 if speculative else 0.0, self.recalled, 0.94 if speculative else None, 3 if speculative else 0,
             0.8 if speculative else None, 1.8 if speculative else None, ribbon=ribbon(self.total, self.mode),
-            prices=tuple(messages.Price(m, 3 * 2**20, 2**22, 0.0042) for m in ("streaming", "speculative")),
+            prices=tuple(messages.Price(m, 3 * 2**20, 2**22, 0.0042) for m in MODES if m != self.mode),
             extras={"pages a step": 1.5, "heads corrected": 3} if speculative else {},
             badges=tuple(filter(None, os.environ.get("FAKE_BADGES", "").split("|"))),
         )  # fmt: skip

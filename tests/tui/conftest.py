@@ -1,34 +1,30 @@
-"""The application over a fake engine, and waiting for conditions instead of times."""
+"""The application over a fake engine, and the controller over a fake view and client."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from support.app_driver import wait_for
+from support.fake_view import FakeClient, FakeView
 from textual.pilot import Pilot
 
-from kvchat.config import modes
+from kvchat.protocol.messages import Loaded
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.config import AppConfig
+from kvchat.tui.controller import ChatController
 from kvchat.tui.state import Phase
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_engine.py"))
-PATIENCE_S = 60.0  # for machines that run much else; a condition that comes is not waited for
+LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
 
 Condition = Callable[[], object]
 Until = Callable[[Condition], Awaitable[None]]
 Running = Callable[..., AbstractAsyncContextManager[tuple[KvchatApp, Pilot[None], Until]]]
-
-
-@pytest.fixture(autouse=True)
-def three_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F6 visits full, streaming and speculative here, however many modes are built."""
-    three = {name: modes.registered()[name] for name in ("full", "streaming", "speculative")}
-    monkeypatch.setattr(modes, "registered", lambda: three)
 
 
 @pytest.fixture
@@ -38,6 +34,36 @@ def config(tmp_path: Path) -> AppConfig:
         history_file=tmp_path / "state" / "history",
         engine_command=FAKE_ENGINE,
     )
+
+
+@dataclass
+class Chat:
+    """A controller between a fake view and a fake client."""
+
+    controller: ChatController
+    view: FakeView
+    client: FakeClient
+
+    async def load(self, **changes: object) -> None:
+        """Report a loaded model."""
+        await self.controller.handle(replace(LOADED, **changes))
+
+    async def ask(self, text: str) -> None:
+        await self.controller.ask(text)
+
+    @property
+    def phase(self) -> Phase:
+        return self.controller.state.phase
+
+    @property
+    def turns(self) -> list[str]:
+        return [turn.content for turn in self.controller.state.conversation.turns]
+
+
+@pytest.fixture
+def chat(config: AppConfig) -> Chat:
+    view, client = FakeView(), FakeClient()
+    return Chat(ChatController(config, client, view), view, client)
 
 
 @pytest.fixture
@@ -55,14 +81,7 @@ def running(config: AppConfig) -> Running:
                 await wait_for(pilot, condition)
 
             if ready:
-                await until(lambda: app.chat.state.phase is Phase.READY)
+                await until(lambda: app.controller.state.phase is Phase.READY)
             yield app, pilot, until
 
     return run
-
-
-async def wait_for(pilot: Pilot[None], condition: Condition) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)

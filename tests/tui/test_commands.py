@@ -1,56 +1,120 @@
-"""The one table of commands."""
+"""Slash commands and their arguments."""
 
 from __future__ import annotations
 
 import pytest
+from support.app_driver import finished, notes, texts, typed
 
-from kvchat.config.modes import mode_infos, mode_names
+from kvchat.config.modes import registered
 from kvchat.errors import UsageError
-from kvchat.tui.commands import TABLE, assignments, find, is_command, literal
-from kvchat.tui.screens.help import mode_lines
-
-
-def test_each_command_has_a_line_and_a_doc():
-    for name, entry in TABLE.items():
-        assert entry.line.startswith(f"/{name}")
-        assert entry.doc
-        assert "[" not in entry.line  # the palette reads it as markup
+from kvchat.protocol.messages import Turn
+from kvchat.tui.commands import parse_assignments, parse_literal
+from kvchat.tui.state import Phase
+from kvchat.tui.widgets.bars import ModeBar
+from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
+from kvchat.tui.widgets.panels import KvColumn
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("512", 512), ("0.8", 0.8), ("yes", True), ("off", False), ("word", "word"), ("-1.1", -1.1)]
 )
 def test_literals(text, value):
-    assert literal(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "command"),
-    [
-        ("/mode full", True),
-        ("/no-such-thing", True),
-        ("//literal", False),
-        ("/system a\nb", True),
-        ("/etc/hosts:\n1 localhost", False),
-        ("what is /mode", False),
-    ],
-)
-def test_what_is_a_command(text, command):
-    assert is_command(text) is command
+    assert parse_literal(text) == value
 
 
 def test_assignments_need_an_equals_sign():
-    assert assignments(["budget=512", "first_full=no"]) == {"budget": 512, "first_full": False}
+    assert parse_assignments(["budget=512", "first_full=no"]) == {"budget": 512, "first_full": False}
     with pytest.raises(UsageError, match="key=value"):
-        assignments(["512"])
+        parse_assignments(["512"])
 
 
-def test_unknown_commands_name_the_nearest():
-    with pytest.raises(UsageError, match='Did you mean "budget"'):
-        find("buget")
+async def test_rebuild_says_what_was_computed_anew(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "hello there")
+        await until(lambda: finished(app))
+        await typed(pilot, "/rebuild")
+        await until(lambda: any("Recomputed 12 tokens in 0.2 s" in text for text in texts(app.chat.query(Note))))
+        await until(lambda: app.controller.state.phase is Phase.READY)
 
 
-def test_help_lists_every_mode_with_its_parameters():
-    lines = dict(mode_lines(mode_infos()))
-    assert set(mode_names()) <= set(lines)
-    assert "  tau" in lines
+async def test_a_refused_switch_says_why_and_changes_nothing(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "/mode speculative budget=64")
+        await until(lambda: app.chat.query(Problem))
+        assert "smaller than sink 16 plus window 64" in app.chat.query_one(Problem).error.detail
+        assert app.controller.state.mode == "full"
+
+
+@pytest.mark.parametrize("mode", registered())
+async def test_every_mode_is_listed_and_can_be_entered(running, mode):
+    async with running() as (app, pilot, until):
+        await typed(pilot, f"/mode {mode}")
+        await until(lambda: app.chat.query(SwitchNote))
+        await until(lambda: app.controller.state.mode == mode)
+        await typed(pilot, "/mode")
+        await until(lambda: any(f"● {mode} " in text and registered()[mode].title in text for text in notes(app)))
+
+
+async def test_mode_parameters_by_command(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "/mode speculative tau=0.7")
+        await until(lambda: app.controller.state.params.get("tau") == 0.7)
+        await typed(pilot, "/budget 1024")
+        await until(lambda: app.controller.state.params["budget"] == 1024)
+        await typed(pilot, "/sink 32")
+        await until(lambda: app.controller.state.params["sink"] == 32)
+        await typed(pilot, "/window 128")
+        await until(lambda: app.controller.state.params["window"] == 128)
+        await typed(pilot, "/set tau 0.9")
+        await until(lambda: app.controller.state.params["tau"] == 0.9)
+        assert app.chat.query_one(ModeBar).params["budget"] == 1024
+
+
+async def test_sampling_by_command(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "/set temperature 0.2")
+        await until(lambda: app.controller.state.sampling.temperature == 0.2)
+        await typed(pilot, "/set temprature 1")
+        await until(lambda: app.chat.query(Problem))
+        assert 'Did you mean "temperature"?' in app.chat.query_one(Problem).error.detail
+
+
+async def test_unknown_command_names_the_nearest(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "/hepl")
+        await until(lambda: app.chat.query(Problem))
+        assert 'Did you mean "help"?' in app.chat.query_one(Problem).error.detail
+
+
+async def test_system_stats_theme_copy_panels(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "/system be brief")
+        await until(lambda: app.controller.state.conversation.system == "be brief")
+        await typed(pilot, "hello")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.command(app.controller.state.sampling).turns[0] == Turn(
+            "system", "be brief"
+        )
+        await typed(pilot, "/copy")
+        await until(lambda: app.clipboard.startswith("Section 3"))
+        await typed(pilot, "/stats")
+        await until(lambda: any("generated" in text for text in texts(app.chat.query(Note))))
+        await typed(pilot, "/theme kvchat-light")
+        await until(lambda: app.theme == "kvchat-light")
+        assert app.chat.query_one(KvColumn).display
+        await typed(pilot, "/panels")
+        await until(lambda: not app.chat.query_one(KvColumn).display)
+        await pilot.press("f7")
+        await until(lambda: app.chat.query_one(KvColumn).display)
+
+
+async def test_a_budget_given_in_full_counts_from_the_next_mode_on(running):
+    async with running() as (app, pilot, until):
+        await until(lambda: app.controller.state.phase is Phase.READY)
+        await typed(pilot, "/budget 96")
+        await until(lambda: any("96 counts from the next mode" in text for text in texts(app.chat.query(Note))))
+        assert not app.chat.query(Problem)
+        await typed(pilot, "/mode streaming")
+        await until(lambda: app.controller.state.mode == "streaming")
+        assert app.controller.state.params["budget"] == 96
+        assert app.controller.state.later == {}

@@ -1,48 +1,43 @@
-"""The chat screen: composes the widgets, takes the user's actions and hands the engine's events on."""
+"""The chat screen: composes the widgets, passes the user's wishes to the controller and shows what it reports."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.notifications import SeverityLevel
+from textual.css.query import NoMatches
 from textual.screen import Screen
-from textual.widget import Widget
+from textual.widget import MountError, Widget
 from textual.widgets import Static
 
-from kvchat.config import modes
-from kvchat.errors import EngineError, KvchatError, UsageError
-from kvchat.protocol.messages import Command, Params, Peek, Rebuild, Stop, Switch
-from kvchat.tui import commands
-from kvchat.tui.conversation import Conversation
+from kvchat.errors import KvchatError
+from kvchat.protocol.messages import Snapshot, Switched
+from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.client import EngineClient
+from kvchat.tui.config import AppConfig
+from kvchat.tui.controller import ChatController
 from kvchat.tui.history import PromptHistory
-from kvchat.tui.screens.events import EngineEvents
-from kvchat.tui.screens.help import HelpScreen
-from kvchat.tui.state import ChatState, Phase
+from kvchat.tui.state import ChatState
+from kvchat.tui.view import Severity
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
-from kvchat.tui.widgets.messages import Note, Problem, Question
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn, price_text
+from kvchat.tui.widgets.messages import Answer, Note, Problem, Question, SwitchNote
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
 from kvchat.tui.widgets.transcript import NewLines, Transcript, Welcome
 
-if TYPE_CHECKING:
-    from kvchat.tui.app import KvchatApp
-
 QUIT_WINDOW_S = 2.0
-PEEK_TOKENS = 128  # more than a line holds
-WELCOME = "Ask something. Everything said stays stored; F6 changes how much of it the model reads, even mid-answer."
 
 
 class ChatScreen(Screen[None]):
-    """One conversation with one engine."""
+    """The ``ChatView`` of one controller; ``keys`` are the changed keys by the id of their action."""
 
     CSS_PATH = "chat.tcss"
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (Textual declares it)
@@ -53,31 +48,14 @@ class ChatScreen(Screen[None]):
     ]
     VERTICAL_BREAKPOINTS = [(0, "-flat"), (12, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = "Prompt"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "escape", "stop", key_display="esc", id="stop"),
-        Binding("ctrl+c", "interrupt", "Copy or stop", show=False, priority=True, id="interrupt"),
-        Binding("f5", "regenerate", "Again", show=False, priority=True, id="regenerate"),
-        Binding("f6", "mode(1)", "mode", key_display="F6", priority=True, id="mode.next"),
-        Binding("shift+f6", "mode(-1)", "Mode back", show=False, priority=True, id="mode.previous"),
-        Binding("f7", "panels", "panels", key_display="F7", priority=True, id="panels"),
-        Binding("ctrl+n", "new", "New", show=False, priority=True, id="new"),
-        Binding("ctrl+p", "app.command_palette", "palette", key_display="^P", priority=True, id="palette"),
-        Binding("f1", "help", "help", key_display="F1", priority=True, id="help"),
-        Binding("pageup", "scroll_transcript(-1)", show=False, priority=True, id="page.up"),
-        Binding("pagedown", "scroll_transcript(1)", show=False, priority=True, id="page.down"),
-        Binding("ctrl+end", "newest", show=False, priority=True, id="newest"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("chat")
 
-    def __init__(self, app: KvchatApp) -> None:
+    def __init__(self, config: AppConfig, client: EngineClient, keys: Mapping[str, str]) -> None:
         super().__init__()
-        config = app.config
-        self.kvchat = app
-        self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
-        self.queued: Question | None = None
-        self.events = EngineEvents(self)
+        self.controller = ChatController(config, client, self)
+        self._keys = keys
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
-        self._log_told = False
 
     def compose(self) -> ComposeResult:
         yield ModeBar()
@@ -94,142 +72,73 @@ class ChatScreen(Screen[None]):
         yield Static(id="too-small")
 
     async def on_mount(self) -> None:
-        self.query_one(ModeBar).mode = self.state.mode
-        await self.query_one(Transcript).add(Welcome(WELCOME))
-        self.run_worker(self.events.listen(), name="events")
-        self.call_after_refresh(self._first_start)
+        self.show_state(self.controller.state)
+        await self._transcript.add(self._welcome())
+        self.run_worker(self._listen(), name="events")
+        self.call_after_refresh(self.controller.start)
 
     def on_resize(self) -> None:
         size = self.app.size
-        self.query_one("#too-small", Static).update(f"kvchat needs 40x12, here are {size.width}x{size.height}")
+        text = f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it"
+        self.query_one("#too-small", Static).update(text)
 
-    # ---- what the user does ----------------------------------------------------------------------
+    # ---- what the user asks for ------------------------------------------------------------------
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        """Enter: a command, or a question."""
+        """Run a command, or ask a question."""
         text = message.text
         if not text.strip():
             self.toast("There is nothing to send yet: type a question first.", severity="warning")
-        elif commands.is_command(text):
-            self._accept()
-            await self._attempt(commands.run(self, text.strip()))
+        elif is_command(text):
+            self._accept_prompt()
+            await self.run_command(text.strip())
         else:
-            await self.ask(text.removeprefix("/") if text.startswith("//") else text)
+            with self._refusals_as_toasts():
+                await self.controller.ask(text.removeprefix("/") if text.startswith("//") else text)
 
-    async def ask(self, text: str) -> None:
-        """Send a question, or queue it while the engine is loading or answering."""
-        if self.queued is not None:
-            self.toast("One question is waiting already; it is sent as soon as the engine is ready.")
-            return
-        self._accept()
-        await self.transcript.query(Welcome).remove()
-        ready, down = self.state.phase is Phase.READY, self.state.phase is Phase.DOWN
-        question = Question(text, queued=not ready)
-        if not ready:
-            # Before anything is awaited: an engine that becomes ready meanwhile looks for it once.
-            self.queued = question
-        await self.transcript.add(question)
-        if ready:
-            await self.events.begin_answer(question)
-        elif down:
-            await self.restart()
-
-    def command(self, line: str) -> None:
-        """Run a slash command that was not typed (the palette)."""
-        self.run_worker(self._attempt(commands.run(self, line)))
+    async def run_command(self, line: str) -> None:
+        """Run a slash command; a refusal is shown in the transcript."""
+        try:
+            action, argument = parse_command(line)
+            if action.run:
+                await action.run(self.controller, argument)
+            else:
+                namespace, _, name = action.action.rpartition(".")
+                await self.app.run_action((namespace, name, (argument,) if action.usage else ()), self)
+        except KvchatError as error:
+            self.add_error(error)
 
     def begin_command(self, line: str) -> None:
-        """Type the beginning of a command for the user."""
+        """Type the beginning of a command into the prompt."""
         prompt = self.query_one(Prompt)
         prompt.load_text(line)
         prompt.move_cursor(prompt.document.end)
         prompt.focus()
 
-    def stop(self) -> None:
-        """Ask for the end of the answer; what there is of it stays."""
-        if self.state.phase.busy:
-            self.send(Stop())
+    async def action_run(self, id: str) -> None:
+        """Run an action of the table by its key; a refusal is a toast."""
+        run = BY_ID[id].run
+        assert run is not None, f"{id} names a Textual action"
+        with self._refusals_as_toasts():
+            await run(self.controller, "")
 
-    def switch(self, mode: str, params: Params | None = None) -> None:
-        """Ask for another mode or other parameters; works in the middle of an answer.
-
-        Raises:
-            UsageError: an unknown mode, an unknown parameter or a value out of range.
-        """
-        target = mode or self.state.mode
-        modes.parse(target, params or {})
-        if self.state.info is None:
-            raise UsageError("The model is not loaded yet.", "Modes can be changed as soon as it is.")
-        if self.state.phase is Phase.DOWN:
-            raise UsageError("The engine is down.", "/restart or the next question starts it again.")
-        asked = {**self.state.take_later(target), **(params or {})}
-        self.state.wanted = target
-        self.state.pending |= asked
-        self.send(Switch(mode, asked))
-
-    def rebuild(self) -> None:
-        """Compute anew what was computed with less context.
-
-        Raises:
-            UsageError: an answer is under way, or there is no engine.
-        """
-        if self.state.phase is not Phase.READY:
-            raise UsageError("The engine is busy.", "Stop it with Esc first.")
-        self.show_phase(Phase.PREFILL)
-        self.send(Rebuild())
-
-    def copy(self, text: str) -> None:
-        """To the clipboard by OSC 52, which a terminal may ignore without a word."""
-        self.app.copy_to_clipboard(text)
-        self.toast(f"Sent {len(text):,} characters to the terminal's clipboard (OSC 52).", title="Copied")
-
-    async def restart(self) -> None:
-        """A fresh engine in the mode at hand; the conversation is kept, what was stored of it is read again."""
-        await self.events.abandon()
-        self.query_one(Ribbon).clear()
-        self.show_phase(Phase.LOADING)
-        await self._start(self.kvchat.client.restart())
-
-    # ---- actions (keys) --------------------------------------------------------------------------
-
-    def action_escape(self) -> None:
-        """Stop, else back to the prompt."""
-        self.stop()
+    def action_stop(self) -> None:
+        """Stop the answer and focus the prompt."""
+        self.controller.stop()
         self.query_one(Prompt).focus()
 
     def action_interrupt(self) -> None:
-        """Copy what is selected, else stop, else quit when pressed twice."""
+        """Copy the selection, else stop the answer, else quit when pressed twice."""
         selected = self.query_one(Prompt).selected_text or self.get_selected_text()
         if selected:
             self.copy(selected)
-        elif self.state.phase.busy:
-            self.stop()
+        elif self.controller.state.phase.busy:
+            self.controller.stop()
         elif monotonic() - self._quit_armed < QUIT_WINDOW_S:
             self.app.exit()
         else:
             self._quit_armed = monotonic()
-            self.toast("Press Ctrl+C again to quit.", timeout=QUIT_WINDOW_S)
-
-    async def action_regenerate(self) -> None:
-        """Ask the last question again in place of its answer."""
-        if self.state.phase is not Phase.READY:
-            self.toast("The engine is busy: stop it with Esc first.", severity="warning")
-        elif not self.state.conversation.reopen():
-            self.toast("There is no question to answer again.", severity="warning")
-        else:
-            for answer in self.transcript.answers()[-1:]:
-                await answer.remove()
-            await self.events.begin_again()
-
-    def action_mode(self, step: int) -> None:
-        """The next or previous mode, counted from the one last asked for."""
-        names = modes.mode_names()
-        here = self.state.wanted or self.state.mode
-        index = names.index(here) + step if here in names else 0
-        try:
-            self.switch(names[index % len(names)])
-        except UsageError as error:
-            self.toast(str(error), severity="warning")
+            self.toast(f"Press {self._key('interrupt')} again to quit.", timeout=QUIT_WINDOW_S)
 
     def action_panels(self) -> None:
         """Show or hide the panel columns."""
@@ -237,29 +146,16 @@ class ChatScreen(Screen[None]):
         self.set_class(not shown, "panels-on")
         self.set_class(shown, "panels-off")
 
-    async def action_new(self) -> None:
-        """Forget the conversation; a running answer is stopped."""
-        self.stop()
-        self.events.forget()
-        await self.transcript.clear()
-        await self.transcript.add(Welcome(WELCOME))
-
-    def action_help(self) -> None:
-        """Keys, commands and modes."""
-        self.app.push_screen(HelpScreen(modes.mode_infos()))
-
     def action_newest(self) -> None:
-        """Follow the newest line again."""
-        self.transcript.jump_to_end()
+        """Scroll to the newest line and follow it."""
+        self._transcript.jump_to_end()
 
-    def action_scroll_transcript(self, direction: int) -> None:
-        """One page, wherever the focus is."""
+    def action_page(self, direction: int) -> None:
+        """Scroll the transcript by a page, wherever the focus is."""
         if direction < 0:
-            self.transcript.scroll_page_up(animate=False)
+            self._transcript.scroll_page_up(animate=False)
         else:
-            self.transcript.scroll_page_down(animate=False)
-
-    # ---- what widgets ask for --------------------------------------------------------------------
+            self._transcript.scroll_page_down(animate=False)
 
     def on_transcript_below(self, message: Transcript.Below) -> None:
         self.query_one(NewLines).show(message.lines)
@@ -268,95 +164,110 @@ class ChatScreen(Screen[None]):
         self.action_newest()
 
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
-        if self.state.info is not None:
-            self.send(Peek(message.start, min(message.end, message.start + PEEK_TOKENS)))
+        self.controller.peek(message.start, message.end)
 
-    # ---- for the commands and the events ---------------------------------------------------------
+    # ---- ChatView --------------------------------------------------------------------------------
 
-    @property
-    def transcript(self) -> Transcript:
-        """Where the messages are."""
-        return self.query_one(Transcript)
+    async def add_question(self, text: str, queued: bool) -> Question:
+        self._accept_prompt()
+        await self._transcript.query(Welcome).remove()
+        return await self._transcript.add(Question(text, queued))
 
-    def say(self, text: str | Content) -> None:
-        """A quiet note in the transcript."""
-        self.show_message(Note(text))
+    async def add_answer(self, replace: bool = False) -> Answer:
+        for answer in self._transcript.answers()[-1:] if replace else ():
+            await answer.remove()
+        return await self._transcript.add(Answer())
 
-    def show_error(self, error: KvchatError) -> None:
-        """An error block in the transcript."""
-        self.show_message(Problem(error))
+    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchNote:
+        if switched.before != switched.mode:
+            self.query_one(Ribbon).mark(switched.total, switched.mode)
+            self.query_one(Timeline).mark()
+        return await self._transcript.add(SwitchNote(switched, speed))
 
-    def show_message(self, widget: Widget) -> None:
-        """Mount without waiting, in the order of the calls."""
-        self.run_worker(self.transcript.add(widget), group="messages")
+    def add_note(self, text: str, struck: str = "") -> None:
+        self._add(Note(Content.assemble(text, (struck, "strike dim")) if struck else text))
 
-    def toast(self, text: str, title: str = "", severity: SeverityLevel = "information", timeout: float = 5.0) -> None:
-        """A short notice in the corner; brackets in it are no markup."""
+    def add_error(self, error: KvchatError) -> None:
+        self._add(Problem(error))
+
+    def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
         self.app.notify(text, title=title, severity=severity, timeout=timeout, markup=False)
 
-    def send(self, command: Command) -> None:
-        """Hand a command to the engine; one too long is shown as an error."""
-        try:
-            self.kvchat.client.send(command)
-        except UsageError as error:
-            self.show_error(error)
+    def log_event(self, text: str) -> None:
+        self.query_one(DetailColumn).log_event(text)
 
-    def mode_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters of the mode at hand."""
-        return tuple(modes.registered()[self.state.mode].model_fields)
-
-    def modes_text(self) -> str:
-        """All modes, a line each, with what entering them would move."""
-        prices = {price.mode: price_text(price) for price in self.state.snapshot.prices} if self.state.snapshot else {}
-        lines = []
-        for mode in modes.mode_infos():
-            here = "●" if mode.name == self.state.mode else " "
-            price = f"   ({prices[mode.name]})" if mode.name in prices else ""
-            lines.append(f"{here} {mode.name:<12} {mode.title}{price}")
-        return "\n".join(lines)
-
-    def set_mode(self, mode: str, params: Params) -> None:
-        """What the engine is in now."""
-        self.state.mode, self.state.params, self.state.wanted = mode, params, mode
+    def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
-        bar.mode, bar.params = mode, params
+        bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
+        bar.mode, bar.params = state.mode, state.params
 
-    def show_phase(self, phase: Phase, stage: str = "") -> None:
-        """What the engine is doing now."""
-        self.state.phase = phase
-        bar = self.query_one(ModeBar)
-        bar.phase, bar.stage = phase, stage
+    def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
+        if snapshot is None:
+            self.query_one(Ribbon).clear()
+            return
+        self.query_one(Ribbon).snapshot = snapshot
+        self.query_one(StatusBar).add(snapshot, answering)
+        self.query_one(KvColumn).show(snapshot)
+        self.query_one(DetailColumn).show(snapshot)
 
-    def clear_instruments(self) -> None:
-        """The ribbon and the timeline begin anew."""
+    def show_page_text(self, start: int, text: str) -> None:
+        self.query_one(Ribbon).show_text(start, text)
+
+    def restore_prompt(self, text: str) -> None:
+        self.query_one(Prompt).restore(text)
+
+    def copy(self, text: str) -> None:
+        """Copy by OSC 52, which a terminal may ignore without an answer."""
+        self.app.copy_to_clipboard(text)
+        self.toast(f"Sent {len(text):,} characters to the terminal's clipboard (OSC 52).", title="Copied")
+
+    async def clear(self) -> None:
         self.query_one(Ribbon).clear()
         self.query_one(Timeline).clear()
+        await self._transcript.clear()
+        await self._transcript.add(self._welcome())
 
-    async def _first_start(self) -> None:
-        await self._start(self.kvchat.client.start())
+    # ---- helpers ---------------------------------------------------------------------------------
 
-    async def _start(self, starting: Coroutine[Any, Any, None]) -> None:
-        """Start the engine and load; a model that cannot be loaded is the engine's to tell."""
-        try:
-            await starting
-        except EngineError as error:
-            self.show_phase(Phase.DOWN)
-            self.show_error(error)
-            return
-        problem = self.kvchat.client.log_problem
-        if problem and not self._log_told:
-            self._log_told = True
-            self.toast(f"{problem} Its messages are dropped.", title="Log", severity="warning", timeout=10)
-        self.send(replace(self.kvchat.config.load, mode=self.state.mode, given=self.state.given))
+    @property
+    def _transcript(self) -> Transcript:
+        return self.query_one(Transcript)
 
-    def _accept(self) -> None:
+    def _add(self, widget: Widget) -> None:
+        """Mount without waiting, in the order of the calls."""
+        self.run_worker(self._transcript.add(widget), group="messages")
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            f"Ask something. Everything stays stored; {self._key('mode.next')} changes how much of it the model reads,"
+            f" even during an answer. {self._key('help')} lists all keys and commands."
+        )
+
+    def _key(self, id: str) -> str:
+        return describe_keys(BY_ID[id], self._keys)
+
+    def _accept_prompt(self) -> None:
         try:
             self.query_one(Prompt).accept()
         except OSError as error:
             self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
-    async def _attempt(self, doing: Awaitable[None]) -> None:
+    async def _listen(self) -> None:
+        with self._missing_widgets_ignored_at_exit():
+            await self.controller.listen()
+
+    @contextmanager
+    def _refusals_as_toasts(self) -> Iterator[None]:
         try:
-            await doing
+            yield
         except KvchatError as error:
-            self.show_error(error)
+            self.toast(str(error), severity="warning")
+
+    @contextmanager
+    def _missing_widgets_ignored_at_exit(self) -> Iterator[None]:
+        """While the application closes, widgets vanish under a running handler."""
+        try:
+            yield
+        except (NoMatches, MountError):
+            if self.app.is_running:
+                raise

@@ -1,8 +1,8 @@
-"""Help: keys, commands and modes, from the tables they are defined in."""
+"""Help: keys, commands and modes, from the tables that define them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from rich.table import Table
@@ -14,27 +14,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from kvchat.config.modes import ModeInfo
-from kvchat.tui.commands import TABLE
-
-KEYS = (
-    ("Enter", "send"),
-    ("Ctrl+J", "newline (Shift+Enter where the terminal knows it)"),
-    ("Esc", "stop the answer and keep what there is; else back to the prompt"),
-    ("Ctrl+C", "copy the selection; else stop; twice: quit"),
-    ("F5", "answer the last question again"),
-    ("F6 / Shift+F6", "next / previous KV mode, also in the middle of an answer"),
-    ("F7", "show or hide the panels"),
-    ("Up / Down", "earlier and later prompts, at the first and last line"),
-    ("PgUp / PgDn", "scroll the transcript; Ctrl+End follows the newest again"),
-    ("Tab", "to the transcript and the ribbon; there ← → show the stored text"),
-    ("Ctrl+N", "new conversation"),
-    ("Ctrl+P", "command palette"),
-    ("Ctrl+Q", "quit"),
-)
+from kvchat.tui.actions import ACTIONS, COMMANDS, describe_keys
 
 
 class HelpScreen(ModalScreen[None]):
-    """Scrolls; Esc, F1 or q closes it."""
+    """Scrolls; Esc, q or the key of help closes it."""
 
     CSS = """
     HelpScreen { align: center middle; }
@@ -46,25 +30,30 @@ class HelpScreen(ModalScreen[None]):
     HelpScreen .title { color: $primary; text-style: bold; margin: 0; }
     HelpScreen Static { margin: 0 0 1 0; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", "Close", id="help.close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close", id="help.close")]
 
-    def __init__(self, modes: tuple[ModeInfo, ...]) -> None:
+    def __init__(self, modes: tuple[ModeInfo, ...], keys: Mapping[str, str]) -> None:
         super().__init__()
         self._modes = modes
+        self._keys = keys
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = "kvchat help"
             box.border_subtitle = "Esc closes"
             color = self.app.theme_variables["accent"]
-            commands = [(entry.line, entry.doc) for entry in TABLE.values()]
-            for title, rows in (("Keys", KEYS), ("Commands", commands), ("KV modes", mode_lines(self._modes))):
+            sections = (
+                ("Keys", key_rows(self._keys)),
+                ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
+                ("KV modes", mode_rows(self._modes)),
+            )
+            for title, rows in sections:
                 yield Static(title, classes="title")
                 yield Static(table(rows, color))
 
 
 def table(rows: Iterable[tuple[str, str]], color: str) -> Table:
-    """Two columns, the second wraps within itself."""
+    """Lay out two columns; text wraps in the second."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style=color)
     grid.add_column()
@@ -73,8 +62,13 @@ def table(rows: Iterable[tuple[str, str]], color: str) -> Table:
     return grid
 
 
-def mode_lines(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
-    """Each mode and its parameters."""
+def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The keys in force, where ``rebound`` holds the changed ones by id of their action."""
+    return [(describe_keys(action, rebound), action.doc) for action in ACTIONS if action.keys]
+
+
+def mode_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
+    """Each mode followed by its parameters."""
     rows = []
     for mode in modes:
         rows.append((mode.name, mode.title))

@@ -9,6 +9,8 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from kvchat.protocol.messages import Loaded, Params, Snapshot
+from kvchat.tui.actions import BY_ID, HINTED
+from kvchat.tui.keys import hint_key
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets import badges
 from kvchat.units import bars, figure, percent, size
@@ -112,30 +114,21 @@ class StatusBar(Widget):
 
 
 class KeyHints(Widget):
-    """The keys that matter now, from the bindings themselves, so that a keymap changes them too."""
+    """The keys that matter now, from the bindings in force."""
 
     DEFAULT_CSS = "KeyHints { height: 1; color: $text-muted; }"
-    ORDER = (
-        "prompt.send",
-        "prompt.newline",
-        "ribbon.left",
-        "ribbon.right",
-        "stop",
-        "mode.next",
-        "panels",
-        "palette",
-        "help",
-    )
 
     def on_mount(self) -> None:
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
 
     def render(self) -> Content:
-        """Key and word of each, as many as fit."""
-        shown = {active.binding.id: active.binding for active in self.screen.active_bindings.values()}
+        """Show key and word of each, as many as fit."""
+        keys: dict[str, str] = {}
+        for active in self.screen.active_bindings.values():
+            keys.setdefault(active.binding.id or "", active.binding.key)
         line = Content("")
-        for key in (shown[name] for name in self.ORDER if name in shown):
-            word = Content.assemble((f" {key.key_display or key.key}", "bold $primary"), f" {key.description} ")
+        for id in (id for id in HINTED if id in keys):
+            word = Content.assemble((f" {hint_key(keys[id])}", "bold $primary"), f" {BY_ID[id].hint} ")
             if line.cell_length + word.cell_length > self.size.width:
                 break
             line += word

@@ -14,11 +14,12 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from kvchat.config.modes import mode_names
-from kvchat.protocol.messages import RIBBON, Gpu, Params, Price, Snapshot
+from kvchat.protocol.messages import RIBBON, Gpu, Params, Snapshot
+from kvchat.tui.state import describe_price
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.units import MISSING, count, figure, percent, seconds, size
+from kvchat.units import MISSING, count, figure, percent, size
 
 Rows = list[tuple[str, str]]
 MAX_EVENTS = 200
@@ -46,18 +47,10 @@ def packed(rows: Rows) -> Rows:
 
 
 def price_rows(snapshot: Snapshot) -> Rows:
-    """What the next mode would cost, before F6 is pressed."""
+    """What switching to the next mode would cost."""
     modes = mode_names()
     after = modes[(modes.index(snapshot.mode) + 1) % len(modes)] if snapshot.mode in modes else ""
-    return [(f"F6 → {price.mode}", price_text(price)) for price in snapshot.prices if price.mode == after]
-
-
-def price_text(price: Price) -> str:
-    """Bytes to move and how long it will take about."""
-    if price.refusal:
-        return "refused"
-    moved = size(price.moved_bytes)
-    return moved if price.seconds is None else f"{moved} · {seconds(price.seconds)}"
+    return [(f"next → {price.mode}", describe_price(price)) for price in snapshot.prices if price.mode == after]
 
 
 def context_rows(s: Snapshot) -> Rows:

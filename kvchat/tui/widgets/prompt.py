@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+from kvchat.tui.actions import bindings
 from kvchat.tui.history import PromptHistory
 from kvchat.units import size
 
-NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
 FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would block for many seconds
 
 
@@ -25,10 +25,7 @@ class Prompt(TextArea):
              background: transparent; scrollbar-size-vertical: 1; }
     Prompt:focus { border: round $primary; background: transparent; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "send", key_display="⏎", id="prompt.send"),
-        Binding(",".join(NEWLINE_KEYS), "newline", "newline", key_display="^J", id="prompt.newline"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("prompt")
 
     @dataclass
     class Sent(Message):
@@ -91,12 +88,12 @@ class Prompt(TextArea):
             self._show(entry)
 
     async def _on_key(self, event: events.Key) -> None:
-        """Enter and newline in the order they were typed; a binding runs in the app, after keys typed later."""
-        action = {"enter": self.action_send, **dict.fromkeys(NEWLINE_KEYS, self.action_newline)}.get(event.key)
-        if action is not None:
+        """Send and newline in the order of the keys; a binding would run after keys that were typed later."""
+        active = self.screen.active_bindings.get(event.key)
+        if active is not None and (active.binding.id or "").startswith("prompt."):
             event.stop()
             event.prevent_default()
-            action()
+            await self.run_action(active.binding.action)
 
     async def _on_paste(self, event: events.Paste) -> None:
         """Literally, newlines and all; a large one as a placeholder that is expanded when sent."""

@@ -12,13 +12,14 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
 from kvchat.protocol.messages import RIBBON, Snapshot
+from kvchat.tui.actions import bindings
 from kvchat.units import count, short
 
 GLYPHS = {"S": "▓", "W": "▒", "D": "█", "R": "▲", "H": "░", "F": "·", "X": "╌"}
@@ -84,12 +85,7 @@ class Ribbon(Widget, can_focus=True):
     Ribbon > .ribbon--label { color: $foreground 70%; text-style: bold; }
     Ribbon > .ribbon--text { color: $foreground; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left", "move(-1)", "earlier", key_display="←", id="ribbon.left"),
-        Binding("right", "move(1)", "later", key_display="→", id="ribbon.right"),
-        Binding("home", "move(-100000)", "First", show=False, id="ribbon.first"),
-        Binding("end", "move(100000)", "Last", show=False, id="ribbon.last"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("ribbon")
 
     snapshot: reactive[Snapshot | None] = reactive(None)
     cursor: reactive[int] = reactive(0)

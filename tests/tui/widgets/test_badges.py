@@ -48,6 +48,6 @@ async def test_the_panels_tell_the_reasons(running, monkeypatch):
 
 async def test_without_badges_nothing_is_there(running):
     async with running(size=(120, 40)) as (app, _pilot, until):
-        await until(lambda: app.chat.state.snapshot)
+        await until(lambda: app.controller.state.snapshot)
         assert not app.chat.query_one(Badges).display
         assert GLYPH not in app.chat.query_one(StatusBar).render().plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from support.app_driver import finished, prompt
 from textual import events
 
 from kvchat.tui.widgets.prompt import FOLD_CHARACTERS, Prompt
@@ -20,7 +21,7 @@ async def test_a_multi_line_paste_is_literal_and_not_sent(running):
         prompt = paste(app, "one\r\ntwo\rthree\n")
         await until(lambda: prompt.text)
         assert prompt.text == "one\ntwo\nthree\n"
-        assert app.chat.state.conversation.turns == []
+        assert app.controller.state.conversation.turns == []
 
 
 async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
@@ -33,8 +34,8 @@ async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
         assert time.monotonic() - begun < 5
         prompt.insert(" what is this?")
         await pilot.press("enter")
-        await until(lambda: app.chat.state.stats)
-        assert app.chat.state.conversation.turns[0].content == text + " what is this?"
+        await until(lambda: app.controller.state.stats)
+        assert app.controller.state.conversation.turns[0].content == text + " what is this?"
 
 
 async def test_two_large_pastes_of_one_size_stay_apart(running):
@@ -54,3 +55,23 @@ async def test_a_text_given_back_does_not_overwrite_what_was_begun(running):
         assert prompt.text == "question"
         prompt.restore("another")
         assert prompt.text == "question"
+
+
+async def test_keys_typed_fast_arrive_in_order(running):
+    async with running() as (app, _pilot, until):
+        for character in "hello there":
+            app.post_message(events.Key({" ": "space"}.get(character, character), character))
+        app.post_message(events.Key("enter", "\r"))
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == "hello there"
+
+
+async def test_newlines_and_history(running):
+    async with running() as (app, pilot, until):
+        await pilot.press("a", "ctrl+j", "b", "enter")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == "a\nb"
+        await pilot.press("d", "up")
+        assert prompt(app).text == "a\nb"
+        await pilot.press("down")
+        assert prompt(app).text == "d"

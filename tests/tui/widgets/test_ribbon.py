@@ -7,10 +7,11 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.app_driver import finished, prompt, typed
 
 from kvchat.protocol.messages import RIBBON
 from kvchat.tui.widgets.panels import legend
-from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, TICK, columns_of, squeeze, tokens_of
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, TICK, Ribbon, columns_of, squeeze, tokens_of
 
 
 def test_every_state_has_its_own_glyph_and_colour():
@@ -59,3 +60,19 @@ def test_a_token_lies_in_the_column_that_shows_it():
 
 def test_nothing_stored_has_no_tokens():
     assert tokens_of(0, 32, 0, 80, 0) == (0, 0)
+
+
+async def test_the_ribbon_shows_the_text_under_its_cursor(running, monkeypatch):
+    monkeypatch.setenv("FAKE_REPEAT", "100")
+    async with running() as (app, pilot, until):
+        await typed(pilot, "alpha beta")
+        await until(lambda: finished(app))
+        ribbon = app.chat.query_one(Ribbon)
+        ribbon.focus()
+        await until(lambda: ribbon.page_text.startswith("alpha beta alpha"))
+        await pilot.press("right")
+        await until(lambda: ribbon.cursor == 1 and ribbon.page_text)
+        await until(lambda: ribbon.size.height == 2)
+        assert "32–63 on the device" in ribbon.render_line(1).text
+        await pilot.press("escape")
+        assert prompt(app).has_focus

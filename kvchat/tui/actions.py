@@ -1,0 +1,177 @@
+"""Everything the user can do, in one table, from which keys, slash commands, palette, key hints and help are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from textual.binding import Binding, BindingType
+
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.tui import commands
+from kvchat.tui.commands import Handler
+from kvchat.tui.keys import describe_key, is_key, types_text
+
+Scope = Literal["app", "chat", "prompt", "ribbon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One thing the user can do.
+
+    ``id`` is the id of its key binding, ``keys`` are its keys by default, separated by commas. ``command`` is its slash
+    command, ``usage`` the command's argument. ``run`` does the work; without it ``action`` names a Textual action of
+    the ``scope``. An action with neither is built into a widget: its keys are listed, but cannot be changed.
+    ``hint`` is its word in the bar of key hints.
+    """
+
+    id: str
+    doc: str
+    keys: str = ""
+    command: str = ""
+    usage: str = ""
+    run: Handler | None = None
+    action: str = ""
+    scope: Scope = "chat"
+    hint: str = ""
+
+    @property
+    def line(self) -> str:
+        """How the slash command is typed."""
+        return f"/{self.command} {self.usage}".rstrip()
+
+    @property
+    def is_bindable(self) -> bool:
+        """Whether its keys can be changed."""
+        return bool(self.keys and (self.run or self.action))
+
+    def binding(self) -> Binding:
+        """Make the key binding; a key of the application or the screen goes before those of the focused widget."""
+        priority = self.scope in ("app", "chat") and self.id != "stop"
+        action = self.action or f"run({self.id!r})"
+        return Binding(self.keys, action, self.hint, show=bool(self.hint), priority=priority, id=self.id)
+
+
+ACTIONS = (
+    Action(id="prompt.send", keys="enter", action="send", scope="prompt", hint="send", doc="send"),
+    Action(
+        id="prompt.newline", keys="ctrl+j,shift+enter,alt+enter", action="newline", scope="prompt", hint="newline",
+        doc="newline (Shift+Enter and Alt+Enter only where the terminal reports them)",
+    ),
+    Action(id="prompt.history", keys="up,down", doc="earlier and later prompts, at the first and last line"),
+    Action(id="focus", keys="tab", doc="focus the transcript, the ribbon and the prompt in turn"),
+    Action(id="ribbon.left", keys="left", action="move(-1)", scope="ribbon", hint="earlier",
+           doc="in the ribbon: the stored text before"),
+    Action(id="ribbon.right", keys="right", action="move(1)", scope="ribbon", hint="later",
+           doc="in the ribbon: the stored text after"),
+    Action(id="ribbon.first", keys="home", action="move(-100000)", scope="ribbon",
+           doc="in the ribbon: the first stored text"),
+    Action(id="ribbon.last", keys="end", action="move(100000)", scope="ribbon",
+           doc="in the ribbon: the last stored text"),
+    Action(id="stop", keys="escape", command="stop", action="stop", hint="stop",
+           doc="stop the answer and keep its text; focus the prompt"),
+    Action(id="interrupt", keys="ctrl+c", action="interrupt",
+           doc="copy the selection; else stop the answer; pressed twice: quit"),
+    Action(id="mode", command="mode", usage="NAME key=value…", run=commands.switch_mode,
+           doc="switch the KV mode, also during an answer; alone: list the modes"),
+    Action(id="mode.next", keys="f6", command="next", run=commands.next_mode, hint="mode",
+           doc="next KV mode, also during an answer"),
+    Action(id="mode.previous", keys="shift+f6", command="previous", run=commands.previous_mode,
+           doc="previous KV mode, also during an answer"),
+    Action(id="budget", command="budget", usage="N", run=commands.set_tokens("budget"),
+           doc="tokens per KV head that a decoded token may attend to"),
+    Action(id="sink", command="sink", usage="N", run=commands.set_tokens("sink"), doc="first tokens, always attended"),
+    Action(id="window", command="window", usage="N", run=commands.set_tokens("window"),
+           doc="most recent tokens, always attended"),
+    Action(id="set", command="set", usage="KEY VALUE", run=commands.set_value,
+           doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: show sampling"),
+    Action(id="system", command="system", usage="TEXT", run=commands.set_system,
+           doc="change the system prompt; none removes it; alone: show it"),
+    Action(id="regenerate", keys="f5", command="regen", run=commands.regenerate,
+           doc="answer the last question again"),
+    Action(id="rebuild", command="rebuild", run=commands.rebuild,
+           doc="recompute exactly what was computed with less context"),
+    Action(id="new", keys="ctrl+n", command="new", run=commands.new, doc="new conversation"),
+    Action(id="stats", command="stats", run=commands.show_stats, doc="cost of this conversation so far"),
+    Action(id="copy", command="copy", run=commands.copy_answer, doc="copy the last answer to the clipboard"),
+    Action(id="theme", command="theme", usage="NAME", action="app.theme", doc="change the theme; alone: list them"),
+    Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
+    Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
+    Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
+    Action(id="newest", keys="ctrl+end", action="newest", doc="scroll to the newest line and follow it"),
+    Action(id="restart", command="restart", run=commands.restart,
+           doc="restart the engine; the conversation is kept"),
+    Action(id="palette", keys="ctrl+p", action="app.command_palette", scope="app", hint="palette",
+           doc="command palette"),
+    Action(id="help", keys="f1", command="help", action="app.help", scope="app", hint="help",
+           doc="keys, commands and modes"),
+    Action(id="quit", keys="ctrl+q", command="quit", action="app.quit", scope="app", doc="quit"),
+)  # fmt: skip
+BY_ID = {action.id: action for action in ACTIONS}
+COMMANDS = {action.command: action for action in ACTIONS if action.command}
+HINTED = tuple(action.id for action in ACTIONS if action.hint)
+
+
+def bindings(scope: Scope) -> list[BindingType]:
+    """Make the key bindings of one scope."""
+    return [action.binding() for action in ACTIONS if action.scope == scope and action.is_bindable]
+
+
+def is_command(text: str) -> bool:
+    """Whether a text is a command: one slash, and one line unless it begins with a known name (``/system``)."""
+    if not text.startswith("/") or text.startswith("//"):
+        return False
+    return "\n" not in text.strip() or text[1:].split(None, 1)[0] in COMMANDS
+
+
+def parse_command(line: str) -> tuple[Action, str]:
+    """Split a typed line such as ``/mode streaming budget=512`` into its action and argument.
+
+    Raises:
+        UsageError: there is no such command; names the nearest.
+    """
+    name, _, argument = line.removeprefix("/").partition(" ")
+    name = name.strip().lower()
+    if name not in COMMANDS:
+        known = did_you_mean(name, COMMANDS)
+        raise UsageError(f'There is no command "/{name}".', known, "/help lists all with their use.")
+    return COMMANDS[name], argument.strip()
+
+
+def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:
+    """The keys in force, where ``rebound`` holds the changed ones by id."""
+    return [key.strip() for key in rebound.get(action.id, action.keys).lower().split(",") if key.strip()]
+
+
+def describe_keys(action: Action, rebound: Mapping[str, str]) -> str:
+    """The keys in force as people read them: ``PgUp``, ``↑ / ↓``."""
+    return " / ".join(map(describe_key, keys_of(action, rebound)))
+
+
+def check_keys(rebound: Mapping[str, str]) -> None:
+    """Check changed keys before they are used.
+
+    Raises:
+        UsageError: an unknown or fixed action, an unknown key, or a key that another action has.
+    """
+    bindable = {action.id: action for action in ACTIONS if action.is_bindable}
+    for id in rebound:
+        if id not in bindable:
+            raise UsageError(f'There is no action "{id}" with a key.', did_you_mean(id, bindable))
+        _check_names(bindable[id], keys_of(bindable[id], rebound))
+    owners: dict[str, str] = {}
+    for action in bindable.values():
+        for key in keys_of(action, rebound):
+            if (other := owners.setdefault(key, action.id)) != action.id:
+                raise UsageError(
+                    f'The key "{key}" would do two things: {other} and {action.id}.', hint="Give one another key."
+                )
+
+
+def _check_names(action: Action, keys: list[str]) -> None:
+    given = f'The key "{",".join(keys)}" of {action.id} is refused.'
+    if not keys or not all(map(is_key, keys)):
+        raise UsageError(given, "Keys are written as in f9, ctrl+n or shift+f6.")
+    if action.scope != "ribbon" and any(map(types_text, keys)):
+        raise UsageError(given, "It types text into the prompt.", "Use a function key, or one with ctrl or alt.")

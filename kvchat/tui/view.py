@@ -1,0 +1,100 @@
+"""What the controller needs of a screen: protocols, so that it runs without Textual."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Literal, Protocol
+
+from kvchat.errors import KvchatError
+from kvchat.protocol.messages import Snapshot, Switched
+from kvchat.tui.state import ChatState
+
+Severity = Literal["information", "warning", "error"]
+
+
+class QuestionView(Protocol):
+    """A question in the transcript; dimmed while it is queued."""
+
+    text: str
+
+    def send(self) -> None:
+        """Show that the question is no longer queued."""
+
+    def remove(self) -> Awaitable[None]:
+        """Take the question out of the transcript."""
+
+
+class AnswerView(Protocol):
+    """An answer in the transcript; ``text`` is what has been fed so far."""
+
+    text: str
+
+    def wait(self, words: str) -> None:
+        """Show what the engine does before the first word."""
+
+    def feed(self, text: str) -> None:
+        """Append text."""
+
+    async def withdraw(self, chars: int) -> str:
+        """Remove the last ``chars`` characters and return them."""
+
+    async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
+        """Show the complete answer with its receipt."""
+
+    def remove(self) -> Awaitable[None]:
+        """Take the answer out of the transcript."""
+
+
+class SwitchView(Protocol):
+    """The line of a mode switch; ``settled`` once it shows the speed after the switch."""
+
+    settled: bool
+
+    def count(self, tokens: int, now: float) -> None:
+        """Count tokens generated after the switch; ``now`` in seconds."""
+
+    def close(self, now: float) -> None:
+        """Show the speed of the tokens counted so far."""
+
+
+class ChatView(Protocol):
+    """The screen as the controller sees it."""
+
+    async def add_question(self, text: str, queued: bool) -> QuestionView:
+        """Move a question from the prompt to the transcript."""
+
+    async def add_answer(self, replace: bool = False) -> AnswerView:
+        """Add an empty answer, in place of the last one with ``replace``."""
+
+    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchView:
+        """Mark a switch in the transcript, ribbon and timeline; ``speed`` before it in tokens/s."""
+
+    def add_note(self, text: str, struck: str = "") -> None:
+        """Add a quiet note, followed by ``struck`` with a line through it."""
+
+    def add_error(self, error: KvchatError) -> None:
+        """Add an error to the transcript."""
+
+    def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
+        """Show a notice for ``timeout`` seconds."""
+
+    def log_event(self, text: str) -> None:
+        """Add a line to the event log."""
+
+    def show_state(self, state: ChatState) -> None:
+        """Show model, mode, parameters and phase."""
+
+    def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
+        """Show a snapshot; None when nothing is stored any more."""
+
+    def show_page_text(self, start: int, text: str) -> None:
+        """Show the stored text that begins at token ``start``."""
+
+    def restore_prompt(self, text: str) -> None:
+        """Give a question back to the prompt, unless another has been begun there."""
+
+    def copy(self, text: str) -> None:
+        """Copy a text to the clipboard."""
+
+    async def clear(self) -> None:
+        """Show an empty conversation."""

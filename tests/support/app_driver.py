@@ -1,0 +1,52 @@
+"""Driving the application in tests: what is on its screen, and lines typed into its prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from textual.pilot import Pilot
+from textual.widgets import Static
+
+from kvchat.tui.app import KvchatApp
+from kvchat.tui.state import Phase
+from kvchat.tui.widgets.messages import Answer, Note
+from kvchat.tui.widgets.prompt import Prompt
+from kvchat.tui.widgets.transcript import Transcript
+
+TIMEOUT_S = 60.0  # for busy machines; a condition that comes true is not waited for
+
+
+def texts(widgets: Iterable[Static]) -> list[str]:
+    return [str(widget.content) for widget in widgets]
+
+
+def notes(app: KvchatApp) -> list[str]:
+    return texts(app.chat.query(Note))
+
+
+def prompt(app: KvchatApp) -> Prompt:
+    return app.chat.query_one(Prompt)
+
+
+def answers(app: KvchatApp) -> list[Answer]:
+    return app.chat.query_one(Transcript).answers()
+
+
+def finished(app: KvchatApp, count: int = 1) -> bool:
+    """Whether so many answers are complete and the engine is ready."""
+    state = app.controller.state
+    return len(state.stats) == count and state.phase is Phase.READY and answers(app)[-1].finished
+
+
+async def typed(pilot: Pilot[None], text: str) -> None:
+    """A line in the prompt and Enter; single key presses cost the pilot 50 ms each."""
+    prompt(pilot.app).insert(text)
+    await pilot.press("enter")
+
+
+async def wait_for(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await pilot.pause(0.01)

@@ -1,0 +1,149 @@
+"""A view and a client that remember what they were given: the controller's tests need no screen and no process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvchat.errors import EngineError, KvchatError
+from kvchat.protocol.messages import Command, Snapshot, Switched
+from kvchat.tui.state import ChatState, Phase
+
+Hook = Callable[[], Coroutine[Any, Any, None]]
+
+
+class FakeClient:
+    """``sent`` holds the commands, ``starts`` counts processes; the errors are raised by starting and sending."""
+
+    def __init__(self) -> None:
+        self.sent: list[Command] = []
+        self.starts = 0
+        self.log_problem = ""
+        self.start_error: EngineError | None = None
+        self.send_error: KvchatError | None = None
+
+    async def start(self) -> None:
+        self.starts += 1
+        if self.start_error:
+            raise self.start_error
+
+    async def restart(self) -> None:
+        await self.start()
+
+    def send(self, command: Command) -> None:
+        if self.send_error:
+            raise self.send_error
+        self.sent.append(command)
+
+
+class FakeQuestion:
+    def __init__(self, text: str, queued: bool) -> None:
+        self.text, self.queued, self.removed = text, queued, False
+
+    def send(self) -> None:
+        self.queued = False
+
+    async def remove(self) -> None:
+        self.removed = True
+
+
+class FakeAnswer:
+    def __init__(self) -> None:
+        self.text = self.receipt = self.waiting = ""
+        self.stopped = self.removed = self.finished = False
+
+    def wait(self, words: str) -> None:
+        self.waiting = words
+
+    def feed(self, text: str) -> None:
+        self.text += text
+
+    async def withdraw(self, chars: int) -> str:
+        kept = len(self.text) - chars
+        self.text, struck = self.text[:kept], self.text[kept:]
+        return struck
+
+    async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
+        self.text, self.receipt, self.stopped, self.finished = text, receipt, stopped, True
+
+    async def remove(self) -> None:
+        self.removed = True
+
+
+class FakeSwitch:
+    def __init__(self, switched: Switched, speed: float | None) -> None:
+        self.switched, self.speed = switched, speed
+        self.settled = False
+        self.tokens = self.closed = 0
+
+    def count(self, tokens: int, now: float) -> None:
+        self.tokens += tokens
+
+    def close(self, now: float) -> None:
+        self.closed += 1
+
+
+class FakeView:
+    """Everything shown, in order. ``while_mounting`` runs while a question is being added."""
+
+    def __init__(self) -> None:
+        self.questions: list[FakeQuestion] = []
+        self.answers: list[FakeAnswer] = []
+        self.switches: list[FakeSwitch] = []
+        self.notes: list[str] = []
+        self.errors: list[KvchatError] = []
+        self.toasts: list[str] = []
+        self.events: list[str] = []
+        self.phases: list[Phase] = []
+        self.snapshots: list[Snapshot | None] = []
+        self.page_texts: list[tuple[int, str]] = []
+        self.prompt = self.clipboard = ""
+        self.cleared = 0
+        self.while_mounting: Hook | None = None
+
+    async def add_question(self, text: str, queued: bool) -> FakeQuestion:
+        self.questions.append(FakeQuestion(text, queued))
+        if self.while_mounting:
+            await self.while_mounting()
+        return self.questions[-1]
+
+    async def add_answer(self, replace: bool = False) -> FakeAnswer:
+        if replace:
+            await self.answers[-1].remove()
+        self.answers.append(FakeAnswer())
+        return self.answers[-1]
+
+    async def add_switch(self, switched: Switched, speed: float | None) -> FakeSwitch:
+        self.switches.append(FakeSwitch(switched, speed))
+        return self.switches[-1]
+
+    def add_note(self, text: str, struck: str = "") -> None:
+        self.notes.append(text + struck)
+
+    def add_error(self, error: KvchatError) -> None:
+        self.errors.append(error)
+
+    def toast(self, text: str, title: str = "", severity: str = "information", timeout: float = 5.0) -> None:
+        self.toasts.append(text)
+
+    def log_event(self, text: str) -> None:
+        self.events.append(text)
+
+    def show_state(self, state: ChatState) -> None:
+        if self.phases[-1:] != [state.phase]:
+            self.phases.append(state.phase)
+
+    def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
+        self.snapshots.append(snapshot)
+
+    def show_page_text(self, start: int, text: str) -> None:
+        self.page_texts.append((start, text))
+
+    def restore_prompt(self, text: str) -> None:
+        self.prompt = self.prompt or text
+
+    def copy(self, text: str) -> None:
+        self.clipboard = text
+
+    async def clear(self) -> None:
+        self.cleared += 1

@@ -1,0 +1,169 @@
+"""The chat screen, driven by keys over the fake engine."""
+
+from __future__ import annotations
+
+from support.app_driver import answers, finished, prompt, texts, typed
+from textual.widgets import Markdown, Static
+
+from kvchat.protocol.messages import Turn
+from kvchat.tui.state import Phase
+from kvchat.tui.widgets.bars import ModeBar
+from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn
+from kvchat.tui.widgets.ribbon import Ribbon
+from kvchat.tui.widgets.timeline import Timeline
+from kvchat.tui.widgets.transcript import Welcome
+
+
+async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
+    async with running() as (app, pilot, until):
+        assert app.chat.query(Welcome)
+        await typed(pilot, "hello there")
+        await until(lambda: finished(app))
+        answer = answers(app)[0]
+        assert "| 2     |    30.23 |" in answer.query_one(Markdown).source
+        assert {"MarkdownFence", "MarkdownTable"} <= {type(block).__name__ for block in answer.query("*")}
+        assert answer.receipt.startswith("58 tok · ")
+        assert "TTFT 0.41 s · full · read " in answer.receipt
+        assert texts(app.chat.query(Question)) == ["❯ hello there"]
+        assert not app.chat.query(Welcome)
+        assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
+
+
+async def test_an_empty_prompt_is_refused_with_a_message(running):
+    async with running() as (app, pilot, until):
+        await pilot.press("space", "enter")
+        await until(lambda: app._notifications)
+        assert "nothing to send" in next(iter(app._notifications)).message
+        assert not app.chat.query(Question)
+
+
+async def test_escape_stops_and_keeps_the_partial_answer(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "hold")
+        await until(lambda: answers(app) and answers(app)[0].text == "the ")
+        await pilot.press("escape")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns == [Turn("user", "hold"), Turn("assistant", "the ")]
+        assert answers(app)[0].receipt.endswith("stopped")
+        assert prompt(app).has_focus
+
+
+async def test_ctrl_c_copies_a_selection(running):
+    async with running() as (app, pilot, _until):
+        prompt(app).load_text("copy me")
+        prompt(app).select_all()
+        await pilot.press("ctrl+c")
+        assert app.clipboard == "copy me"
+        assert prompt(app).text == "copy me"
+
+
+async def test_f5_answers_the_last_question_again(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "hello")
+        await until(lambda: finished(app))
+        first = answers(app)[0]
+        await pilot.press("f5")
+        await until(lambda: finished(app, 2))
+        assert len(answers(app)) == 1
+        assert answers(app)[0] is not first
+        assert len(app.controller.state.conversation.turns) == 2
+
+
+async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "waver")
+        await until(lambda: finished(app))
+        notes = [str(note.content) for note in app.chat.query(Note)]
+        assert any("recovery RR at 40 tok: entropy 3.4" in note for note in notes)
+        struck = next(note.content for note in app.chat.query(Note) if "withdrawn" in str(note.content))
+        assert "and then it goes wrong" in str(struck)
+        assert any("strike" in str(span.style) for span in struck.spans)
+        assert answers(app)[0].text == "It begins well | and ends well."
+        assert "wrong" not in answers(app)[0].query_one(Markdown).source
+        assert app.controller.state.conversation.turns[-1].content == "It begins well | and ends well."
+
+
+async def test_f6_switches_in_the_middle_of_an_answer(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "slow")
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        await pilot.press("f6")
+        await until(lambda: app.controller.state.mode == "freeze")
+        await pilot.press("shift+f6", "shift+f6")
+        await until(lambda: app.controller.state.mode == "speculative")
+        assert app.controller.state.phase is Phase.ANSWERING
+        await until(lambda: app.chat.query(SwitchNote).last().settled)
+        await pilot.press("escape")
+        await until(lambda: finished(app))
+        line = texts(app.chat.query(SwitchNote))[-1]
+        assert line.startswith("── full -> speculative · budget 512 · ")
+        assert line.endswith("tok/s ──")
+        assert " -> " in line.split(" · ")[-1]
+        assert app.chat.query_one(ModeBar).mode == "speculative"
+        assert len(app.chat.query_one(Ribbon).ticks) == 3
+        assert any(point.switched for point in app.chat.query_one(Timeline).points)
+
+
+async def test_new_conversation_forgets_and_drops_what_still_comes(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "slow")
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        await pilot.press("ctrl+n")
+        await until(lambda: app.controller.state.phase is Phase.READY)
+        assert app.controller.state.conversation.turns == []
+        assert not answers(app)
+        assert app.chat.query(Welcome)
+
+
+async def test_a_prompt_waits_while_the_model_loads_and_while_it_answers(running):
+    async with running(ready=False) as (app, pilot, until):
+        await typed(pilot, "hello")
+        await until(lambda: finished(app))
+        await typed(pilot, "hold")
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        await typed(pilot, "next")
+        await until(lambda: app.controller.answers.queued)
+        await typed(pilot, "third")
+        assert prompt(app).text == "third"
+        await pilot.press("escape")
+        await until(lambda: finished(app, 3))
+        assert [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"] == [
+            "hello",
+            "hold",
+            "next",
+        ]
+
+
+async def test_what_the_engine_refuses_is_shown_and_given_back(running):
+    async with running() as (app, pilot, until):
+        await typed(pilot, "fail")
+        await until(lambda: app.chat.query(Problem))
+        assert app.chat.query_one(Problem).error.hint == "Shorten it."
+        assert app.controller.state.conversation.turns == []
+        assert prompt(app).text == "fail"
+        assert not app.chat.query(Question)
+        assert app.controller.state.phase is Phase.READY
+
+
+async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
+    async with running(size=(200, 60)) as (app, pilot, until):
+        await typed(pilot, "hello")
+        await until(lambda: finished(app))
+        prompt(app).load_text("draft")
+        shown = {(200, 60): (True, True), (120, 40): (True, False), (80, 24): (False, False), (40, 12): (False, False)}
+        for size, (kv, detail) in shown.items():
+            await pilot.resize_terminal(*size)
+            await until(lambda kv=kv: app.chat.query_one(KvColumn).display is kv)
+            assert app.chat.query_one(DetailColumn).display is detail
+            assert not app.chat.query_one("#too-small").display
+            assert app.chat.query_one(Ribbon).size.width == size[0]
+        for size in ((39, 20), (80, 11)):
+            await pilot.resize_terminal(*size)
+            await until(lambda: app.chat.query_one("#too-small").display)
+            assert f"{size[0]}x{size[1]}" in texts([app.chat.query_one("#too-small", Static)])[0]
+        await pilot.resize_terminal(120, 40)
+        await until(lambda: not app.chat.query_one("#too-small").display)
+        assert prompt(app).text == "draft"
+        assert prompt(app).has_focus
+        assert finished(app)

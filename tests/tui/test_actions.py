@@ -1,0 +1,130 @@
+"""The one table of actions: complete, unambiguous, and shown with the keys in force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.app_driver import prompt, typed
+from textual.widgets import Static
+
+from kvchat.errors import UsageError
+from kvchat.tui.actions import ACTIONS, BY_ID, COMMANDS, check_keys, describe_keys, is_command, parse_command
+from kvchat.tui.palette import choices
+from kvchat.tui.screens.help import HelpScreen, key_rows
+from kvchat.tui.widgets.bars import KeyHints
+from kvchat.tui.widgets.ribbon import Ribbon
+from kvchat.tui.widgets.transcript import Welcome
+
+SLASH = (
+    "stop mode next previous budget sink window set system regen rebuild new stats copy theme panels restart help quit"
+)
+
+
+def test_every_action_has_a_description_and_a_way_to_reach_it():
+    assert len(BY_ID) == len(ACTIONS)
+    for action in ACTIONS:
+        assert action.doc
+        assert action.keys or action.command
+        assert not (action.run and action.action)
+        assert "[" not in action.line  # the palette reads it as markup
+    assert sorted(COMMANDS) == sorted(SLASH.split())
+
+
+def test_default_keys_do_not_clash():
+    check_keys({})
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/mode full", True),
+        ("/no-such-thing", True),
+        ("//literal", False),
+        ("/system a\nb", True),
+        ("/etc/hosts:\n1 localhost", False),
+        ("what is /mode", False),
+    ],
+)
+def test_what_is_a_command(text, command):
+    assert is_command(text) is command
+
+
+def test_commands_are_split_from_their_arguments():
+    assert parse_command("/MODE  streaming budget=512 ") == (BY_ID["mode"], "streaming budget=512")
+    with pytest.raises(UsageError, match='Did you mean "budget"'):
+        parse_command("/buget 5")
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"mode.nxet": "f9"}, 'Did you mean "mode.next"'),
+        ({"prompt.history": "f9"}, "no action"),
+        ({"mode.next": "f99"}, "Keys are written as in f9"),
+        ({"mode.next": ""}, "Keys are written as in f9"),
+        ({"mode.next": "x"}, "types text"),
+        ({"mode.next": "f7"}, "two things: mode.next and panels"),
+    ],
+)
+def test_refused_keys_say_why(keys, reason):
+    with pytest.raises(UsageError, match=reason):
+        check_keys(keys)
+
+
+def test_two_actions_can_trade_their_keys():
+    check_keys({"mode.next": "f7", "panels": "F6"})
+
+
+async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
+    config = replace(config, keys={"mode.next": "f9", "help": "f2"})
+    async with running(config) as (app, pilot, until):
+        assert "F9 changes" in str(app.chat.query_one(Welcome).content)
+        hints = app.chat.query_one(KeyHints).render().plain
+        assert " F9 mode " in hints
+        assert " F2 help" in hints
+        assert "F6" not in hints
+        await pilot.press("f6")
+        await pilot.press("f9")
+        await until(lambda: app.controller.state.mode == "freeze")
+        docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
+        assert docs["/next"].endswith("  F9")
+        await pilot.press("f2")
+        await until(lambda: isinstance(app.screen, HelpScreen) and app.screen.query(Static))
+        assert ("F9", BY_ID["mode.next"].doc) in key_rows(app.keys)
+        await pilot.press("f2")
+        await until(lambda: app.screen is app.chat)
+        app.rebind({})
+        await until(lambda: " F6 mode " in app.chat.query_one(KeyHints).render().plain)
+        assert describe_keys(BY_ID["mode.next"], app.keys) == "F6"
+
+
+async def test_keys_of_widgets_can_be_rebound(running, config):
+    config = replace(config, keys={"prompt.send": "ctrl+s", "ribbon.right": "l"})
+    async with running(config) as (app, pilot, until):
+        assert " ^S send " in app.chat.query_one(KeyHints).render().plain
+        await pilot.press("a", "enter", "b", "ctrl+s")
+        await until(lambda: app.controller.state.stats)
+        assert app.controller.state.conversation.turns[0].content == "a\nb"
+        ribbon = app.chat.query_one(Ribbon)
+        ribbon.focus()
+        await until(lambda: " L later " in app.chat.query_one(KeyHints).render().plain)
+        await pilot.press("l")
+        await until(lambda: ribbon.cursor == 1)
+        assert not prompt(app).text
+
+
+async def test_refused_keys_leave_the_defaults(running, config):
+    async with running(replace(config, keys={"mode.next": "f7"})) as (app, pilot, until):
+        assert any("two things" in notice.message for notice in app._notifications)
+        await pilot.press("f6")
+        await until(lambda: app.controller.state.mode == "freeze")
+
+
+async def test_a_key_that_is_refused_is_a_toast_and_a_command_an_error(running):
+    async with running() as (app, pilot, until):
+        await pilot.press("f5")
+        await until(lambda: any("no question to answer" in notice.message for notice in app._notifications))
+        assert not app.chat.query("Problem")
+        await typed(pilot, "/regen")
+        await until(lambda: app.chat.query("Problem"))

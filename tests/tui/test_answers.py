@@ -1,0 +1,74 @@
+"""The answer in progress: kept when there is text, given back when there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.protocol.messages import Finished, Prefilled, Started, Stats, Switched, Text, Withdrawn
+from kvchat.tui.state import Phase
+
+
+@pytest.fixture
+async def asked(chat):
+    await chat.load()
+    await chat.ask("one")
+    return chat
+
+
+async def test_progress_is_shown_before_the_first_word(asked):
+    await asked.controller.handle(Started(2000, 500))
+    assert asked.view.answers[0].waiting == "reading 1,500 tokens, 500 kept …"
+    await asked.controller.handle(Prefilled(1000, 1500))
+    assert asked.view.answers[0].waiting == "reading 1,000 of 1,500 tokens …"
+
+
+async def test_text_is_fed_and_completed_with_a_receipt(asked):
+    await asked.controller.handle(Text("he", 1))
+    assert asked.phase is Phase.ANSWERING
+    await asked.controller.handle(Text("llo", 1))
+    await asked.controller.handle(Finished("eos", "hello", Stats(generated_tokens=2)))
+    answer = asked.view.answers[0]
+    assert (answer.text, answer.receipt, answer.finished, answer.stopped) == ("hello", "2 tok · full", True, False)
+    assert asked.turns == ["one", "hello"]
+    assert asked.view.events[-1] == answer.receipt
+
+
+async def test_a_stopped_answer_keeps_its_text(asked):
+    await asked.controller.handle(Text("he", 1))
+    await asked.controller.handle(Finished("stopped", "he", Stats(generated_tokens=1)))
+    assert asked.turns == ["one", "he"]
+    assert asked.view.answers[0].stopped
+
+
+async def test_an_answer_stopped_before_the_first_word_gives_the_question_back(asked):
+    await asked.controller.handle(Finished("stopped", "", Stats()))
+    assert (asked.view.prompt, asked.turns) == ("one", [])
+    assert asked.view.answers[0].removed
+    assert asked.view.questions[0].removed
+    assert asked.controller.state.stats == []
+
+
+async def test_an_abandoned_answer_keeps_its_text(asked):
+    await asked.controller.handle(Text("he", 1))
+    await asked.controller.answers.abandon()
+    assert asked.view.answers[0].receipt == "cut off"
+    assert asked.turns == ["one", "he"]
+
+
+async def test_withdrawn_text_is_struck(asked):
+    await asked.controller.handle(Text("good bad", 2))
+    await asked.controller.handle(Withdrawn(4, 1))
+    assert asked.view.answers[0].text == "good"
+    assert asked.view.notes == ["withdrawn: bad"]
+
+
+async def test_a_switch_counts_the_tokens_after_it(asked):
+    await asked.controller.handle(Switched("full", "streaming", {}, 10, 0, 0.0))
+    await asked.controller.handle(Text("a b", 2))
+    await asked.controller.handle(Switched("streaming", "full", {}, 12, 0, 0.0))
+    first, second = asked.view.switches
+    assert (first.tokens, first.closed) == (2, 1)
+    first.settled = True
+    await asked.controller.handle(Switched("full", "streaming", {}, 12, 0, 0.0))
+    await asked.controller.handle(Text("c", 1))
+    assert (first.tokens, second.tokens) == (2, 1)

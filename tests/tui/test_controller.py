@@ -1,0 +1,197 @@
+"""What the user asks for, without a screen: commands to the engine, changes of the state, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.config.modes import mode_names
+from kvchat.errors import EngineError, UsageError
+from kvchat.protocol.messages import Chat, Finished, Load, Peek, Rebuild, Stats, Stop, Switch, Switched, Text, Turn
+from kvchat.tui.client import Crashed
+from kvchat.tui.controller import PEEK_TOKENS
+from kvchat.tui.state import Phase
+
+DONE = Finished("eos", "hi", Stats(generated_tokens=1))
+
+
+async def test_starting_loads_the_model(chat):
+    await chat.controller.start()
+    assert chat.client.sent == [chat.controller.load]
+    assert chat.phase is Phase.LOADING
+    await chat.load()
+    assert chat.phase is Phase.READY
+
+
+async def test_an_engine_that_cannot_be_started_gives_the_question_back(chat):
+    chat.client.start_error = EngineError("The engine cannot be started.")
+    await chat.ask("hello")
+    await chat.controller.start()
+    assert chat.view.errors == [chat.client.start_error]
+    assert chat.phase is Phase.DOWN
+    assert (chat.view.prompt, chat.view.questions[0].removed) == ("hello", True)
+    chat.client.start_error = None
+    await chat.ask("hello")
+    assert chat.client.starts == 2
+
+
+async def test_a_lost_log_is_reported_once(chat):
+    chat.client.log_problem = "The log cannot be written."
+    await chat.controller.start()
+    await chat.controller.restart()
+    assert chat.view.toasts == ["The log cannot be written. The engine's messages are dropped."]
+
+
+async def test_a_question_is_sent_with_the_whole_conversation(chat):
+    await chat.load()
+    chat.controller.set_system("be brief")
+    chat.controller.set_sampling("temperature", "0.2")
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    await chat.ask("two")
+    turns = (Turn("system", "be brief"), Turn("user", "one"), Turn("assistant", "hi"), Turn("user", "two"))
+    assert chat.client.sent[-1] == Chat(turns, chat.controller.state.sampling)
+    assert chat.phase is Phase.PREFILL
+
+
+async def test_one_question_is_queued_and_a_second_refused(chat):
+    await chat.ask("one")
+    assert chat.view.questions[0].queued
+    with pytest.raises(UsageError, match="already waiting"):
+        await chat.ask("two")
+    await chat.load()
+    assert not chat.view.questions[0].queued
+    assert chat.turns == ["one"]
+    assert chat.controller.answers.queued is None
+
+
+async def test_an_engine_that_becomes_ready_while_a_question_is_mounted_answers_it(chat):
+    chat.view.while_mounting = chat.load
+    await chat.ask("one")
+    assert [type(command) for command in chat.client.sent] == [Chat]
+    assert chat.controller.answers.queued is None
+
+
+async def test_an_engine_that_ends_while_a_question_is_mounted_gives_it_back(chat):
+    await chat.controller.handle(Crashed(1, ()))
+
+    async def crash():
+        await chat.controller.handle(Crashed(1, ()))
+
+    chat.view.while_mounting = crash
+    await chat.ask("one")
+    assert chat.phase is Phase.DOWN
+    assert chat.view.prompt == "one"
+
+
+async def test_stopping_is_sent_only_during_an_answer(chat):
+    await chat.load()
+    chat.controller.stop()
+    assert not chat.client.sent
+    await chat.ask("one")
+    chat.controller.stop()
+    assert chat.client.sent[-1] == Stop()
+
+
+async def test_regenerating_replaces_the_last_answer(chat):
+    await chat.load()
+    with pytest.raises(UsageError, match="no question"):
+        await chat.controller.regenerate()
+    await chat.ask("one")
+    with pytest.raises(UsageError, match="busy"):
+        await chat.controller.regenerate()
+    await chat.controller.handle(DONE)
+    await chat.controller.regenerate()
+    assert [answer.removed for answer in chat.view.answers] == [True, False]
+    assert chat.client.sent[-1].turns == (Turn("user", "one"),)
+
+
+async def test_rebuilding_needs_an_engine_that_is_ready(chat):
+    with pytest.raises(UsageError, match="busy"):
+        chat.controller.rebuild()
+    await chat.load()
+    chat.controller.rebuild()
+    assert chat.client.sent == [Rebuild()]
+    assert chat.phase is Phase.PREFILL
+
+
+async def test_a_new_conversation_stops_and_forgets(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.ask("queued")
+    await chat.controller.new()
+    assert chat.client.sent[-1] == Stop()
+    assert (chat.turns, chat.view.cleared) == ([], 1)
+    await chat.controller.handle(Text("late", 1))
+    await chat.controller.handle(DONE)
+    assert (chat.turns, chat.controller.state.stats, chat.phase) == ([], [], Phase.READY)
+    assert chat.view.answers[0].text == ""
+
+
+async def test_switching_is_checked_before_it_is_sent(chat):
+    with pytest.raises(UsageError, match="not loaded"):
+        chat.controller.switch("streaming")
+    await chat.load()
+    with pytest.raises(UsageError, match="no KV mode"):
+        chat.controller.switch("straeming")
+    with pytest.raises(UsageError, match="no parameter"):
+        chat.controller.switch("streaming", {"tau": 0.5})
+    assert not chat.client.sent
+    chat.controller.switch("streaming", {"budget": 128})
+    assert chat.client.sent == [Switch("streaming", {"budget": 128})]
+
+
+async def test_switching_by_steps_counts_from_the_mode_last_asked_for(chat):
+    await chat.load()
+    names = mode_names()
+    for _ in range(3):
+        chat.controller.switch_by(1)
+    chat.controller.switch_by(-1)
+    assert [command.mode for command in chat.client.sent] == [names[1], names[2], names[3], names[2]]
+    chat.controller.state.enter_mode("full", {})
+    chat.controller.switch_by(-1)
+    assert chat.client.sent[-1].mode == names[-1]
+
+
+async def test_a_parameter_kept_for_later_goes_with_the_first_mode_that_has_it(chat):
+    await chat.load()
+    chat.controller.set_later("budget", 96)
+    with pytest.raises(UsageError):
+        chat.controller.set_later("budget", 1)
+    chat.controller.switch("freeze")
+    chat.controller.switch("streaming")
+    chat.controller.switch("speculative")
+    assert [command.params for command in chat.client.sent] == [{}, {"budget": 96}, {}]
+
+
+async def test_a_restart_keeps_mode_values_and_conversation(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    for mode, params in (("speculative", {"tau": 0.9, "budget": 128}), ("streaming", {"sigma": 8})):
+        chat.controller.switch(mode, params)
+        await chat.controller.handle(Switched("full", mode, params, 10, 0, 0.0))
+    await chat.controller.restart()
+    load = chat.client.sent[-1]
+    assert isinstance(load, Load)
+    assert (load.mode, load.given) == (
+        "streaming",
+        {"speculative": {"tau": 0.9, "budget": 128}, "streaming": {"sigma": 8}},
+    )
+    assert chat.turns == ["one", "hi"]
+    assert chat.view.snapshots == [None]
+
+
+async def test_peeking_is_limited_and_needs_a_model(chat):
+    chat.controller.peek(0, 32)
+    await chat.load()
+    chat.controller.peek(64, 64 + 10 * PEEK_TOKENS)
+    assert chat.client.sent == [Peek(64, 64 + PEEK_TOKENS)]
+
+
+async def test_a_command_too_long_for_the_protocol_is_shown(chat):
+    await chat.load()
+    chat.client.send_error = UsageError("The conversation is too long to send.")
+    await chat.ask("one")
+    chat.controller.rebuild()
+    assert chat.view.errors == [chat.client.send_error] * 2
+    assert (chat.view.prompt, chat.turns) == ("one", [])

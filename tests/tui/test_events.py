@@ -1,0 +1,126 @@
+"""What the engine reports, without a screen."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from kvchat.protocol import messages
+from kvchat.protocol.messages import (
+    Failed,
+    Loading,
+    Peeked,
+    Preparing,
+    Rebuilt,
+    Recovered,
+    Snapshot,
+    Stats,
+    Switched,
+    SwitchRefused,
+    Text,
+)
+from kvchat.tui.client import Crashed
+from kvchat.tui.events import EngineEvents, describe_exit
+from kvchat.tui.state import Phase
+
+
+def test_every_event_of_the_protocol_is_handled():
+    names = EngineEvents.handle.__code__.co_names
+    assert {cls.__name__ for cls in (*get_args(messages.Event), Crashed)} <= set(names)
+
+
+async def test_loading_shows_stages_then_notes(chat):
+    await chat.controller.handle(Loading("reading the weights"))
+    assert chat.controller.state.stage == "reading the weights"
+    await chat.load(mode="streaming", params={"budget": 512}, notes=("no GPU",))
+    state = chat.controller.state
+    assert (state.mode, state.params, state.phase, state.stage) == ("streaming", {"budget": 512}, Phase.READY, "")
+    assert chat.view.notes == ["no GPU"]
+
+
+async def test_a_snapshot_shows_the_parameters_in_force(chat):
+    await chat.load(mode="streaming", params={"budget": None})
+    old = Snapshot("full", {}, 0, 0, 0, 0, 0)
+    new = Snapshot("streaming", {"budget": 512}, 0, 0, 0, 0, 0)
+    for snapshot in (old, new):
+        await chat.controller.handle(snapshot)
+    assert chat.view.snapshots == [old, new]
+    assert chat.controller.state.params == {"budget": 512}
+
+
+async def test_a_switch_is_accepted_with_the_values_the_engine_took(chat):
+    await chat.load()
+    await chat.controller.handle(Snapshot("full", {}, 0, 0, 0, 0, 0, tokens_per_s=41.0))
+    chat.controller.switch("streaming", {"budget": 128, "sigma": 8})
+    await chat.controller.handle(Switched("full", "streaming", {"budget": 128, "sigma": 0}, 10, 0, 0.0))
+    state = chat.controller.state
+    assert (state.mode, state.wanted, state.given) == ("streaming", "streaming", {"streaming": {"budget": 128}})
+    assert chat.view.switches[0].speed == 41.0
+
+
+async def test_a_refused_switch_keeps_the_mode_and_the_next_step_goes_past_it(chat):
+    await chat.load()
+    chat.controller.switch_by(1)
+    await chat.controller.handle(SwitchRefused("full", "too small"))
+    assert chat.controller.state.mode == "full"
+    assert chat.controller.state.pending == {}
+    assert chat.view.errors[0].detail == "too small"
+    chat.controller.switch_by(1)
+    first, second = chat.client.sent
+    assert first.mode != second.mode
+
+
+async def test_notes_of_the_engine(chat):
+    await chat.load()
+    await chat.controller.handle(Recovered("RR", "entropy", 3.42, 1200))
+    await chat.controller.handle(Rebuilt(1200, 0.25, 34))
+    assert chat.view.notes == [
+        "── recovery RR at 1,200 tok: entropy 3.4 ──",
+        "Recomputed 1,200 tokens in 0.2 s; 34 are left.",
+    ]
+    await chat.controller.handle(Preparing("sync"))
+    assert "preparing the sync mode" in chat.view.events[-1]
+    await chat.controller.handle(Peeked(32, 64, "text"))
+    assert chat.view.page_texts == [(32, "text")]
+
+
+async def test_a_refused_question_is_given_back(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(Failed("The prompt is too long.", "9 tokens", "Shorten it."))
+    assert chat.view.errors[0].hint == "Shorten it."
+    assert (chat.view.prompt, chat.turns, chat.phase) == ("one", [], Phase.READY)
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+async def test_without_a_model_the_engine_is_down(chat, fatal):
+    if fatal:
+        await chat.load()
+    await chat.controller.handle(Failed("The model cannot be read.", fatal=fatal))
+    assert chat.phase is Phase.DOWN
+
+
+async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(Text("half", 1))
+    await chat.controller.handle(Crashed(3, ("last words",)))
+    error = chat.view.errors[0]
+    assert (error.title, error.detail) == ("The engine stopped: exit code 3.", "last words")
+    assert (chat.client.starts, chat.phase, chat.turns) == (1, Phase.LOADING, ["one", "half"])
+    await chat.controller.handle(Crashed(3, ()))
+    assert (chat.client.starts, chat.phase) == (1, Phase.DOWN)
+    await chat.ask("two")
+    await chat.load()
+    await chat.controller.handle(messages.Finished("eos", "ok", Stats()))
+    await chat.controller.handle(Crashed(-9, ()))
+    assert chat.client.starts == 3
+    assert "SIGKILL" in chat.view.errors[-1].title
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(3, "exit code 3"), (-9, "killed by SIGKILL"), (-200, "killed by signal 200")]
+)
+def test_exit_codes_in_words(code, words):
+    assert describe_exit(code) == words

@@ -1,0 +1,51 @@
+"""Values given at run time, receipts and sums."""
+
+from __future__ import annotations
+
+from kvchat.protocol.messages import Finished, Price, Sampling, Snapshot, Stats
+from kvchat.tui.conversation import Conversation
+from kvchat.tui.state import ChatState, describe_modes, describe_price, summarize
+
+
+def state(mode: str = "full") -> ChatState:
+    return ChatState(Conversation(), Sampling(), mode)
+
+
+def test_values_are_kept_by_the_mode_they_were_given_for_and_the_last_counts():
+    s = state()
+    s.pending = {"tau": 0.9, "budget": 128}
+    s.accept("speculative", {"tau": 0.9, "budget": 128})
+    s.pending = {"budget": 256}
+    s.accept("streaming", {"budget": 256})
+    s.pending = {"budget": 512, "sink": 8}
+    s.accept("speculative", {"tau": 0.9, "budget": 512, "sink": 16})
+    assert list(s.given.items()) == [("streaming", {"budget": 256}), ("speculative", {"tau": 0.9, "budget": 512})]
+    assert s.pending == {}
+
+
+def test_a_receipt_counts_what_was_read_and_stored():
+    s = state("streaming")
+    s.first_mode = "full"
+    stats = Stats(generated_tokens=1200, total_tokens=14203, active_tokens=512.4, ttft_s=0.41, decode_tokens_per_s=58.2)
+    line = s.receipt(Finished("length", "text", stats))
+    assert line == "1,200 tok · 58.2 tok/s · TTFT 0.41 s · full → streaming · read 512 of 14,203 stored · token limit"
+
+
+def test_modes_are_listed_with_prices():
+    s = state("full")
+    prices = (Price("sync", 2**20, seconds=0.004), Price("freeze", refusal="too small"))
+    s.snapshot = Snapshot("full", {}, 0, 0, 0, 0, 0, prices=prices)
+    lines = describe_modes(s).split("\n")
+    assert len(lines) == 5
+    assert lines[0].startswith("● full ")
+    assert sum(line.endswith("(1.0 MiB · 4 ms)") for line in lines) == 1
+    assert sum(line.endswith("(refused)") for line in lines) == 1
+    assert describe_price(Price("sync", 2**20)) == "1.0 MiB"
+
+
+def test_answers_are_summed():
+    assert "No answers yet" in summarize([])
+    lines = summarize([Stats(generated_tokens=10, ttft_s=0.5), Stats(generated_tokens=2000)]).split("\n")
+    assert {len(line) for line in lines} == {28}
+    assert lines[1].split() == ["generated", "2,010", "tok"]
+    assert lines[5].split() == ["first", "token", "0.50", "s"]
