@@ -14,6 +14,7 @@ import torch
 from kvchat import paths
 from kvchat.engine import calibration
 from kvchat.engine.calibration import Recorder, Sample, find, load, picture, representatives, samples_of, save
+from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
@@ -56,7 +57,7 @@ def test_the_recorder_attends_as_the_model_does(model):
     recorder = Recorder(model)
     recorder._sample = Sample(ids.tolist(), (10, 20))
     positions = torch.arange(len(ids))
-    mine = calibration.seam.forward(model.model, ids, positions, recorder, logits=True)
+    mine = attention_hook.forward(model.model, ids, positions, recorder, logits=True)
     session = Session(model)
     torch.testing.assert_close(mine, session.prefill(ids.tolist()), atol=2e-3, rtol=0)
 

@@ -343,7 +343,7 @@ def test_a_dtype_that_is_not():
 )
 def test_auto_dtype(device, own, expected):
     config = SimpleNamespace(dtype=own)
-    config.get_text_config = lambda runner: config
+    config.get_text_config = lambda decoder: config
     assert load._resolve_dtype("auto", config, torch.device(device)) == expected
 
 

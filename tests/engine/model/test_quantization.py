@@ -93,7 +93,7 @@ def test_a_bitsandbytes_checkpoint_without_bitsandbytes(folder):
 def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, share):
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(dtype=stored)
-    config.get_text_config = lambda runner: config
+    config.get_text_config = lambda decoder: config
     assert quantization.resolve("4bit", config, torch.bfloat16).share == share
     assert quantization.resolve("none", config, torch.bfloat16) == quantization.Quantization()
 
