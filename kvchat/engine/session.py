@@ -96,7 +96,7 @@ def open_session(
     for name, params in asked.given.items():
         modes.parse(name, params)
     ModeSwitcher.parameters_of(asked.mode, asked.given, asked.mode_params)
-    model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, accelerate=asked.fast)
+    model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, fuse=asked.fast)
     return Session(model, asked.mode, given=asked.given, mode_params=asked.mode_params, system=system)
 
 
@@ -334,14 +334,14 @@ class Session:
             params=store.mode.effective_params(),
             notes=(*m.notes, *calibration.notes(m, self._switcher.calibration)),
             weights=m.weights,
-            fast=m.fast,
+            fast=m.fused,
         )
 
     def close(self) -> None:
         """Give the model's and the store's memory back; the session is of no use afterwards. May be called again."""
         for name in ("_runner", "_store", "_metrics", "_switcher", "_model"):
             self.__dict__.pop(name, None)
-        gc.collect()  # store and mode know each other, and so do a model's layers and what the fast path swapped in
+        gc.collect()  # store and mode know each other, and so do a model's layers and what is fused
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -8,9 +8,10 @@ from support import tiny_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvchat.engine.model import attention_hook
-from kvchat.engine.model.load import refusal
+from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.probe import pin_frequencies, probe
-from kvchat.engine.model.self_test import DenseManager, selftest
+from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.supported import refusal
 from kvchat.errors import ModelError
 from kvchat.kv.rope import cos_sin, rotate
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -13,7 +12,7 @@ from huggingface_hub import errors
 from support import tiny_models
 
 from kvchat.engine.model import checkpoint, load
-from kvchat.engine.model.load import load_model, resolve_device
+from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
 
@@ -299,52 +298,12 @@ def test_a_download_reports_its_bytes_and_draws_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---- devices and dtypes ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("device", "message"), [("gpu", 'no device "gpu"'), ("meta", 'not run on "meta"'), ("cuda:x", 'no device "cuda:x"')]
-)
-def test_a_device_that_is_not(device, message):
-    with pytest.raises(UsageError, match=message):
-        resolve_device(device)
-
-
-def test_cuda_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(UsageError, match='no device "cuda"'):
-        resolve_device("cuda")
-
-
-def test_a_gpu_that_is_not(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:0")
-    assert resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(UsageError, match="2 GPU"):
-        resolve_device("cuda:2")
+# ---- dtypes and memory ------------------------------------------------------------------------------
 
 
 def test_a_dtype_that_is_not():
     with pytest.raises(UsageError, match='Did you mean "float16"'):
         load_model("bundled", "cpu", "floaty16", silent)
-
-
-@pytest.mark.parametrize(
-    ("device", "own", "expected"),
-    [
-        ("cuda", torch.bfloat16, torch.bfloat16),
-        ("cuda", torch.float32, torch.float32),
-        ("cuda", None, torch.float32),
-        ("cpu", torch.bfloat16, torch.float32),
-    ],
-)
-def test_auto_dtype(device, own, expected):
-    config = SimpleNamespace(dtype=own)
-    config.get_text_config = lambda decoder: config
-    assert load._resolve_dtype("auto", config, torch.device(device)) == expected
 
 
 @pytest.fixture
