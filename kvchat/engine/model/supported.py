@@ -87,21 +87,22 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
 def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
     """The ``unexpected`` tensors that the decoder would have computed with.
 
-    Towers and heads beside the decoder may be left out, and so may layers that predict further tokens. Quantizers store
-    tensors of their own in the decoder's layers.
+    Towers and heads beside the decoder may be left out, and so may layers that draft further tokens (they merge hidden
+    state and embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers.
     """
-    text = model.config.get_text_config(decoder=True)
-    end = text.num_hidden_layers + (getattr(text, "num_nextn_predict_layers", None) or 0)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    prefix = _layer_prefix(model, layers)
+    layer_of = {key: _layer_of(key, prefix) for key in unexpected}
+    drafting = {layer for key, layer in layer_of.items() if key.endswith(".eh_proj.weight")}
     owners = {name for name, module in model.named_modules() if module._parameters}
-    buffers = dict(model.named_buffers())
+    known = dict(model.named_buffers())
     quantized = bool(own_method(model.config))
-    for key in unexpected:
-        layer = _layer_of(key, _layer_prefix(model, text.num_hidden_layers))
-        if layer is None or layer < text.num_hidden_layers:
-            in_decoder = layer is not None or key.rpartition(".")[0] in owners
-            if in_decoder and not quantized and key not in buffers:
-                yield key
-        elif layer >= end:
+    for key, layer in layer_of.items():
+        if layer is not None and layer >= layers:
+            lacking = layer not in drafting
+        else:
+            lacking = not quantized and key not in known and (layer is not None or key.rpartition(".")[0] in owners)
+        if lacking:
             yield key
 
 
