@@ -22,7 +22,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.protocol.messages import Sampling, Turn
 
-FACTS = AttentionSpec(1.0)
+SPEC = AttentionSpec(1.0)
 
 
 def fake(kv_heads: int = 3, **more) -> LoadedModel:
@@ -42,7 +42,7 @@ def test_similarity_and_retrieval_are_what_the_weights_say():
     recorder = Recorder(fake())
     recorder._sample, recorder._read = sample, 1
     keys = torch.eye(n).expand(3, n, n)
-    recorder.attention(0, torch.stack([late, late, early]), keys, torch.randn(3, n, 8), FACTS)
+    recorder.attention(0, torch.stack([late, late, early]), keys, torch.randn(3, n, 8), SPEC)
     similarity, retrieval = recorder.means()
     assert torch.allclose(similarity[0].diagonal(), torch.ones(3, dtype=torch.float64))
     assert float(similarity[0, 0, 1]) == 1
