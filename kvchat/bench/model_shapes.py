@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kvchat.engine.model import attention_hook
-from kvchat.engine.model.load import DTYPES, LoadedModel, resolve_device, wrap
+from kvchat.engine.model.device import DTYPES, resolve_device
+from kvchat.engine.model.load import LoadedModel, wrap
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters

@@ -1,9 +1,9 @@
-"""Which KV heads of a model attend alike, and which of them retrieve: what sync mode has to know of a model.
+"""Calibration for sync mode: measures which KV heads of a model attend alike, and which of them retrieve.
 
-A text is read once with attention that looks at its own weights (SyncKV, section 4.1 and appendix B.1): the weights of
-a KV head are the maxima over its query heads; S is the mean overlap coefficient of the heads' k most attended tokens.
-The paper samples 50 articles; what is read here also hides a run of tokens in each text and repeats it at the end, so
-that a head's retrieval score is known without labels: its attention mass on the run while that is being repeated.
+Each text is read once with attention that records its weights (SyncKV, section 4.1 and appendix B.1): the weights of a
+KV head are the maxima over its query heads; S is the mean overlap coefficient of the heads' k most attended tokens. The
+paper samples 50 articles; the samples here also hide a run of tokens in each text and repeat it at the end, so that a
+head's retrieval score needs no labels: it is the attention mass on the run while the run is being repeated.
 
 Decision: steps with fewer than 2k tokens before them are left out of S, because any two heads overlap there.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvchat import paths
-from kvchat.engine.model import attention_hook
+from kvchat.engine.model import attention_hook, dense_attention
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
@@ -58,10 +58,10 @@ def calibrate(
     clusters: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Calibration:
-    """Read the samples and measure; ``progress(done, total)`` is called after each.
+    """Measure the KV heads on ``samples``; ``progress`` is called with the samples read and their number.
 
     Raises:
-        UsageError: there is nothing to read, or more clusters than heads are wanted.
+        UsageError: there are no samples, or ``clusters`` is below 1 or above the number of KV heads.
     """
     if not samples:
         raise UsageError("There is too little text to calibrate on.", f"At least {MIN_TOKENS} tokens are needed.")
@@ -82,7 +82,7 @@ def calibrate(
 
 
 class Recorder:
-    """A KV manager that sums up, per layer, overlaps ``[H, H]`` and attention mass on the source ``[H]``."""
+    """An ``AttentionBackend`` that sums, per layer, overlaps ``[H, H]`` and attention mass on the source ``[H]``."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -92,7 +92,7 @@ class Recorder:
         self._read = 0
 
     def read(self, sample: Sample) -> None:
-        """One forward over a sample."""
+        """Run one forward over ``sample`` and add what it measures."""
         self._sample = sample
         ids = torch.tensor(sample.ids, device=self._model.device)
         positions = torch.arange(len(ids), device=ids.device)
@@ -100,22 +100,22 @@ class Recorder:
         self._read += 1
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Similarity ``[layers, H, H]`` and retrieval ``[layers, H]`` over what was read."""
+        """Similarity ``[layers, H, H]`` and retrieval ``[layers, H]`` as means over the samples, on the CPU."""
         return self._overlap.cpu() / self._read, self._mass.cpu() / self._read
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Dense causal attention in float32, one KV head at a time: ``[H_q, n, d]``."""
-        heads, group = key.shape[0], query.shape[0] // key.shape[0]
+        """Dense causal attention ``[H_q, n, d_v]``, one KV head at a time to bound the memory of the weights."""
         parts, pooled = [], []
-        for head in range(heads):
-            rows = slice(head * group, (head + 1) * group)
-            weights = _weights(query[rows], key[head], spec, rows)
-            parts.append((weights @ value[head].float()).to(query.dtype))
+        group = len(query) // len(key)
+        for head in range(len(key)):
+            one, rows = slice(head, head + 1), slice(head * group, (head + 1) * group)
+            part, weights = dense_attention.attend(query[rows], key[one], value[one], _of_heads(spec, rows))
+            parts.append(part)
             pooled.append(weights.amax(0))
-        self._note(layer, pooled)
+        self._record(layer, pooled)
         return torch.cat(parts)
 
-    def _note(self, layer: int, pooled: list[Tensor]) -> None:
+    def _record(self, layer: int, pooled: list[Tensor]) -> None:
         """``pooled`` are the KV heads' weights ``[n, n]``."""
         first, last = self._sample.source
         # A token of the repetition is predicted by the one before it.
@@ -125,32 +125,20 @@ class Recorder:
         self._overlap[layer] += sets @ sets.T / (TOP * (len(pooled[0]) - 2 * TOP))
 
 
+def _of_heads(spec: AttentionSpec, rows: slice) -> AttentionSpec:
+    return spec if spec.sinks is None else replace(spec, sinks=spec.sinks[rows])
+
+
 def _top_sets(weights: Tensor) -> Tensor:
     """The ``TOP`` most attended tokens of each step as 0 and 1, ``[steps, n]``."""
     return torch.zeros_like(weights).scatter_(1, weights.topk(TOP, 1).indices, 1.0)
 
 
-def _weights(query: Tensor, key: Tensor, spec: AttentionSpec, rows: slice) -> Tensor:
-    """Attention of ``query [G, n, d_k]`` over ``key [n, d_k]`` of one KV head: ``[G, n, n]``, float32."""
-    scores = query.float() @ key.float().T * spec.scaling
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    distance = torch.arange(len(key), device=key.device)[:, None] - torch.arange(len(key), device=key.device)
-    hidden = distance < 0
-    if spec.window is not None:
-        hidden |= distance >= spec.window
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if spec.sinks is None:
-        return scores.softmax(-1)
-    extra = spec.sinks[rows].float()[:, None, None].expand(-1, len(key), 1)
-    return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
-
-
-# ---- what is read ----------------------------------------------------------------------------------
+# ---- samples ---------------------------------------------------------------------------------------
 
 
 def default_samples(model: LoadedModel) -> list[Sample]:
-    """Seeded sentences of no meaning that hide, in turns, a fact and a run of random tokens."""
+    """Seeded synthetic sentences that hide, in turns, a fact and a run of random tokens."""
     samples = []
     for seed in range(TEXTS):
         ids = _filler_ids(model, seed)
@@ -221,7 +209,7 @@ def representatives(calibration: Calibration, rule: str) -> list[tuple[int, ...]
     return [layer.representatives for layer in roles(calibration, calibration.clusters, rule)]
 
 
-# ---- where it is kept ------------------------------------------------------------------------------
+# ---- files ------------------------------------------------------------------------------------------
 
 
 def find(revision: str) -> Calibration | None:
@@ -238,17 +226,17 @@ def find(revision: str) -> Calibration | None:
 
 
 def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...]:
-    """Note for a person that sync mode measures the heads itself, unless a calibration exists."""
+    """A note to the user where the model has no calibration: sync mode then measures the heads itself."""
     if calibration is not None or model.kv_heads == 1:
         return ()
     return (f"Mode sync measures this model's heads on its first long prompt; better: kvchat calibrate {model.name}",)
 
 
 def save(calibration: Calibration, file: Path | None = None) -> Path:
-    """Write it where ``find`` looks for it, or to ``file``; returns the file.
+    """Write ``calibration`` to the folder that ``find`` searches, or to ``file``; return the file.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     file = file or paths.calibration_dir() / f"{calibration.revision}.json"
     try:
@@ -263,7 +251,7 @@ def load(file: Path) -> Calibration:
     """Read a saved calibration.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the file is damaged.
     """
     try:
         fields: dict[str, Any] = json.loads(file.read_text("utf-8"))

@@ -73,7 +73,7 @@ def open_session(
     for name, params in asked.given.items():
         modes.parse(name, params)
     ModeSwitcher.parameters_of(asked.mode, asked.given, asked.mode_params)
-    model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, accelerate=asked.fast)
+    model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, fuse=asked.fast)
     return Session(model, asked.mode, given=asked.given, mode_params=asked.mode_params, system=system)
 
 
@@ -270,7 +270,7 @@ class Session:
             params=kv.mode.report().params,
             notes=(*m.notes, *calibration.notes(m, self._switcher.calibration)),
             weights=m.weights,
-            fast=m.fast,
+            fast=m.fused,
         )
 
     def close(self) -> None:

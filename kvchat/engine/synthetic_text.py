@@ -1,4 +1,4 @@
-"""Plain English without meaning, made from a seed: text to calibrate and to measure on where none is given."""
+"""Synthetic English sentences from a seed: the text of calibration and benchmarks where no file is given."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SAYINGS = [
 
 
 def sentences(seed: int) -> Iterator[str]:
-    """Sentences without end; the same seed gives the same ones."""
+    """Yield sentences endlessly; equal seeds give equal sentences."""
     random_ = random.Random(seed)
     while True:
         if random_.random() < 0.25:

@@ -105,7 +105,7 @@ class Loading:
 class Loaded:
     """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers.
 
-    ``weights`` names how they are quantized and ``fast`` what the fast path swapped, empty for nothing.
+    ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
     """
 
     model: str

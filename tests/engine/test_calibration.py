@@ -12,6 +12,7 @@ import torch
 from kvchat import paths
 from kvchat.engine import calibration
 from kvchat.engine.calibration import Recorder, Sample, find, load, representatives, samples_of, save
+from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
@@ -19,7 +20,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.protocol.messages import Sampling, Turn
 
-FACTS = AttentionSpec(1.0)
+SPEC = AttentionSpec(1.0)
 
 
 def fake(kv_heads: int = 3, **more) -> LoadedModel:
@@ -39,7 +40,7 @@ def test_similarity_and_retrieval_are_what_the_weights_say():
     recorder = Recorder(fake())
     recorder._sample, recorder._read = sample, 1
     keys = torch.eye(n).expand(3, n, n)
-    recorder.attention(0, torch.stack([late, late, early]), keys, torch.randn(3, n, 8), FACTS)
+    recorder.attention(0, torch.stack([late, late, early]), keys, torch.randn(3, n, 8), SPEC)
     similarity, retrieval = recorder.means()
     assert torch.allclose(similarity[0].diagonal(), torch.ones(3, dtype=torch.float64))
     assert float(similarity[0, 0, 1]) == 1
@@ -54,7 +55,7 @@ def test_the_recorder_attends_as_the_model_does(model):
     recorder = Recorder(model)
     recorder._sample = Sample(ids.tolist(), (10, 20))
     positions = torch.arange(len(ids))
-    mine = calibration.attention_hook.forward(model.model, ids, positions, recorder, logits=True)
+    mine = attention_hook.forward(model.model, ids, positions, recorder, logits=True)
     session = Session(model)
     torch.testing.assert_close(mine, session.prefill(ids.tolist()), atol=2e-3, rtol=0)
 

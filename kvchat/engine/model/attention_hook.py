@@ -1,9 +1,9 @@
-"""The one seam to transformers: a registered attention function that hands K/V to a KV manager.
+"""The hook into transformers: a registered attention function that hands K/V to an attention backend.
 
 A model loaded with ``attn_implementation="kvchat"`` projects and rotates as always and then calls ``attention`` here,
-which asks the manager bound to the running forward. The manager comes by a context variable and not as a keyword
+which calls the backend bound to the running forward. The backend comes by a context variable and not as a keyword
 argument of the model, because stablelm and nemotron drop the keyword arguments they do not know. No mask function is
-registered, so no mask is built: the manager knows which token may see which.
+registered, so no mask is built: the backend knows which token may attend to which.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits"})
 KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 
 
-class KeyValueManager(Protocol):
-    """Keeps the K/V of one conversation and attends to it."""
+class AttentionBackend(Protocol):
+    """Keeps the K/V of one conversation and attends to it; in answers this is kv's ``KVManager``."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Take the new tokens' ``key`` [H, n, d_k] and ``value`` [H, n, d_v], already rotated, and attend.
@@ -40,7 +40,7 @@ class KeyValueManager(Protocol):
         ...
 
 
-_manager: ContextVar[KeyValueManager] = ContextVar("kvchat_manager")
+_backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
 _specs: WeakKeyDictionary[nn.Module, AttentionSpec] = WeakKeyDictionary()
 
 
@@ -52,22 +52,22 @@ def register() -> None:
 
 
 @contextmanager
-def bound(manager: KeyValueManager) -> Iterator[None]:
-    """Forwards inside this block store to and attend by ``manager``; nests, and each thread has its own."""
-    token = _manager.set(manager)
+def bound(backend: AttentionBackend) -> Iterator[None]:
+    """Forwards inside this block store to and attend by ``backend``; blocks nest, and each thread has its own."""
+    token = _backend.set(backend)
     try:
         yield
     finally:
-        _manager.reset(token)
+        _backend.reset(token)
 
 
-def forward(model: Any, ids: Tensor, positions: Tensor, manager: KeyValueManager, *, logits: bool) -> Tensor | None:
-    """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``manager``.
+def forward(model: Any, ids: Tensor, positions: Tensor, backend: AttentionBackend, *, logits: bool) -> Tensor | None:
+    """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``backend``.
 
     Returns the last token's logits [vocab] in float32; None without ``logits``, when the head is not run either.
     Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
     """
-    with torch.inference_mode(), bound(manager):
+    with torch.inference_mode(), bound(backend):
         if not logits:
             model.base_model(ids[None], position_ids=positions[None], use_cache=False)
             return None
@@ -85,23 +85,23 @@ def attention(
 
     Raises:
         ModelError: the layer asks for something kvchat's attention does not do.
-        EngineError: no manager is bound.
+        EngineError: no backend is bound.
     """
     if attention_mask is not None or not kwargs.keys() <= KNOWN:
         _refuse_unknown(module, attention_mask, kwargs)
     spec = _specs.get(module)
     if spec is None:
         spec = _specs[module] = _spec_of(module, query.shape[-1], kwargs)
-    manager = _manager.get(None)
-    if manager is None:
+    backend = _backend.get(None)
+    if backend is None:
         raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    attended = manager.attention(layer, query[0], key[0], value[0], spec)
+    attended = backend.attention(layer, query[0], key[0], value[0], spec)
     return attended.transpose(0, 1)[None].contiguous(), None
 
 
 def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSpec:
-    """What a layer's first call says about it; it says the same at every later one."""
+    """The attention rule of a layer, read from its first call; later calls pass the same."""
     if kwargs.get("dropout"):
         raise _refusal(module, "drops attention weights at random: the model is in training mode")
     if getattr(module, "is_causal", True) is False:

@@ -1,7 +1,7 @@
-"""Where a model's files come from, and whether they are all there.
+"""Locates the files of a model, downloads them from the hub and checks that they are complete.
 
 "bundled" is the model that ships with kvchat, an existing folder or GGUF file is taken as it is, anything else is a
-repository on the Hugging Face hub, or REPOSITORY:FILE for one GGUF file of it. Everything is looked at before the first
+repository on the Hugging Face hub, or REPOSITORY:FILE for one GGUF file of it. The files are checked before the first
 weight is read, and only the hub needs the network.
 """
 
@@ -34,9 +34,9 @@ TAIL_BYTES = 2**16
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A folder with a model's config.json; on the hub the weights may still have to come.
+    """A folder with a model's config.json; the weights of a hub repository may not be downloaded yet.
 
-    ``gguf`` names the file in the folder that has everything, where the model is such a file.
+    ``gguf`` is the name of the GGUF file in the folder, if the model is one.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ModelLocation:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with all of a model's files; ``revision`` changes when they do."""
+    """A folder with all files of a model; ``revision`` changes with them."""
 
     name: str
     folder: Path
@@ -58,35 +58,35 @@ class Checkpoint:
 
 
 def locate(name: str, progress: Progress) -> ModelLocation:
-    """Where the model ``name`` is; of one on the hub the configuration is fetched and not yet the weights.
+    """Locate the model ``name``; of a hub repository this downloads the configuration, not the weights.
 
     Raises:
         ModelError: there is no such model.
     """
-    place = _place(name, progress)
-    if place.gguf and not (place.folder / place.gguf).is_file():
-        raise ModelError(f"{name} is not there.", f"The repository has no file {place.gguf}.", "Check the spelling.")
-    if not place.gguf and not (place.folder / "config.json").is_file():
-        raise ModelError(f"{_where(place)} is no model.", "It has no config.json.", _format_hint(place.folder))
-    return place
+    location = _locate(name, progress)
+    if location.gguf and not (location.folder / location.gguf).is_file():
+        raise ModelError(f"{name} is not there.", f"The repository has no file {location.gguf}.", "Check the spelling.")
+    if not location.gguf and not (location.folder / "config.json").is_file():
+        raise ModelError(f"{_where(location)} is no model.", "It has no config.json.", _format_hint(location.folder))
+    return location
 
 
-def complete(place: ModelLocation, progress: Progress) -> Checkpoint:
-    """All files of a located model, checked as far as their headers tell; fetches what is on the hub and not here.
+def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
+    """Download the missing files of a located model and check all of them by their headers.
 
     Raises:
         ModelError: a file is missing or damaged.
     """
-    if place.gguf:
-        return _complete_gguf(place)
-    folder = _download(place.name, DOWNLOADED, progress) if place.on_hub else place.folder
-    weights = _weights(folder, _where(place))
+    if location.gguf:
+        return _complete_gguf(location)
+    folder = _download(location.name, DOWNLOADED, progress) if location.on_hub else location.folder
+    weights = _weights(folder, _where(location))
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
-        raise ModelError(f"{_where(place)} has no tokenizer.", f"None of {', '.join(TOKENIZERS)} is there.")
+        raise ModelError(f"{_where(location)} has no tokenizer.", f"None of {', '.join(TOKENIZERS)} is there.")
     for file in weights:
         _check_readable(file)
-    revision = folder.name if place.on_hub else _digest(folder, weights)
-    return Checkpoint(place.name, folder, revision, weights, sum(file.stat().st_size for file in weights))
+    revision = folder.name if location.on_hub else _digest(folder, weights)
+    return Checkpoint(location.name, folder, revision, weights, sum(file.stat().st_size for file in weights))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _place(name: str, progress: Progress) -> ModelLocation:
+def _locate(name: str, progress: Progress) -> ModelLocation:
     if name == BUNDLED:
         return ModelLocation(name, bundled_model_dir())
     folder = Path(name).expanduser()
@@ -123,18 +123,18 @@ def _place(name: str, progress: Progress) -> ModelLocation:
     return ModelLocation(name, _download(name, CONFIGURATION, progress), on_hub=True)
 
 
-def _where(place: ModelLocation) -> str:
-    """What a person gave: a folder's path or a repository's name."""
-    return place.name if place.on_hub else str(place.folder)
+def _where(location: ModelLocation) -> str:
+    """The folder's path or the repository's name, for messages."""
+    return location.name if location.on_hub else str(location.folder)
 
 
 def _weights(folder: Path, where: str) -> tuple[Path, ...]:
     index = folder / INDEX
     if not index.is_file():
-        found = tuple(sorted(folder.glob("model*.safetensors")))
-        if not found:
+        files = tuple(sorted(folder.glob("model*.safetensors")))
+        if not files:
             raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", _format_hint(folder))
-        return found
+        return files
     shards = sorted(set(read_json(index).get("weight_map", {}).values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
@@ -147,15 +147,15 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
 
 
 def _only_gguf(folder: Path) -> str:
-    """The one GGUF file of a folder with no model beside it; empty if that is not what the folder is."""
+    """The name of a folder's GGUF file if it is the only one and there is no config.json, else empty."""
     files = list(folder.glob(f"*{GGUF}"))
     return files[0].name if len(files) == 1 and not (folder / "config.json").is_file() else ""
 
 
-def _complete_gguf(place: ModelLocation) -> Checkpoint:
-    file = place.folder / place.gguf
-    revision = place.folder.name if place.on_hub else _digest(place.folder, (file,))
-    return Checkpoint(place.name, place.folder, revision, (file,), file.stat().st_size, place.gguf)
+def _complete_gguf(location: ModelLocation) -> Checkpoint:
+    file = location.folder / location.gguf
+    revision = location.folder.name if location.on_hub else _digest(location.folder, (file,))
+    return Checkpoint(location.name, location.folder, revision, (file,), file.stat().st_size, location.gguf)
 
 
 def _format_hint(folder: Path) -> str:
@@ -165,7 +165,7 @@ def _format_hint(folder: Path) -> str:
 
 
 def _check_readable(file: Path) -> None:
-    """Reads the header only: it tells a truncated file too."""
+    """Read the header, which also shows that a file is truncated."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -176,7 +176,7 @@ def _check_readable(file: Path) -> None:
 
 
 def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
-    """Of the configuration and of each weight file's size and end: tells two trainings apart without reading all."""
+    """A digest of config.json and of each weight file's size and end, which differ between two trainings."""
     config = folder / "config.json"
     digest = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
     for file in weights:

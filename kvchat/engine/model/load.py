@@ -1,7 +1,7 @@
-"""A model and its tokenizer, ready to be driven: found, refused or loaded, probed and tested.
+"""Loads a model and its tokenizer: locates, refuses or reads it, then probes, tests and fuses it.
 
-Nothing falls back in silence: what kvchat cannot run correctly is refused before the weights are read where the
-configuration tells, by the probe or by the numerical self-test where it does not.
+A model that kvchat cannot run correctly is refused: before the weights are read if the configuration tells, else by the
+probe or the numerical self-test. Only safetensors and GGUF are read, and no code of a model is run.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 
 import torch
 
-from kvchat.engine.model import attention_hook, checkpoint, quantization
+from kvchat.engine.model import attention_hook, quantization, supported
+from kvchat.engine.model.checkpoint import Checkpoint, ModelLocation, Progress, complete, locate, read_json
+from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import selftest
-from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
+from kvchat.errors import DoesNotFitError, ModelError
 from kvchat.units import size
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INSTALL_GGUF = "pip install 'kvchat[gguf]'"
-ATTENDED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on its device with all that is known about it.
+    """A model on its device, its tokenizer and its observed properties.
 
-    ``context`` is in tokens; ``weights`` names how they are quantized, ``fast`` what the fast path swapped.
+    ``context`` is in tokens; ``weights`` names their quantization, ``fused`` the kinds of modules that are fused.
     """
 
     model: Any
@@ -55,24 +55,24 @@ class LoadedModel:
     notes: tuple[str, ...]
     weight_bytes: int
     weights: str = ""
-    fast: str = ""
+    fused: str = ""
 
 
 def load_model(
     name: str,
     device: str,
     dtype: str,
-    progress: checkpoint.Progress,
+    progress: Progress,
     *,
     quantize: str = "none",
-    accelerate: bool = True,
+    fuse: bool = True,
 ) -> LoadedModel:
-    """Load the model ``name`` ("bundled", a folder or a hub repository); ``progress`` is told each stage.
+    """Load the model ``name`` ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
-    ``name`` may be a GGUF file, too, whose weights are unpacked to the dtype.
+    ``name`` may also be a GGUF file, whose weights are unpacked to the dtype.
     ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantized already stays as it is with "none".
-    ``accelerate`` swaps in what the fast path knows.
+    ``fuse`` replaces the modules that the fast path recognizes.
 
     Raises:
         ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
@@ -80,27 +80,27 @@ def load_model(
         DoesNotFitError: the weights do not fit the device's free memory.
     """
     on = resolve_device(device)
-    place = checkpoint.locate(name, progress)
+    location = locate(name, progress)
     with _quiet():
-        config = _config(place)
-        model_class = _model_class(config)
-        precision = _resolve_dtype(dtype, config, on)
+        config = _config(location)
+        model_class = supported.model_class(config)
+        precision = resolve_dtype(dtype, config, on)
         quantized = quantization.resolve(quantize, config, precision)
-        found = checkpoint.complete(place, progress)
-        _check_fits(found, on, quantized.share)
+        checkpoint = complete(location, progress)
+        _check_fits(checkpoint, on, quantized.share)
         progress("Loading the tokenizer")
-        tokenizer = _tokenizer(found)
+        tokenizer = _tokenizer(checkpoint)
         progress("Loading the weights")
         try:
-            model = _model(model_class, found, precision, on, quantized)
+            model = _model(model_class, checkpoint, precision, on, quantized)
             progress("Testing the model")
-            return wrap(model, tokenizer, found.name, found.revision, accelerate)
+            return wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
         except torch.OutOfMemoryError as error:
-            raise _does_not_fit(found, on) from error
+            raise _does_not_fit(checkpoint, on) from error
 
 
-def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", accelerate: bool = True) -> LoadedModel:
-    """A transformers ``model`` that is on its device, with the seam's attention: probed, tested and accelerated.
+def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
+    """Probe, test and fuse a transformers ``model`` that is on its device, with kvchat's attention.
 
     Raises:
         ModelError: kvchat cannot run it correctly.
@@ -108,144 +108,91 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", accelerate: 
     pinned = pin_frequencies(model)
     seen = probe(model)
     selftest(model)
-    swapped = swap.accelerate(model, swap.kernels_for(model.device)) if accelerate else swap.FusionReport()
+    fusion = swap.fuse(model, swap.kernels_for(model.device)) if fuse else swap.FusionReport()
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # merging left as much as was merged in pieces too small for the next
+        torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
-    return replace(loaded, notes=(*loaded.notes, *filter(None, [swapped.note])), fast=swapped.swapped)
-
-
-def resolve_device(device: str) -> torch.device:
-    """The device a person named.
-
-    Raises:
-        UsageError: there is no such device.
-    """
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    try:
-        resolved = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f'There is no device "{device}".', "", "Give auto, cpu, cuda or cuda:0.") from None
-    if resolved.type not in ("cpu", "cuda"):
-        raise UsageError(f'kvchat does not run on "{device}".', "", "Give auto, cpu, cuda or cuda:0.")
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    return _cuda_device(device, resolved.index or 0)
-
-
-def refusal(config: Any, model_class: Any) -> str | None:
-    """Why kvchat cannot run such a model, as far as its configuration and class tell; None if nothing speaks against.
-
-    ``config`` and ``model_class`` are transformers'.
-    """
-    text = config.get_text_config(decoder=True)
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDED_LAYERS)
-    if config.is_encoder_decoder:
-        return "It is an encoder-decoder; kvchat drives decoders only"
-    if not model_class._can_set_attn_implementation():
-        return "transformers does not let its attention be replaced"
-    if model_class._is_stateful:
-        return "It keeps a recurrent state, which cannot be rolled back to an earlier token"
-    if not getattr(text, "max_position_embeddings", None):
-        return "Its configuration does not tell how many tokens it can read"
-    if others:
-        return f"It has layers of the kind {', '.join(others)}; kvchat knows full and sliding attention"
-    return None
+    return replace(loaded, notes=(*loaded.notes, *filter(None, [fusion.note])), fused=fusion.fused)
 
 
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _config(place: checkpoint.ModelLocation) -> Any:
+def _config(location: ModelLocation) -> Any:
     from transformers import AutoConfig
 
-    if place.gguf:
-        return _gguf_config(place)
-    checkpoint.read_json(place.folder / "config.json")  # with a better message than transformers' for a damaged file
+    if location.gguf:
+        return _gguf_config(location)
+    read_json(location.folder / "config.json")  # its message for a damaged file is better
     try:
-        return AutoConfig.from_pretrained(place.folder, local_files_only=True)
+        return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise _unreadable(place.name, "its config.json", error) from error
+        raise supported.unreadable(location.name, "its config.json", error) from error
 
 
-def _gguf_config(place: checkpoint.ModelLocation) -> Any:
+def _gguf_config(location: ModelLocation) -> Any:
     from transformers import AutoConfig
 
     absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if absent:
         raise ModelError(
-            f"{place.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
+            f"{location.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
         )
     try:
-        config = AutoConfig.from_pretrained(place.folder, gguf_file=place.gguf, local_files_only=True)
-    except Exception as error:  # the gguf package raises whatever a damaged file leads it to
-        raise _unreadable(place.name, "the GGUF file", error) from error
+        config = AutoConfig.from_pretrained(
+            location.folder, gguf_file=location.gguf, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the gguf package raises anything for a damaged file
+        raise supported.unreadable(location.name, "the GGUF file", error) from error
     config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
     return config
 
 
-def _gguf(found: checkpoint.Checkpoint) -> dict[str, str]:
-    return {"gguf_file": found.gguf} if found.gguf else {}
+def _gguf(checkpoint: Checkpoint) -> dict[str, str]:
+    return {"gguf_file": checkpoint.gguf} if checkpoint.gguf else {}
 
 
-def _model_class(config: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is None:
-        raise ModelError(f'"{config.model_type}" is no model for chatting.', "It is not a causal language model.")
-    reason = refusal(config, model_class)
-    if reason:
-        raise ModelError(f"kvchat cannot run {model_class.__name__}.", f"{reason}.", "Choose another model.")
-    return model_class
-
-
-def _resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    if dtype in DTYPES:
-        return DTYPES[dtype]
-    if dtype != "auto":
-        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
-    own = config.get_text_config(decoder=True).dtype or config.dtype
-    return own if device.type == "cuda" and own in DTYPES.values() else torch.float32
-
-
-def _tokenizer(found: checkpoint.Checkpoint) -> Any:
+def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(found.folder, local_files_only=True, **_gguf(found))
+        return AutoTokenizer.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False, **_gguf(checkpoint)
+        )
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
-        raise _unreadable(found.name, "its tokenizer", error) from error
+        raise supported.unreadable(checkpoint.name, "its tokenizer", error) from error
 
 
 def _model(
-    model_class: Any, found: checkpoint.Checkpoint, dtype: torch.dtype, device: torch.device, quantized: Quantization
+    model_class: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantized: Quantization
 ) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
     else. Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
     """
     attention_hook.register()
     in_place = bool(quantized.method) and importlib.util.find_spec("accelerate") is not None
-    place = {"device_map": {"": device}} if in_place else {}
+    placement = {"device_map": {"": device}} if in_place else {}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a bar over a GGUF file's tensors that knows no switch
+        with contextlib.redirect_stderr(io.StringIO()):  # the bar over a GGUF file's tensors has no switch
             model, info = model_class.from_pretrained(
-                found.folder,
+                checkpoint.folder,
                 dtype=dtype,
                 attn_implementation=attention_hook.NAME,
                 local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
                 output_loading_info=True,
-                **place,
+                **placement,
                 **quantized.options,
-                **_gguf(found),
+                **_gguf(checkpoint),
             )
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
-        raise quantization.missing(found.name, quantized, error) from error
+        raise quantization.missing(checkpoint.name, quantized, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        raise _unreadable(found.name, "its weights", error) from error
-    _check_complete(found, info)
+        raise supported.unreadable(checkpoint.name, "its weights", error) from error
+    supported.check_tensors(model, checkpoint.folder, info)
     return model.eval() if in_place else model.eval().to(device)
 
 
@@ -274,7 +221,7 @@ def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, p
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All of them end an answer: generation_config often knows the chat's end and config only the text's."""
+    """The tokens that end an answer: often generation_config has the chat's end and config only the text's."""
     named = [model.generation_config, model.config, model.config.get_text_config(decoder=True), tokenizer]
     ids: set[Any] = set()
     for holder in named:
@@ -305,44 +252,19 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
 # ---- refusals --------------------------------------------------------------------------------------
 
 
-def _cuda_device(given: str, index: int) -> torch.device:
-    if index < torch.cuda.device_count():
-        return torch.device("cuda", index)
-    if not torch.cuda.is_available():
-        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU"
-        raise UsageError(f'There is no device "{given}".', f"{why}.", "Give auto or cpu.")
-    raise UsageError(f'There is no device "{given}".', f"This machine has {torch.cuda.device_count()} GPU(s).")
-
-
-def _check_fits(found: checkpoint.Checkpoint, device: torch.device, share: float) -> None:
+def _check_fits(found: Checkpoint, device: torch.device, share: float) -> None:
     """By at least ``share`` of the files' size, before minutes of reading; the true size is only known afterwards."""
     if device.type == "cuda" and found.weight_bytes * share > torch.cuda.mem_get_info(device)[0]:
         raise _does_not_fit(found, device)
 
 
-def _does_not_fit(found: checkpoint.Checkpoint, device: torch.device) -> DoesNotFitError:
+def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
     free, total = torch.cuda.mem_get_info(device)
     return DoesNotFitError(
         f"{found.name} does not fit {torch.cuda.get_device_name(device)}.",
         f"Its weights take {size(found.weight_bytes, 2)}, and {size(free, 2)} of {size(total, 2)} are free.",
         "Choose a smaller model, or free memory on the GPU.",
     )
-
-
-def _check_complete(found: checkpoint.Checkpoint, info: dict[str, Any]) -> None:
-    """transformers fills in random numbers for weights that are not in the files."""
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"The weights in {found.folder} are incomplete.",
-            f"{len(missing)} tensors are missing, the first is {missing[0]}.",
-            "Download the model again.",
-        )
-
-
-def _unreadable(name: str, what: str, error: Exception) -> ModelError:
-    first = str(error).strip().split("\n", 1)[0][:300]
-    return ModelError(f"{name} cannot be loaded.", f"transformers refuses {what}: {first}")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""What a prefill forward takes of a GPU's memory beside weights and K/V: measured on the model itself, once.
+"""Measures the GPU memory that a prefill forward takes beside weights and K/V, once for each loaded model.
 
 It depends on the widths of the layers, on how the model's code keeps intermediate results, on experts and quantized
-weights; a forward of a few hundred tokens tells all of it, because everything a layer computes grows with the tokens.
+weights. Two short forwards suffice, because all of it grows in proportion to the tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ TOKENS = 1024
 
 
 class WithoutAttention:
-    """A KV manager that keeps nothing and attends to nothing: its share is foretold by ``kv.plan``."""
+    """An ``AttentionBackend`` without K/V and attention, whose memory is computed and not measured."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """``seam.KeyValueManager.attention``: zeros."""
+        """Zeros ``[H_q, n, d_v]``."""
         return query.new_zeros((*query.shape[:2], value.shape[-1]))
 
 
 def bytes_per_token(model: LoadedModel) -> int:
-    """Device bytes that a forward takes for each of its tokens. Two short forwards on a GPU tell."""
+    """Device bytes that a forward takes for each of its tokens, measured by two short forwards on a GPU."""
     high = min(TOKENS, model.context)
     low = high // 4
     low_bytes, high_bytes = _peak(model, low), _peak(model, high)

@@ -1,9 +1,9 @@
-"""What a few one-token forwards show of a model's attention: its shapes, its rules, how its keys turn with position.
+"""The probe: a model's head counts and sizes, attention rules and key rotation, observed in one-token forwards.
 
 With one key the softmax is 1 and attention returns that key's value, whatever the position. So in a model whose
 positions are rotary, one token's hidden states are the same at every position, and one forward at position p yields
 every layer's key of the same token at p. Comparing a few positions with the rotations that the model's ``inv_freq``
-buffers allow identifies each layer's; no model name and no configuration field is asked.
+buffers allow identifies each layer's. No model name and no configuration field is read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat.engine.model import attention_hook
+from kvchat.engine.model import attention_hook, tolerances
 from kvchat.errors import ModelError
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 
 BASE = 11
 NEAR = (3, 34)
-
-# Relative to the largest element. Right candidates measure below 1e-5 in float32 and 0.02 in bfloat16, wrong ones
-# above 0.3; far from the start the model's own float32 angles add their rounding, FAR_TOLERANCE radians a position.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
-FAR_TOLERANCE = 2e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +43,7 @@ class Probe:
 
 
 def probe(model: Any) -> Probe:
-    """Observe ``model`` (loaded with the seam's attention) in at most five one-token forwards.
+    """Observe ``model`` (loaded with kvchat's attention) in at most five one-token forwards.
 
     Raises:
         ModelError: the layers are not alike, or not every layer attends.
@@ -62,7 +57,7 @@ def probe(model: Any) -> Probe:
 
 
 def pin_frequencies(model: Any) -> bool:
-    """Hold rotary frequencies that follow the text's length at those of the whole context; False if none do.
+    """Fix rotary frequencies that follow the text's length at those of the whole context; False if none do.
 
     longrope picks one of two sets by the positions of each forward, so the chunks of one long prompt would be rotated
     by both.
@@ -77,7 +72,7 @@ def pin_frequencies(model: Any) -> bool:
 
 
 class _Observer:
-    """A KV manager for one token: notes what arrives and attends to the token itself."""
+    """An ``AttentionBackend`` for one token: records its arguments and attends to the token itself."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -136,7 +131,7 @@ def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...]
     rotations = []
     for layer in sorted(base.keys):
         targets = {position - BASE: seen.keys[layer] for position, seen in near.items()}
-        rotation = _identify(base.keys[layer], targets, candidates, TOLERANCE[model.dtype])
+        rotation = _identify(base.keys[layer], targets, candidates, tolerances.ROTATED_KEYS[model.dtype])
         if rotation is None and _differs(base.keys[layer], targets[NEAR[1] - BASE]):
             return (), f"the rotation of layer {layer}'s keys was not recognized"
         rotations.append(rotation)
@@ -144,11 +139,11 @@ def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...]
 
 
 def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation | None]) -> str | None:
-    """Looks at twice the context: dynamic NTK and longrope switch to other frequencies on the way there."""
+    """Why keys rotate otherwise at twice the context, by which dynamic NTK and longrope have changed frequencies."""
     position = 2 * _context(model)
     far = _observe(model, position)
     _observe(model, BASE)  # a short forward puts the short text's frequencies back
-    allowed = TOLERANCE[model.dtype] + FAR_TOLERANCE * position
+    allowed = tolerances.ROTATED_KEYS[model.dtype] + tolerances.ANGLE_PER_POSITION * position
     for layer, rotation in enumerate(rotations):
         if rotation and _error(base.keys[layer], far.keys[layer], rotation, position - BASE) > allowed:
             return "its rotary frequencies change with the length of the text"
@@ -183,7 +178,7 @@ def _error(keys: Tensor, target: Tensor, rotation: Rotation, delta: int) -> floa
 
 
 def _differs(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).abs().max()) > 1e-3 * float(one.abs().max())
+    return float((one - other).abs().max()) > tolerances.UNCHANGED * float(one.abs().max())
 
 
 def _moved(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:

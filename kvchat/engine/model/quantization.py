@@ -1,6 +1,6 @@
-"""Quantized weights: 4 bits by bitsandbytes on request, and checkpoints that come quantized.
+"""Quantized weights: 4 bits by bitsandbytes on request, and checkpoints that are quantized already.
 
-Everything is transformers' own: kvchat chooses the configuration and the device, and says which package is missing.
+transformers and its quantizers do the work; kvchat chooses their configuration and names the package that is missing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ INSTALL = "pip install 'kvchat[bnb]'"
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights are kept: transformers' name of the method (empty: as numbers) and what loading needs to know.
+    """How the weights are stored: transformers' name of the method (empty: unquantized) and its loading options.
 
-    ``share`` is the part of the files' bytes that is left at least.
+    ``share`` is the least fraction of the files' bytes that the loaded weights take.
     """
 
     method: str = ""
@@ -32,7 +32,7 @@ class Quantization:
 
 
 def resolve(quantize: str, config: Any, dtype: torch.dtype) -> Quantization:
-    """What a person chose (``CHOICES``), and what the checkpoint is; ``dtype`` is that of the arithmetic.
+    """The quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``; ``dtype`` is the arithmetic's.
 
     Raises:
         UsageError: there is no such choice.
@@ -40,7 +40,7 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype) -> Quantization:
     """
     if quantize not in CHOICES:
         raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
-    own = _own_method(config)
+    own = own_method(config)
     if quantize == "none":
         return Quantization(own)
     if own:
@@ -52,9 +52,9 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype) -> Quantization:
 
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
     """The refusal of a model for which a package is missing; transformers' message names it."""
-    said = " ".join(str(error).split())[:300]
+    message = " ".join(str(error).split())[:300]
     hint = f"{INSTALL}, then try again." if "bitsandbytes" in quantized.method else "Install it, then try again."
-    return ModelError(f"{name} needs a package that is not installed.", f"transformers says: {said}", hint)
+    return ModelError(f"{name} needs a package that is not installed.", f"transformers says: {message}", hint)
 
 
 def weight_bytes(model: Any) -> int:
@@ -63,26 +63,26 @@ def weight_bytes(model: Any) -> int:
 
 
 def is_packed(model: Any) -> bool:
-    """Some weights are in a form that only its quantizer multiplies; a GGUF file's are usually unpacked."""
-    kept = (torch.float32, torch.float16, torch.bfloat16)
-    return bool(_own_method(model.config)) and any(tensor.dtype not in kept for tensor in _tensors(model))
+    """Some weights are in a form that only their quantizer multiplies; those of a GGUF file are usually unpacked."""
+    plain = (torch.float32, torch.float16, torch.bfloat16)
+    return bool(own_method(model.config)) and any(tensor.dtype not in plain for tensor in _tensors(model))
 
 
 def notes(model: Any) -> list[str]:
-    """What a person should know of a loaded model's weights."""
-    method, dtype = _own_method(model.config), str(model.dtype).removeprefix("torch.")
+    """Notes to the user about a loaded model's weights."""
+    method, dtype = own_method(model.config), str(model.dtype).removeprefix("torch.")
     return [f"The {method} weights were unpacked to {dtype}."] if method and not is_packed(model) else []
 
 
 def describe(model: Any) -> str:
-    """How a loaded model's weights are quantized; empty if they are not."""
+    """The name of a loaded model's quantization; empty if its weights are not packed."""
     if not is_packed(model):
         return ""
-    method = _own_method(model.config)
+    method = own_method(model.config)
     return "nf4" if method == "bitsandbytes" and model.config.quantization_config.load_in_4bit else method
 
 
-def _own_method(config: Any) -> str:
+def own_method(config: Any) -> str:
     """transformers' name of the method by which a checkpoint is quantized; empty if it is not."""
     own = getattr(config, "quantization_config", None)
     own = own if isinstance(own, dict) or own is None else own.to_dict()

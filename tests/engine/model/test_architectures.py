@@ -8,9 +8,10 @@ from support import tiny_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvchat.engine.model import attention_hook
-from kvchat.engine.model.load import refusal
+from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.probe import pin_frequencies, probe
-from kvchat.engine.model.self_test import DenseManager, selftest
+from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.supported import refusal
 from kvchat.errors import ModelError
 from kvchat.kv.rope import cos_sin, rotate
 
@@ -27,8 +28,8 @@ REFUSED = {
     "falcon": "does not let its attention be replaced",
     "bloom": "does not let its attention be replaced",
     "mpt": "does not let its attention be replaced",
-    "t5": "encoder-runner",
-    "bart": "encoder-runner",
+    "t5": "encoder-decoder",
+    "bart": "encoder-decoder",
     "mamba2": "recurrent state",
     "falcon_h1": "recurrent state",
     "qwen3_next": "recurrent state",
@@ -147,13 +148,13 @@ def test_shapes_are_observed(name, shape):
     [("llama", [None] * 4), ("mistral", [8] * 4), ("gemma2", [8, None] * 2), ("cohere2", [8, 8, 8, None])],
 )
 def test_windows_are_observed(name, windows):
-    assert [spec.window for spec in probe(tiny_models.model(name)).spec] == windows
+    assert [spec.window for spec in probe(tiny_models.model(name)).specs] == windows
 
 
 def test_other_specs_are_observed():
-    assert {spec.softcap for spec in probe(tiny_models.model("gemma2")).spec} == {2.0}
-    assert {spec.scaling for spec in probe(tiny_models.model("granite")).spec} == {0.07}
-    assert [spec.sinks.shape for spec in probe(tiny_models.model("gpt_oss")).spec] == [(4,)] * 4
+    assert {spec.softcap for spec in probe(tiny_models.model("gemma2")).specs} == {2.0}
+    assert {spec.scaling for spec in probe(tiny_models.model("granite")).specs} == {0.07}
+    assert [spec.sinks.shape for spec in probe(tiny_models.model("gpt_oss")).specs] == [(4,)] * 4
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope"])

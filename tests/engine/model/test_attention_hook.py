@@ -8,12 +8,12 @@ from support import tiny_models
 from torch import nn
 
 from kvchat.engine.model import attention_hook
-from kvchat.engine.model.self_test import DenseManager
+from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.errors import EngineError, ModelError
 
 
 class Recorder:
-    """Notes what the seam hands over and answers with numbers that tell head, token and dimension apart."""
+    """Notes what the hook hands over and answers with numbers that tell head, token and dimension apart."""
 
     def __init__(self):
         self.calls = []
@@ -30,9 +30,9 @@ class Layer(nn.Module):
         self.layer_idx = layer_idx
 
 
-def call(module, manager=None, mask=None, **kwargs):
+def call(module, backend=None, mask=None, **kwargs):
     query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 6)
-    with attention_hook.bound(manager or Recorder()):
+    with attention_hook.bound(backend or Recorder()):
         return attention_hook.attention(module, query, key, value, mask, **{"scaling": 0.5, "dropout": 0.0, **kwargs})
 
 
@@ -102,12 +102,12 @@ def test_attention_to_later_tokens_is_refused():
         call(module)
 
 
-def test_no_manager_is_an_error():
+def test_no_backend_is_an_error():
     with pytest.raises(EngineError, match="without a KV manager"):
         attention_hook.attention(Layer(), *[torch.zeros(1, 1, 1, 8)] * 3, None)
 
 
-def test_managers_nest_and_are_put_back():
+def test_backends_nest_and_are_put_back():
     outer, inner = Recorder(), Recorder()
     with attention_hook.bound(outer):
         call(Layer(), inner)
@@ -120,10 +120,10 @@ def test_managers_nest_and_are_put_back():
 
 
 def test_two_models_in_two_threads_keep_apart():
-    managers = {name: DenseManager() for name in ("llama", "qwen3")}
+    backends = {name: DenseManager() for name in ("llama", "qwen3")}
     alone = {
         name: attention_hook.forward(tiny_models.model(name), ids(9), torch.arange(9), DenseManager(), logits=True)
-        for name in managers
+        for name in backends
     }
     meeting, together = threading.Barrier(2), {}
 
@@ -132,10 +132,10 @@ def test_two_models_in_two_threads_keep_apart():
             meeting.wait(timeout=30)
             one = torch.tensor([position])
             together[name] = attention_hook.forward(
-                tiny_models.model(name), ids(9)[one], one, managers[name], logits=True
+                tiny_models.model(name), ids(9)[one], one, backends[name], logits=True
             )
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in managers]
+    threads = [threading.Thread(target=run, args=(name,)) for name in backends]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -13,7 +12,7 @@ from huggingface_hub import errors
 from support import tiny_models
 
 from kvchat.engine.model import checkpoint, load
-from kvchat.engine.model.load import load_model, resolve_device
+from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
 
@@ -183,6 +182,10 @@ def unlisted_tensor(folder):
             save_file(tensors, file, {"format": "pt"})
 
 
+def fewer_layers(folder):
+    edit_json(folder / "config.json", num_hidden_layers=3)
+
+
 def other_shapes(folder):
     edit_json(folder / "config.json", intermediate_size=128)
 
@@ -210,6 +213,7 @@ def damaged_tokenizer(folder):
         (damaged_index, "model.safetensors.index.json cannot be read"),
         (truncated_weights, "model-00001-of-00002.safetensors is damaged"),
         (unlisted_tensor, "1 tensors are missing, the first is model.norm.weight"),
+        (fewer_layers, "do not belong to its config.json"),
         (other_shapes, "transformers refuses its weights"),
         (no_tokenizer, "has no tokenizer"),
         (damaged_tokenizer, "transformers refuses its tokenizer"),
@@ -232,6 +236,66 @@ def test_a_file_is_no_model(folder):
 def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
     with pytest.raises(ModelError, match="There is no folder"):
         load_model(name, "cpu", "auto", silent)
+
+
+# ---- what comes with a model is read, never run ----------------------------------------------------
+
+
+@pytest.fixture
+def own_code(folder, tmp_path, monkeypatch):
+    """The folder brings Python files that leave a mark, and the person would agree to everything asked."""
+    mark = tmp_path / "it ran"
+    for name in ("configuration_mine", "modeling_mine", "tokenization_mine"):
+        (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("a question on stdin"))
+    return mark
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_mine.MineConfig",
+    "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    "AutoTokenizer": ["tokenization_mine.MineTokenizer", None],
+}
+
+
+def test_a_model_that_needs_its_own_code_is_refused_without_a_question(folder, own_code):
+    edit_json(folder / "config.json", model_type="mine", auto_map=AUTO_MAP)
+    with pytest.raises(ModelError, match="never runs code that comes with a model") as caught:
+        load_model(str(folder), "cpu", "auto", silent)
+    assert "architecture that transformers includes" in caught.value.hint
+    assert not own_code.exists()
+
+
+def test_own_code_beside_a_known_architecture_is_left_alone(folder, own_code):
+    edit_json(folder / "config.json", auto_map=AUTO_MAP)
+    edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
+    assert load_model(str(folder), "cpu", "auto", silent).layers == 4
+    assert not own_code.exists()
+
+
+def pickled(folder, monkeypatch):
+    """The same weights as a pickle beside the others, and a torch that must not read it."""
+    torch.save(tiny_models.model("llama").state_dict(), folder / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a pickle was read"))
+
+
+def test_a_pickle_beside_the_weights_is_not_read(folder, monkeypatch):
+    pickled(folder, monkeypatch)
+    assert load_model(str(folder), "cpu", "auto", silent).layers == 4
+
+
+def test_a_pickle_is_not_read_instead_of_the_weights(folder, monkeypatch):
+    pickled(folder, monkeypatch)
+    (folder / checkpoint.INDEX).unlink()  # without it transformers does not find the safetensors
+    with pytest.raises(ModelError, match=r"no file named model\.safetensors"):
+        load_model(str(folder), "cpu", "auto", silent)
+
+
+def test_a_pickle_alone_is_refused(folder, monkeypatch):
+    pickled(folder, monkeypatch)
+    no_weights(folder)
+    with pytest.raises(ModelError, match=r"reads safetensors and GGUF, not \.bin files"):
+        load_model(str(folder), "cpu", "auto", silent)
 
 
 # ---- the hub ---------------------------------------------------------------------------------------
@@ -299,52 +363,12 @@ def test_a_download_reports_its_bytes_and_draws_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---- devices and dtypes ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("device", "message"), [("gpu", 'no device "gpu"'), ("meta", 'not run on "meta"'), ("cuda:x", 'no device "cuda:x"')]
-)
-def test_a_device_that_is_not(device, message):
-    with pytest.raises(UsageError, match=message):
-        resolve_device(device)
-
-
-def test_cuda_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(UsageError, match='no device "cuda"'):
-        resolve_device("cuda")
-
-
-def test_a_gpu_that_is_not(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:0")
-    assert resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(UsageError, match="2 GPU"):
-        resolve_device("cuda:2")
+# ---- dtypes and memory ------------------------------------------------------------------------------
 
 
 def test_a_dtype_that_is_not():
     with pytest.raises(UsageError, match='Did you mean "float16"'):
         load_model("bundled", "cpu", "floaty16", silent)
-
-
-@pytest.mark.parametrize(
-    ("device", "own", "expected"),
-    [
-        ("cuda", torch.bfloat16, torch.bfloat16),
-        ("cuda", torch.float32, torch.float32),
-        ("cuda", None, torch.float32),
-        ("cpu", torch.bfloat16, torch.float32),
-    ],
-)
-def test_auto_dtype(device, own, expected):
-    config = SimpleNamespace(dtype=own)
-    config.get_text_config = lambda runner: config
-    assert load._resolve_dtype("auto", config, torch.device(device)) == expected
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import torch
 from support import tiny_models
 
 from kvchat.engine.model import quantization
-from kvchat.engine.model.fusion import swap
+from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
-from kvchat.engine.model.self_test import relative_error, selftest
+from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.tolerances import relative_error
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
 
@@ -93,7 +94,7 @@ def test_a_bitsandbytes_checkpoint_without_bitsandbytes(folder):
 def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, share):
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(dtype=stored)
-    config.get_text_config = lambda runner: config
+    config.get_text_config = lambda decoder: config
     assert quantization.resolve("4bit", config, torch.bfloat16).share == share
     assert quantization.resolve("none", config, torch.bfloat16) == quantization.Quantization()
 
@@ -138,13 +139,13 @@ def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
     """The model with its weights rounded to nf4 by bitsandbytes' own reference, in ordinary Linears."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    plain = load_model("bundled", "cpu", "auto", silent, accelerate=False).model
-    before = swap._observe(plain)
+    plain = load_model("bundled", "cpu", "auto", silent, fuse=False).model
+    before = sample_logits(plain)
     for parameter in plain.model.layers.parameters():
         if parameter.dim() == 2:
             parameter.data = dequantize_4bit(*quantize_4bit(parameter.data, blocksize=64, quant_type="nf4"))
-    rounded = swap._observe(plain)
-    assert relative_error(swap._observe(four_bits.model), rounded) < 0.02 < 0.1 < relative_error(rounded, before)
+    rounded = sample_logits(plain)
+    assert relative_error(sample_logits(four_bits.model), rounded) < 0.02 < 0.1 < relative_error(rounded, before)
 
 
 @needs_bitsandbytes
@@ -159,7 +160,7 @@ def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
         shutil.copy(bundled_model_dir() / name, tmp_path)
     again = load_model(str(tmp_path), "cpu", "auto", silent)
     assert (again.weights, again.weight_bytes) == ("nf4", four_bits.weight_bytes)
-    assert relative_error(swap._observe(again.model), swap._observe(four_bits.model)) < 1e-5
+    assert relative_error(sample_logits(again.model), sample_logits(four_bits.model)) < 1e-5
 
 
 @needs_bitsandbytes

@@ -1,4 +1,4 @@
-"""The fast path: what is recognized, that it computes the same, and what is put back where it does not."""
+"""The fast path: which modules are fused, that they compute the same, and that they are restored where they do not."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import nn
 
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.fusion import swap
-from kvchat.engine.model.fusion.swap import accelerate
+from kvchat.engine.model.fusion.operations import Norm, Operations
+from kvchat.engine.model.fusion.swap import fuse, sample_logits
 from kvchat.engine.model.load import load_model, wrap
 from kvchat.engine.model.probe import probe
-from kvchat.engine.model.self_test import relative_error, selftest
+from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.tolerances import relative_error
 
 ALL = "norms, merged projections, rope, fused layers"
 PARTS = "norms, merged projections, rope"
-SWAPPED = {
+FUSED = {
     **dict.fromkeys(("llama", "llama-mha", "llama-head32", "llama-yarn", "qwen2", "qwen3", "mistral", "smollm3"), ALL),
     "qwen3_moe": PARTS,  # no gated MLP
     "olmo2": PARTS,  # norms behind attention and MLP
@@ -35,11 +37,11 @@ class TorchKernels:
     """The kernels' calls in plain torch; remembers which were made."""
 
     def __init__(self):
-        plain = swap.Operations(None)
+        plain = Operations(None)
         self.called = set()
 
         def norm(weight, eps):
-            return None if weight is None else swap.Norm(weight, eps)
+            return None if weight is None else Norm(weight, eps)
 
         def project(x, weight, bias, scale, eps, residual):
             self.called.add("project")
@@ -69,27 +71,27 @@ def storages(model):
     return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
 
 
-# ---- what is swapped -------------------------------------------------------------------------------
+# ---- what is fused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "swapped"), SWAPPED.items())
-def test_recognized_by_structure_and_the_same_afterwards(name, swapped):
+@pytest.mark.parametrize(("name", "fused"), FUSED.items())
+def test_recognized_by_structure_and_the_same_afterwards(name, fused):
     model = tiny_models.fresh(name)
-    plain = swap._observe(model)
-    done = accelerate(model, None)
-    assert done.swapped == swapped
-    assert relative_error(swap._observe(model), plain) < 1e-6
+    plain = sample_logits(model)
+    done = fuse(model, None)
+    assert done.fused == fused
+    assert relative_error(sample_logits(model), plain) < 1e-6
     assert selftest(model) < 2e-6
-    assert bool(forwards(model)) == bool(swapped)
+    assert bool(forwards(model)) == bool(fused)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_one_tokens_products_go_through_the_kernels(name):
     model, kernels = tiny_models.fresh(name), TorchKernels()
-    plain = swap._observe(model)
-    assert accelerate(model, kernels).swapped == ALL
+    plain = sample_logits(model)
+    assert fuse(model, kernels).fused == ALL
     assert kernels.called == {"project", "gated", "rotate"}
-    assert relative_error(swap._observe(model), plain) < 1e-6
+    assert relative_error(sample_logits(model), plain) < 1e-6
 
 
 @pytest.mark.skipif(
@@ -100,18 +102,18 @@ def test_with_the_triton_kernels():
     from kvchat.engine.model.fusion import kernels
 
     model = tiny_models.fresh("qwen2").to("cuda" if torch.cuda.is_available() else "cpu")
-    plain = swap._observe(model)
-    assert accelerate(model, kernels) == swap.FusionReport(ALL, "")
-    assert relative_error(swap._observe(model), plain) < (1e-4 if torch.cuda.is_available() else 1e-6)
+    plain = sample_logits(model)
+    assert fuse(model, kernels) == swap.FusionReport(ALL, "")
+    assert relative_error(sample_logits(model), plain) < (1e-4 if torch.cuda.is_available() else 1e-6)
 
 
 def test_the_bundled_model():
     loaded = load_model("bundled", "cpu", "auto", lambda stage: None)
-    assert loaded.fast == ALL
-    plain = load_model("bundled", "cpu", "auto", lambda stage: None, accelerate=False)
-    assert (plain.fast, forwards(plain.model)) == ("", [])
+    assert loaded.fused == ALL
+    plain = load_model("bundled", "cpu", "auto", lambda stage: None, fuse=False)
+    assert (plain.fused, forwards(plain.model)) == ("", [])
     assert loaded.weight_bytes == plain.weight_bytes
-    assert relative_error(swap._observe(loaded.model), swap._observe(plain.model)) < 1e-5
+    assert relative_error(sample_logits(loaded.model), sample_logits(plain.model)) < 1e-5
 
 
 # ---- what stays ------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def test_the_bundled_model():
 def test_merged_weights_take_no_memory(name):
     model = tiny_models.fresh(name)
     before = weight_bytes(model), {key: value.clone() for key, value in model.state_dict().items()}
-    accelerate(model, None)
+    fuse(model, None)
     assert weight_bytes(model) == before[0] == sum(storages(model).values())
     after = model.state_dict()
     assert after.keys() == before[1].keys()
@@ -131,18 +133,18 @@ def test_merged_weights_take_no_memory(name):
 def test_the_probe_sees_the_same():
     model = tiny_models.fresh("qwen3")
     plain = probe(model)
-    accelerate(model, None)
+    fuse(model, None)
     seen = probe(model)
     assert (seen.specs, seen.refusal) == (plain.specs, None)
     assert all(torch.equal(a.inv_freq, b.inv_freq) for a, b in zip(seen.rotations, plain.rotations, strict=True))
 
 
-def test_other_models_of_the_process_know_nothing():
+def test_other_models_of_the_process_stay_as_they_are():
     other, model = tiny_models.fresh("llama"), tiny_models.fresh("llama")
-    before = swap._observe(other)
-    accelerate(model, None)
+    before = sample_logits(other)
+    fuse(model, None)
     assert forwards(other) == []
-    assert torch.equal(swap._observe(other), before)
+    assert torch.equal(sample_logits(other), before)
 
 
 def test_projections_called_alone_or_with_other_inputs():
@@ -152,7 +154,7 @@ def test_projections_called_alone_or_with_other_inputs():
     inputs = torch.randn(3, 1, 2, 64)
     with torch.inference_mode():
         right = {name: [linear(x) for x in inputs] for name, linear in plain.items()}
-        accelerate(model, None)
+        fuse(model, None)
         for order in (("k_proj", 0), ("q_proj", 1), ("q_proj", 1), ("v_proj", 0), ("v_proj", 1), ("k_proj", 2)):
             name, index = order
             torch.testing.assert_close(getattr(attention, name)(inputs[index]), right[name][index])
@@ -160,8 +162,8 @@ def test_projections_called_alone_or_with_other_inputs():
 
 def test_a_forward_that_failed_leaves_nothing_behind():
     model = tiny_models.fresh("llama")
-    accelerate(model, None)
-    before = swap._observe(model)
+    fuse(model, None)
+    before = sample_logits(model)
 
     class Failing:
         def attention(self, layer, query, key, value, spec):
@@ -170,10 +172,10 @@ def test_a_forward_that_failed_leaves_nothing_behind():
     ids = torch.arange(1)
     with pytest.raises(RuntimeError):
         attention_hook.forward(model, ids, ids, Failing(), logits=True)
-    assert torch.equal(swap._observe(model), before)
+    assert torch.equal(sample_logits(model), before)
 
 
-# ---- what is put back ------------------------------------------------------------------------------
+# ---- what is undone --------------------------------------------------------------------------------
 
 
 class WrongKernels(TorchKernels):
@@ -198,28 +200,28 @@ class FailingKernels(TorchKernels):
 )
 def test_kernels_that_fail_are_done_without(kernels, why):
     model = tiny_models.fresh("llama")
-    plain = swap._observe(model)
-    done = accelerate(model, kernels())
-    assert done.swapped == ALL
-    assert "without its kernels" in done.note
+    plain = sample_logits(model)
+    done = fuse(model, kernels())
+    assert done.fused == ALL
+    assert "runs without its kernels" in done.note
     assert why in done.note
-    assert relative_error(swap._observe(model), plain) < 1e-6
+    assert relative_error(sample_logits(model), plain) < 1e-6
 
 
 @pytest.mark.parametrize("wrong", ["normed", "project", "gated"])
-def test_a_wrong_swap_is_put_back(monkeypatch, wrong):
+def test_a_wrong_fusion_is_undone(monkeypatch, wrong):
     model = tiny_models.fresh("llama")
-    plain, right = swap._observe(model), getattr(swap.Operations, wrong)
+    plain, right = sample_logits(model), getattr(Operations, wrong)
 
     def wrongly(self, *args, **kwargs):
         return right(self, *args, **kwargs) * 1.01
 
-    monkeypatch.setattr(swap.Operations, wrong, wrongly)
+    monkeypatch.setattr(Operations, wrong, wrongly)
     loaded = wrap(model, SimpleNamespace(chat_template="", eos_token_id=2), "wrong")
-    assert loaded.fast == ""
-    assert "without the fast path, which did not prove right (" in loaded.notes[-1]
+    assert loaded.fused == ""
+    assert "without the fast path, which failed its check (" in loaded.notes[-1]
     assert forwards(model) == []
-    assert torch.equal(swap._observe(model), plain)
+    assert torch.equal(sample_logits(model), plain)
 
 
 def test_layers_that_sum_otherwise_are_not_fused():
@@ -231,14 +233,14 @@ def test_layers_that_sum_otherwise_are_not_fused():
 
     model = tiny_models.fresh("llama")
     model.model.layers[1].__class__ = Scaled
-    plain = swap._observe(model)
-    assert accelerate(model, None).swapped == ALL
+    plain = sample_logits(model)
+    assert fuse(model, None).fused == ALL
     assert "model.layers.1" not in forwards(model)
     assert {"model.layers.0", "model.layers.1.mlp.up_proj", "model.layers.2"} & set(forwards(model)) == {
         "model.layers.0",
         "model.layers.2",
     }
-    assert relative_error(swap._observe(model), plain) < 1e-6
+    assert relative_error(sample_logits(model), plain) < 1e-6
 
 
 def test_projections_of_other_kinds_are_left_alone():
@@ -248,7 +250,7 @@ def test_projections_of_other_kinds_are_left_alone():
     model = tiny_models.fresh("llama")
     for layer in model.model.layers:
         layer.self_attn.k_proj.__class__ = Quantized
-    assert accelerate(model, None).swapped == "norms, rope"
+    assert fuse(model, None).fused == "norms, rope"
 
 
 @pytest.mark.cuda
@@ -259,10 +261,10 @@ def test_kernels_are_taken_on_a_gpu():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_an_accelerated_step_can_be_captured(dtype):
+def test_a_fused_step_can_be_captured(dtype):
     """No read-back and no allocation that a CUDA graph could not hold."""
     model = tiny_models.fresh("llama", dtype).cuda()
-    accelerate(model, swap.kernels_for(model.device))
+    fuse(model, swap.kernels_for(model.device))
 
     class Itself:
         def attention(self, layer, query, key, value, spec):

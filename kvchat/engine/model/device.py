@@ -1,0 +1,52 @@
+"""Resolves the settings "device" and "dtype" to torch's objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvchat.errors import UsageError, did_you_mean
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device of a setting; "auto" is CUDA where there is a GPU.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        resolved = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f'There is no device "{device}".', "", "Give auto, cpu, cuda or cuda:0.") from None
+    if resolved.type not in ("cpu", "cuda"):
+        raise UsageError(f'kvchat does not run on "{device}".', "", "Give auto, cpu, cuda or cuda:0.")
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    return _cuda_device(device, resolved.index or 0)
+
+
+def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """The torch dtype of a setting; "auto" is the dtype of transformers' ``config`` on CUDA and float32 on a CPU.
+
+    Raises:
+        UsageError: there is no such dtype.
+    """
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype != "auto":
+        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
+    own = config.get_text_config(decoder=True).dtype or config.dtype
+    return own if device.type == "cuda" and own in DTYPES.values() else torch.float32
+
+
+def _cuda_device(given: str, index: int) -> torch.device:
+    if index < torch.cuda.device_count():
+        return torch.device("cuda", index)
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU"
+        raise UsageError(f'There is no device "{given}".', f"{why}.", "Give auto or cpu.")
+    raise UsageError(f'There is no device "{given}".', f"This machine has {torch.cuda.device_count()} GPU(s).")

@@ -1,0 +1,123 @@
+"""Which models kvchat refuses, as far as their configuration, class and tensors tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kvchat.engine.model.quantization import own_method
+from kvchat.errors import ModelError
+
+ATTENDED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def model_class(config: Any) -> Any:
+    """transformers' causal language model for its ``config``.
+
+    Raises:
+        ModelError: there is none, or kvchat cannot run it.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None:
+        raise ModelError(f'"{config.model_type}" is no model for chatting.', "It is not a causal language model.")
+    reason = refusal(config, found)
+    if reason:
+        raise ModelError(f"kvchat cannot run {found.__name__}.", f"{reason}.", "Choose another model.")
+    return found
+
+
+def refusal(config: Any, model_class: Any) -> str | None:
+    """Why kvchat cannot run a model of transformers' ``config`` and ``model_class``; None if they show no reason."""
+    text = config.get_text_config(decoder=True)
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDED_LAYERS)
+    if config.is_encoder_decoder:
+        return "It is an encoder-decoder; kvchat drives decoders only"
+    if not model_class._can_set_attn_implementation():
+        return "transformers does not let its attention be replaced"
+    if model_class._is_stateful:
+        return "It keeps a recurrent state, which cannot be rolled back to an earlier token"
+    if not getattr(text, "max_position_embeddings", None):
+        return "Its configuration does not tell how many tokens it can read"
+    if others:
+        return f"It has layers of the kind {', '.join(others)}; kvchat knows full and sliding attention"
+    return None
+
+
+def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> None:
+    """Compare the tensors that ``model`` has with those of its files; transformers loads it anyway.
+
+    Tensors absent from the files are filled with random numbers, and tensors that the model lacks are ignored.
+
+    Raises:
+        ModelError: tensors of the model are not in the files, or tensors of its decoder are ignored.
+    """
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"The weights in {folder} are incomplete.",
+            f"{len(missing)} tensors are missing, the first is {missing[0]}.",
+            "Download the model again.",
+        )
+    ignored = sorted(_ignored(model, loading_info["unexpected_keys"]))
+    if ignored:
+        raise ModelError(
+            f"The weights in {folder} do not belong to its config.json.",
+            f"{len(ignored)} tensors have no place in {type(model).__name__}, the first is {ignored[0]}.",
+            "Download the model again; config.json has to be that of these weights.",
+        )
+
+
+def unreadable(name: str, what: str, error: Exception) -> ModelError:
+    """The refusal of a model for an ``error`` that transformers raised while it read ``what``."""
+    if "trust_remote_code" in str(error):
+        return ModelError(
+            f"{name} cannot be loaded.",
+            f"According to {what} it needs Python code of its own, and kvchat never runs code that comes with a model.",
+            "Choose a model of an architecture that transformers includes.",
+        )
+    first = str(error).strip().split("\n", 1)[0][:300]
+    return ModelError(f"{name} cannot be loaded.", f"transformers refuses {what}: {first}")
+
+
+def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
+    """The ``unexpected`` tensors that the decoder would have computed with.
+
+    Towers and heads beside the decoder may be left out, and so may layers that draft further tokens (they merge hidden
+    state and embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers.
+    """
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    prefix = _layer_prefix(model, layers)
+    layer_of = {key: _layer_of(key, prefix) for key in unexpected}
+    drafting = {layer for key, layer in layer_of.items() if key.endswith(".eh_proj.weight")}
+    owners = {name for name, module in model.named_modules() if module._parameters}
+    known = dict(model.named_buffers())
+    quantized = bool(own_method(model.config))
+    for key, layer in layer_of.items():
+        if layer is not None and layer >= layers:
+            lacking = layer not in drafting
+        else:
+            lacking = not quantized and key not in known and (layer is not None or key.rpartition(".")[0] in owners)
+        if lacking:
+            yield key
+
+
+def _layer_prefix(model: Any, layers: int) -> str:
+    """The name of the decoder's list of layers, such as "model.layers."."""
+    decoder = model.get_decoder()
+    stacks = (module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == layers)
+    stack = next(stacks, None)
+    return next((f"{name}." for name, module in model.named_modules() if module is stack), "")
+
+
+def _layer_of(key: str, prefix: str) -> int | None:
+    """The layer of a tensor; files of a model without a head leave the first part of the prefix out."""
+    for start in (prefix, prefix.partition(".")[2]):
+        number = key.removeprefix(start).partition(".")[0]
+        if start and key.startswith(start) and number.isdigit():
+            return int(number)
+    return None
