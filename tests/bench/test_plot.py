@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
-from matplotlib.axes import Axes
 from typer.testing import CliRunner
 
 from kvchat.bench import plot
 from kvchat.cli.main import app
 from kvchat.engine import calibration
 from kvchat.errors import UsageError
+
+drawing = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs kvchat[plot]")
 
 RESULT = {
     "settings": {"model": "tiny", "dtype": "float32"},
@@ -37,6 +39,8 @@ RESULT = {
 @pytest.fixture
 def bars(monkeypatch):
     """Left end, right end and color of every bar drawn."""
+    from matplotlib.axes import Axes
+
     drawn = []
     barh = Axes.barh
 
@@ -48,6 +52,7 @@ def bars(monkeypatch):
     return drawn
 
 
+@drawing
 def test_bars_are_times_and_their_orange_end_is_exposed_recall(tmp_path, bars):
     plot.decode(RESULT, tmp_path / "times.svg")
     assert bars == [
@@ -55,6 +60,7 @@ def test_bars_are_times_and_their_orange_end_is_exposed_recall(tmp_path, bars):
     ]  # fmt: skip
 
 
+@drawing
 def test_an_svg_names_variants_contexts_reasons_and_the_floor(tmp_path):
     plot.decode(RESULT, tmp_path / "times.svg")
     text = "".join(ET.parse(tmp_path / "times.svg").getroot().itertext())
@@ -65,19 +71,22 @@ def test_an_svg_names_variants_contexts_reasons_and_the_floor(tmp_path):
         assert shown in text
 
 
+@drawing
 def test_equal_data_gives_equal_files(tmp_path):
     for name in ("a.svg", "b.svg"):
         plot.decode(RESULT, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+@drawing
 def test_a_png_is_a_png(tmp_path):
     plot.decode(RESULT, tmp_path / "times.png")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
+@drawing
 def test_the_heat_map_shows_every_pair_and_marks_the_representatives(tmp_path):
-    (file,) = Path(calibration.paths.bundled_calibration_dir()).glob("*.json")
+    (file,) = calibration.paths.bundled_calibration_dir().glob("*.json")
     shipped = calibration.load(file)
     plot.calibration(shipped.similarity, calibration.representatives(shipped, "retrieval"), tmp_path / "heads.svg")
     texts = [text.strip() for text in ET.parse(tmp_path / "heads.svg").getroot().itertext() if text.strip()]
@@ -87,6 +96,7 @@ def test_the_heat_map_shows_every_pair_and_marks_the_representatives(tmp_path):
     assert [text for text in texts if text.startswith("layer")] == [f"layer {layer}" for layer in range(8)]
 
 
+@drawing
 def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
     (tmp_path / "times.svg").mkdir()
     with pytest.raises(UsageError, match=r"times\.svg cannot be written"):
@@ -99,6 +109,28 @@ def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
 def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, name, message):
     with pytest.raises(UsageError, match=message):
         plot.check(tmp_path / name)
+
+
+@drawing
+def test_the_command_draws_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvchat.bench.decode.run", lambda *args: RESULT)
+    ran = CliRunner().invoke(app, ["bench", "decode", "--json", "--plot", str(tmp_path / "times.svg")])
+    assert json.loads(ran.stdout) == RESULT
+    assert "times.svg" in ran.stderr
+    assert "<svg" in (tmp_path / "times.svg").read_text()
+
+
+@drawing
+def test_calibrate_draws_what_it_measured(tmp_path, monkeypatch):
+    (file,) = calibration.paths.bundled_calibration_dir().glob("*.json")
+    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: None)
+    monkeypatch.setattr(calibration, "default_samples", lambda model: [])
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: calibration.load(file))
+    arguments = ["calibrate", "--out", str(tmp_path / "heads.json"), "--plot", str(tmp_path / "heads.svg")]
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert (tmp_path / "heads.json").read_text() == file.read_text()
+    assert "layer 7" in "".join(ET.parse(tmp_path / "heads.svg").getroot().itertext())
 
 
 @pytest.mark.parametrize("command", [["bench", "decode"], ["calibrate"]])

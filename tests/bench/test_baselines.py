@@ -1,0 +1,43 @@
+"""Baselines: transformers' caches continue from the stored context, and the model runs as written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.shape_runner import filled
+
+from kvchat.bench import baselines
+from kvchat.bench.variant import parsed
+from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.kv.modes import build
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+def test_baselines_continue_from_the_stored_context(tiny_shape, name):
+    """Their logits after the same tokens are full mode's."""
+    runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 130)
+    ids = [0] * 130
+    baseline = baselines.build(name, tiny_shape, runner.store, ids, spare=8)
+    seen = []
+    forward = baseline._forward
+    baseline._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
+    for _ in range(2):  # what a round leaves is rewound
+        baseline.measure([5, 6, 7, 8, 9])
+    ours = [runner.step(token) for token in (5, 6, 7, 8, 9)]
+    for round_ in (seen[:5], seen[5:]):
+        torch.testing.assert_close(torch.stack(round_), torch.stack(ours), atol=1e-4, rtol=1e-3)
+    assert baseline.kv_device_bytes >= 130 * runner.store.geometry.token_bytes
+
+
+def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
+    layer = tiny_shape.model.model.layers[0]
+    swapped = lambda *args, **kwargs: None  # noqa: E731
+    layer.forward = swapped
+    try:
+        with baselines.as_written(tiny_shape.model):
+            assert "forward" not in layer.__dict__
+            assert tiny_shape.model.config._attn_implementation == "sdpa"
+        assert layer.forward is swapped
+        assert tiny_shape.model.config._attn_implementation == "kvchat"
+    finally:
+        del layer.forward

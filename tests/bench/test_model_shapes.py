@@ -1,0 +1,50 @@
+"""Models of known shapes: their sizes, and random K/V in every slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.shape_runner import filled
+
+from kvchat.bench import model_shapes
+from kvchat.bench.variant import parsed
+from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.kv.modes import build
+
+SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages
+
+
+def test_filling_leaves_no_slot_empty_and_no_layer_alike(tiny_shape, monkeypatch):
+    monkeypatch.setattr(model_shapes, "FILL_TOKENS", 128)
+    runner = filled(tiny_shape, build(SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)), 900)
+    store = runner.store
+    assert store.total == 900
+    keys = [store.host.dense(layer, 900)[0] for layer in range(tiny_shape.layers)]
+    assert all(bool((k != 0).all()) for k in keys)
+    assert not torch.equal(keys[0], keys[1])
+    assert bool((store.slots[-1].pages >= 0).all())
+    store.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "token_bytes"),
+    [
+        ("llama-3.1-8b", 8.03, 131_072),
+        ("llama-3.2-3b", 3.21, 114_688),
+        ("llama-3.2-1b", 1.24, 32_768),
+        ("qwen2.5-7b", 7.62, 57_344),
+        ("qwen3-4b", 4.02, 147_456),
+        ("qwen3-8b", 8.19, 147_456),
+        ("mistral-7b", 7.25, 131_072),
+    ],
+)
+def test_shapes_have_the_published_sizes(name, billions, token_bytes):
+    import transformers
+
+    class_name, arguments = model_shapes.SHAPES[name]
+    config = getattr(transformers, class_name)(**arguments)
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert config.num_hidden_layers * config.num_key_value_heads * head * 2 * 2 == token_bytes

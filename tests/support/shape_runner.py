@@ -1,0 +1,19 @@
+"""Runners over models with random weights, as the benchmarks fill them."""
+
+from __future__ import annotations
+
+import torch
+
+from kvchat.bench import model_shapes
+from kvchat.bench.variant import parsed
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.kv.modes import build
+
+
+def filled(model, mode, tokens):
+    """A runner with random K/V, in ``mode``."""
+    runner = ModelRunner(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
+    model_shapes.fill(runner.store, tokens)
+    with torch.inference_mode():
+        runner.store.switch(mode)
+    return runner
