@@ -147,7 +147,7 @@ async def test_rebuild_says_what_was_computed_anew(running):
         await typed(pilot, "hello there")
         await until(lambda: finished(app))
         await typed(pilot, "/rebuild")
-        await until(lambda: any("12 tokens anew in 200 ms" in text for text in texts(app.chat.query(Note))))
+        await until(lambda: any("12 tokens anew in 250 ms" in text for text in texts(app.chat.query(Note))))
         await until(lambda: app.chat.state.phase is Phase.READY)
 
 
