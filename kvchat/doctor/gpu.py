@@ -34,7 +34,7 @@ def checks(device: str, torch: Any, has_triton: bool) -> Iterator[Check]:
     cuda = device != "cpu" and sees_gpu(torch)
     pinned = guarded("pinning", lambda: pinning(torch, cuda))
     yield pinned
-    yield guarded("decode steps", lambda: path(cuda, has_triton, pinned.state == "ok"))
+    yield guarded("decode steps", lambda: decode_steps(cuda, has_triton, pinned.state == "ok"))
 
 
 def driver(version: str | None, gpus: int, torch: Any) -> Check:
@@ -103,7 +103,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
     return Check("pinning", "ok", f"{units.size(TRIAL_BYTES)} tried, {per_gib:.2f} s/GiB")
 
 
-def path(cuda: bool, has_triton: bool, pinned: bool) -> Check:
+def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
     """How a decoded token would be computed, and why."""
     name = "decode steps"
     if not cuda:

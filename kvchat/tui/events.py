@@ -27,7 +27,7 @@ from kvchat.tui.answers import Answers
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
-from kvchat.units import count, figure
+from kvchat.units import count, figure, seconds
 
 
 class EngineEvents:
@@ -117,7 +117,7 @@ class EngineEvents:
 
     async def _rebuilt(self, rebuilt: Rebuilt) -> None:
         left = f"; {count(rebuilt.reduced_tokens)} are left" if rebuilt.reduced_tokens else ""
-        self.view.add_note(f"Recomputed {count(rebuilt.tokens)} tokens in {figure(rebuilt.seconds, 's', 1)}{left}.")
+        self.view.add_note(f"Recomputed {count(rebuilt.tokens)} tokens in {seconds(rebuilt.seconds)}{left}.")
         await self.answers.ready()
 
     async def _failed(self, failed: Failed) -> None:

@@ -116,7 +116,7 @@ def test_pinning_is_tried_and_given_back(monkeypatch):
     ],
 )
 def test_the_way_a_step_takes(cuda, triton, pinned, words):
-    check = gpu.path(cuda, triton, pinned)
+    check = gpu.decode_steps(cuda, triton, pinned)
     assert words in check.found
     assert (check.state == "ok") == ("Triton" in check.found or not cuda)
 

@@ -33,7 +33,7 @@ async def test_rebuild_says_what_was_computed_anew(running):
         await typed(pilot, "hello there")
         await until(lambda: finished(app))
         await typed(pilot, "/rebuild")
-        await until(lambda: any("Recomputed 12 tokens in 0.2 s" in text for text in texts(app.chat.query(Note))))
+        await until(lambda: any("Recomputed 12 tokens in 250 ms" in text for text in texts(app.chat.query(Note))))
         await until(lambda: app.controller.state.phase is Phase.READY)
 
 

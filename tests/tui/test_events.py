@@ -77,7 +77,7 @@ async def test_notes_of_the_engine(chat):
     await chat.controller.handle(Rebuilt(1200, 0.25, 34))
     assert chat.view.notes == [
         "── recovery RR at 1,200 tok: entropy 3.4 ──",
-        "Recomputed 1,200 tokens in 0.2 s; 34 are left.",
+        "Recomputed 1,200 tokens in 250 ms; 34 are left.",
     ]
     await chat.controller.handle(Preparing("sync"))
     assert "preparing the sync mode" in chat.view.events[-1]
