@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kv.memory.test_host_pool import Pins
+from support.memory import Pins
 
 from kvchat.doctor import libraries
 from kvchat.doctor.machine import Check

@@ -11,8 +11,7 @@ import random
 
 import pytest
 import torch
-from engine.generate.test_graphs import PARAMS, mode_of, same_steps
-from engine.generate.test_runner import loaded, prefilled, token_ids
+from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner

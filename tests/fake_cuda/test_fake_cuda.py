@@ -7,10 +7,9 @@ import mmap
 
 import pytest
 import torch
-from engine.generate.test_graphs import mode_of
-from engine.generate.test_runner import loaded, prefilled, token_ids
 from support.fake_cuda.device import Refused, gpu
 from support.fake_cuda.races import Race
+from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support import tiny_models
+from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 
 from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model.load import LoadedModel, load_model
-from kvchat.engine.model.probe import probe
+from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.modes import build
 
@@ -29,27 +27,9 @@ PROMPTS = [
 ]
 
 
-def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """A tiny random model as ``load_model`` would give it."""
-    model = tiny_models.fresh(name).to(device, dtype)
-    seen = probe(model)
-    sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
-    fixed = ("tiny", "0", torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
-    without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
-    return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0)
-
-
 @pytest.fixture(scope="module")
 def bundled():
     return load_model("bundled", "cpu", "float32", lambda stage: None)
-
-
-def runner_of(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:
-    return ModelRunner(model, build(parse(mode, params), geometry_of(model), traits_of(model)))
-
-
-def prefilled(one: ModelRunner, ids: list[int]) -> torch.Tensor:
-    return [logits for _, logits in one.prefill(ids)][-1]
 
 
 def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
@@ -78,10 +58,6 @@ def generate(model, prompts: list[list[int]], n: int, attention: str) -> list[li
         return out[:, ids.shape[1] :].tolist()
     finally:
         model.set_attn_implementation(before)
-
-
-def token_ids(n: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, tiny_models.VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
