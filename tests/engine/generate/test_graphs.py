@@ -16,12 +16,18 @@ from kvchat.engine.generate.graphs import CudaRecorder, GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
+from kvchat.kv.manager import Store
 from kvchat.protocol.messages import Preparing, Sampling, Turn
+
+
+def changed_by_steps(store: Store) -> list[torch.Tensor]:
+    """What the key of a graph tells apart, and the host pool of every layer."""
+    return [*store.buffers(), *map(store.host.rows, range(store.geometry.layers))]
 
 
 def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
     """The same twice, by graph and eagerly, after a prompt."""
-    recorder = TapeRecorder(lambda: one.store.buffers())
+    recorder = TapeRecorder(lambda: changed_by_steps(one.store))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
         # What moves is not picked out, as on a GPU.
@@ -140,7 +146,7 @@ def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
         session = Session(model)
         session._store.ops.skip_unchanged = False
         if recorder:
-            session._runner.graphs = GraphRunner(session._store, TapeRecorder(session._store.buffers))
+            session._runner.graphs = GraphRunner(session._store, TapeRecorder(lambda: changed_by_steps(session._store)))
 
         def between(generated: int) -> None:
             if generated == 12:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from support.fake_cuda import attention, races
-from support.fake_cuda.tape import WAITS, carry_out_again
+from support.fake_cuda.tape import WAITS, Tape
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -116,37 +116,6 @@ def _numbered(value: Any) -> Any:
     return GPU if isinstance(value, str | torch.device) and str(value) == "cuda" else value
 
 
-class Tape:
-    """What was launched while a graph was captured."""
-
-    def __init__(self) -> None:
-        self._launches: list[Callable[[], None]] = []
-        self.order = races.Order()
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def will_write(self, tensor: torch.Tensor) -> None:
-        """Keep what ``tensor`` (an inner one) holds, unless it was kept already."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._before:
-            self._before[storage.data_ptr()] = (storage, storage.clone())
-
-    def add(self, launch: Callable[[], None]) -> None:
-        self._launches.append(launch)
-
-    def undo(self) -> None:
-        """Put everything back."""
-        for storage, before in self._before.values():
-            storage.copy_(before)
-        self._before.clear()
-
-    def replay(self) -> None:
-        if gpu.tape is not None:
-            raise Refused("a graph is replayed while another is captured")
-        with torch.inference_mode(), _disable_current_modes():
-            for launch in self._launches:
-                launch()
-
-
 class Gpu:
     """State of the stand-in: what is allocated, what is pinned, the capture in progress."""
 
@@ -192,22 +161,15 @@ class Gpu:
         func = attention.REPLACED.get(name, func)
         inner_args, inner_kwargs = tree_map(inner_of, args), tree_map(inner_of, kwargs)
         run = functools.partial(func, *inner_args, **inner_kwargs)
-        if self.tape is not None:
-            self._keep(schema, inner_args, inner_kwargs)
-        result = run()
-        if self.tape is not None:
-            self.tape.add(functools.partial(carry_out_again, run, result, (inner_args, inner_kwargs)))
+        result = run() if self.tape is None else self.tape.operation(run, schema)
         outer = self._outer(schema, args, kwargs, result, here)
         self._note(name, schema, args, kwargs, outer, self.stream)
         return outer
 
     def launch(self, name: str, run: Callable[[], races.Touched], tensors: list[torch.Tensor]) -> None:
         """Carry out a kernel on ``tensors`` (inner ones); ``run`` tells what it touched."""
-        if self.tape is not None:
-            for tensor in tensors:
-                self.tape.will_write(tensor)
-            self.tape.add(run)
-        self.order.launch(self.stream, name, races.of_kernel(run(), tensors))
+        touched = run() if self.tape is None else self.tape.kernel(run, tensors)
+        self.order.launch(self.stream, name, races.of_kernel(touched, tensors))
 
     def _note(self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object) -> None:
         """Note what one of torch's operations reads and writes."""
@@ -271,15 +233,6 @@ class Gpu:
         segments = [next((a for a, size in self.pinned.items() if a <= x < a + size), None) for x in (first, last)]
         if tensor.numel() and segments[0] != segments[1]:
             raise Refused("invalid argument: a copy across two segments of pinned memory")
-
-    def _keep(self, schema, args: tuple, kwargs: dict) -> None:
-        assert self.tape is not None
-        for position, spec in enumerate(schema.arguments):
-            if spec.alias_info is not None and spec.alias_info.is_write:
-                given = kwargs.get(spec.name, args[position] if position < len(args) else None)
-                for tensor in tree_leaves(given):
-                    if isinstance(tensor, torch.Tensor):
-                        self.tape.will_write(tensor)
 
     def _outer(self, schema, args: tuple, kwargs: dict, result: Any, here: bool) -> Any:
         """The result on the GPU; what an operation in place returns is the tensor it was given."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from support.fake_cuda import races
-from support.fake_cuda.device import GPU, Refused, Tape, gpu
+from support.fake_cuda.device import GPU, Refused, gpu
+from support.fake_cuda.tape import Tape
 
 NAME, TOTAL = "stand-in for a GPU", 8 * 2**30
 
@@ -70,11 +71,14 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.tape: Tape | None = None
+        self.order = races.Order()
 
     def replay(self) -> None:
         if self.tape is None:
             raise Refused("Called CUDAGraph::replay without a preceding successful capture.")
-        gpu.order.as_one(self.tape.order, gpu.stream, "a graph")
+        if gpu.tape is not None:
+            raise Refused("a graph is replayed while another is captured")
+        gpu.order.as_one(self.order, gpu.stream, "a graph")
         self.tape.replay()
 
 
@@ -83,7 +87,7 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
     """``torch.cuda.graph``"""
     gpu.wait("capture begin")  # torch waits for all that was launched
     gpu.tape = tape = Tape()
-    gpu.orders.append(tape.order)
+    gpu.orders.append(graph.order)
     try:
         with stream or Stream() as origin:
             yield
