@@ -18,11 +18,11 @@ if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pretend-cuda", action="store_true", help="run tests marked cuda on a stand-in for a GPU")
+    parser.addoption("--fake-cuda", action="store_true", help="run tests marked cuda on a fake CUDA device")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--pretend-cuda"):
+    if config.getoption("--fake-cuda"):
         from support import fake_cuda
 
         fake_cuda.install()
@@ -40,14 +40,14 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("terminal") and not shutil.which("tmux"):
         pytest.skip("no tmux")
-    if item.get_closest_marker("stand_in") and not item.config.getoption("--pretend-cuda"):
-        pytest.skip("not on a stand-in")
+    if item.get_closest_marker("fake_cuda") and not item.config.getoption("--fake-cuda"):
+        pytest.skip("only on the fake CUDA device: --fake-cuda")
     if item.get_closest_marker("cuda") and not _has_cuda():
         pytest.skip("no CUDA GPU")
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    if item.config.getoption("--pretend-cuda"):
+    if item.config.getoption("--fake-cuda"):
         from support.fake_cuda.device import gpu
 
         found, gpu.hazards = gpu.hazards, []

@@ -1,4 +1,4 @@
-"""GPU profiles: which one is in force, what it sets and where it says so; NVML is a stand-in."""
+"""GPU profiles: which one is in force, what it sets and where it says so; NVML is a fake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """A stand-in for NVML with the given GPUs; readings in ``missing`` raise, as NVML does."""
+    """A fake NVML with the given GPUs; readings in ``missing`` raise, as NVML does."""
 
     def install(*gpus: Device, missing: tuple[str, ...] = ()) -> None:
         fake = types.ModuleType("pynvml")

@@ -1,4 +1,4 @@
-"""The engine's checks over stand-ins for torch, NVML and the package metadata."""
+"""The engine's checks over fakes of torch, NVML and the package metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.cuda has: streams, events, graphs, the runtime."""
+"""The fake device's ``torch.cuda``: streams, events, graphs and the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.fake_cuda import races
 from support.fake_cuda.device import GPU, Refused, gpu
 from support.fake_cuda.tape import Tape
 
-NAME, TOTAL = "stand-in for a GPU", 8 * 2**30
+NAME, TOTAL = "fake CUDA device", 8 * 2**30
 
 
 class Stream:
-    """A stream; work is carried out when it is given, and races are told by what waits for what."""
+    """A stream. Its work runs at once; waits are recorded for the race detector."""
 
     numbers = itertools.count()
 
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Event:
-    """An event; its times mean nothing."""
+    """An event; it measures no time."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.enable_timing = enable_timing
@@ -63,7 +63,7 @@ class Event:
         return 1.0
 
 
-gpu.streams.append(Stream())  # the one that is current at first
+gpu.streams.append(Stream())  # the default stream
 
 
 class Graph:
@@ -85,7 +85,7 @@ class Graph:
 @contextmanager
 def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
     """``torch.cuda.graph``"""
-    gpu.wait("capture begin")  # torch waits for all that was launched
+    gpu.wait("capture begin")  # torch synchronizes the device
     gpu.tape = tape = Tape()
     gpu.orders.append(graph.order)
     try:
@@ -101,7 +101,7 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
 
 
 class On:
-    """``torch.cuda.device``; there is only one."""
+    """``torch.cuda.device`` of the only device."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
@@ -130,14 +130,14 @@ class Runtime:
 
 
 class Generator(torch.Generator):
-    """Random numbers for any device, from the CPU."""
+    """A CPU generator for any device."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         return super().__new__(cls)
 
 
 def replaced() -> dict[str, Any]:
-    """What stands for the attributes of ``torch.cuda``."""
+    """Replacements for the attributes of ``torch.cuda``, by name."""
     properties = SimpleNamespace(name=NAME, total_memory=TOTAL, multi_processor_count=1, major=9, minor=0, uuid="0")
     return {
         "_lazy_init": lambda: None,
