@@ -1,4 +1,4 @@
-"""What every test needs: its own directories, one thread, no network."""
+"""The environment of every test: directories of its own, one thread, no network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# What a driver leaves on Linux, and in Windows' subsystem for it.
+# Device files of the NVIDIA driver on Linux and in WSL.
 if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the settings, logs and history of the person who runs it."""
+    """Keep the user's settings, logs and history out of the tests."""
     for name in [name for name in os.environ if name.startswith("KVCHAT_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config" / "config.toml"))

@@ -12,7 +12,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
 def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
-    """The textbook: ``x [..., n, d]`` (any dtype) at ``positions [n]``; every pair times e^(i·position·frequency)."""
+    """Rotate ``x [..., n, d]`` to ``positions [n]`` in float64: multiply each pair by e^(i·position·frequency)."""
     if rotation is None:
         return x.double()
     half, low = len(rotation.inv_freq), rotation.offset
@@ -32,13 +32,13 @@ def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
 
 
 def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention of one token in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``."""
+    """Compute one token's attention in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``."""
     values = values.double().repeat_interleave(len(query) // len(values), 0)
     return (softmax(query, keys, mask, spec)[:, None] @ values)[:, 0]
 
 
 def softmax(query: Tensor, keys: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """The weights of ``dense``, ``[H_q, T]``."""
+    """Compute the weights of ``dense``, ``[H_q, T]``."""
     group = query.shape[0] // keys.shape[0]
     keys, mask = (x.repeat_interleave(group, 0) for x in (keys.double(), mask))
     logits = spec.scaling * (keys @ query.double()[:, :, None])[:, :, 0]

@@ -17,7 +17,7 @@ from kvchat.kv.modes.freeze import RESIZE_INTERVAL
 
 
 def best(rank: dict[int, float], n: int, theirs: Set[int]) -> set[int]:
-    """The ``n`` tokens of the lowest ``rank``; of those that rounding cannot tell apart rather ``theirs``."""
+    """Return the ``n`` tokens of the lowest ``rank``; prefer ``theirs`` among ranks that rounding cannot tell apart."""
     order = sorted(rank, key=lambda j: rank[j])
     if not 0 < n < len(order):
         return set(order[: max(n, 0)])
@@ -48,7 +48,7 @@ class Simulation:
         return set(range(self.total)) - set(self.d)
 
     def step(self, scores: dict[int, float], room: float = math.inf, theirs: Set[int] = frozenset()) -> None:
-        """After the newest token's attention, which read the tokens of ``scores``; ``room`` tokens may be active."""
+        """Advance after an attention over the tokens of ``scores``; at most ``room`` tokens may be active."""
         leaving = self._leaving(scores, theirs)
         for j, s in scores.items():
             self.c[j], self.score[j] = self._count(j, s), s
@@ -59,7 +59,7 @@ class Simulation:
         self._return(room, theirs)
 
     def enter(self, total: int, scores: Callable[[], dict[int, float]], theirs: Set[int], new: bool) -> None:
-        """The conversation has ``total`` tokens now, ``new`` ones among them; ``scores`` by the last one's queries."""
+        """Start from ``total`` stored tokens, some ``new``; ``scores`` computes relevance to the last token."""
         self.total, most = total, self.p["max_active"]
         self.c = {j: c for j, c in self.c.items() if j < total and not (new and self.p["wake"])}
         self.score = {j: s for j, s in self.score.items() if j < total}
@@ -72,7 +72,7 @@ class Simulation:
             self.d |= dict.fromkeys(best(may, len(self.active()) - (most - 1), theirs), 1)
 
     def _may(self, j: int) -> bool:
-        """May the token be frozen?"""
+        """The token may be frozen."""
         old = self.p["sink"] <= j < self.total - self.p["window"]
         return old and not (self.p["protect"] and j in self.pinned)
 
@@ -88,7 +88,7 @@ class Simulation:
         return math.floor(math.sqrt(max(c, 0)) / self.p["k"])
 
     def _leaving(self, scores: dict[int, float], theirs: Set[int]) -> set[int]:
-        """Those flagged often enough, and more where the ceiling asks for it, down to the floor."""
+        """Return the tokens flagged often enough, more of them above the ceiling, none below the floor."""
         p, least = self.p, 1 + self.p["same_step"]
         may = {j: s for j, s in scores.items() if self._may(j)}
         flagged = {j: s for j, s in may.items() if s < p["tau"] and self._steps(self._count(j, s)) >= least}
@@ -98,7 +98,7 @@ class Simulation:
         return best(flagged, n, theirs) | best(others, n - len(flagged), theirs)
 
     def _return(self, room: float, theirs: Set[int]) -> None:
-        """Those whose time is over return, the most relevant and longest waiting first, as far as there is room."""
+        """Return tokens whose timer ran out, the most relevant and longest waiting first, while there is room."""
         waiting = {j: -(self.score.get(j, 0.0) + 0.01) * (1 - n) for j, n in self.d.items() if n <= 0}
         n = min(len(waiting), self.p["moves"], max(0, room - len(self.active())))
         for j in best(waiting, int(n), set(range(self.total)) - theirs):
@@ -106,7 +106,7 @@ class Simulation:
 
 
 class FreezeReference(FullReference):
-    """ASR-KF-EGR: a simulation for all layers together, or one a layer.
+    """ASR-KF-EGR: one simulation for all layers, or one per layer.
 
     The store's own scores, once found right to rounding, decide whether a token is flagged, so that rounding never
     does. How many slots there are is the store's business as well: returning tokens fit in or wait.
@@ -164,7 +164,7 @@ class FreezeReference(FullReference):
         return {j: float(theirs[j]) for j in tokens}
 
     def _relevance(self, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[T]`` of the tokens in ``mask`` and in sight of the newest one, 0 elsewhere; which are in sight."""
+        """Return scores ``[T]`` (0 outside ``mask`` and the layer's window) and which tokens the window covers."""
         spec, total, query, kind = self.run.toy.specs[layer], len(self.run.ids), self.run.query[layer], self.p["score"]
         seen = torch.arange(total) >= total - (spec.window or total)
         if kind == "always":

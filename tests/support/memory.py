@@ -12,7 +12,7 @@ from kvchat.kv.memory.host_pool import PinnedRegion
 
 
 class Pins:
-    """A registrar that keeps books; ``fails_at`` is the number of the registration that is refused."""
+    """A registrar that records registrations and checks them; the one numbered ``fails_at`` is refused."""
 
     def __init__(self, fails_at: int = 0) -> None:
         self.held: dict[int, int] = {}
@@ -28,11 +28,11 @@ class Pins:
         assert size > 0
         for start, length in self.held.items():
             assert address + size <= start or start + length <= address, "segments overlap"
-        ctypes.string_at(address, 1)  # the memory is there
+        ctypes.string_at(address, 1)  # raises a fault unless the memory is mapped
         self.held[address] = size
 
     def unregister(self, address: int) -> None:
-        ctypes.string_at(address, 1)  # still
+        ctypes.string_at(address, 1)  # still mapped
         del self.held[address]
         self.given_back.append(address)
 
@@ -45,7 +45,7 @@ class Pins:
 
 
 def resident(region: PinnedRegion) -> int:
-    """Bytes of the region that are memory, as the kernel counts them."""
+    """Return the region's resident bytes, as the kernel counts them."""
     pages = (ctypes.c_ubyte * (region.size // mmap.PAGESIZE))()
     address, size = ctypes.c_void_p(region.bytes.data_ptr()), ctypes.c_size_t(region.size)
     assert ctypes.CDLL(None).mincore(address, size, pages) == 0
@@ -53,7 +53,7 @@ def resident(region: PinnedRegion) -> int:
 
 
 def tensors_of(store: Store) -> set[int]:
-    """Storages of all tensors reachable from the store, with spec and rotations left out."""
+    """Return size by address of every storage reachable from the store, except specs and rotations."""
     found, seen, todo = {}, {id(store)}, [store]
     while todo:
         thing = todo.pop()

@@ -1,11 +1,11 @@
-"""Modes with parameters to run the tests over: one row a mode and setting."""
+"""Modes with parameters to run the tests over: one row per mode and setting."""
 
 from __future__ import annotations
 
-KEENEST = {"score": "prob_max", "smooth": 0.8, "tau": 3.0, "k": 0.5}
-# Freeze's defaults are for long conversations: these let tokens go from the first steps on.
+PROB_MAX = {"score": "prob_max", "smooth": 0.8, "tau": 3.0, "k": 0.5}
+# Freeze's defaults are for long conversations: with these, tokens freeze from the first steps on.
 SMALL = {"min_active": 0, "window": 12, "history": 30, "stagger": 2, "tau": 0.9}
-# One row a mode and setting; parameters are small enough that every set is reduced at the lengths below.
+# Mode and parameters by row; small enough that every set is reduced after some tens of tokens.
 ROWS = {
     "full": ("full", {}),
     "streaming": ("streaming", {"budget": 64, "sink": 4, "R": 8, "sigma": 6, "delta": 5}),
@@ -14,7 +14,7 @@ ROWS = {
     "streaming-no-sink": ("streaming", {"budget": 64, "sink": 0}),
     "streaming-off": ("streaming", {"budget": 64, "sink": 4, "R": 0}),
     "freeze": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, "k": 1.0}),
-    "freeze-keenest": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, **KEENEST}),
+    "freeze-keenest": ("freeze", {**SMALL, "min_active": 75, "stagger": 4, **PROB_MAX}),
     "freeze-paper": ("freeze", {"profile": "paper", "window": 12}),
     "freeze-layers": (
         "freeze",
@@ -34,7 +34,7 @@ ROWS = {
     "speculative-reuse": ("speculative", {"budget": 80, "sink": 0, "window": 16, "tau": -2.0}),
     "speculative-no-pages": ("speculative", {"budget": 64, "sink": 20, "window": 44}),
 }
-# The first row of each mode and what is odd, for tests that need not run on all.
+# The first row of each mode and the unusual settings, for tests that need not run on all rows.
 FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
 CORE = [*FIRST.values(), "streaming-slack", "speculative-odd", "sync-two", "freeze-ceiling"]
 MIXED = ("plain", "window", "softcap", "sinks", "unrotated")

@@ -30,29 +30,29 @@ class Conversation(Protocol):
 
 
 class FullReference:
-    """Everything is read. ``run`` holds what is stored; ``p`` are the mode's parameters."""
+    """Full mode attends to every token. ``run`` holds what is stored; ``p`` are the mode's parameters."""
 
     def __init__(self, run: Conversation, p: dict[str, Any]) -> None:
         self.run, self.p = run, p
         self.enter(len(run.ids))
 
     def enter(self, num_reachable: int) -> None:
-        """The mode filled its slots; ``num_reachable`` tokens could be read before."""
+        """Follow the mode's ``fill``; ``num_reachable`` tokens could be attended to before."""
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
-        """Tokens that the newest one reads, bool ``[H, T]``; called once a layer and step."""
+        """Return the tokens that the newest one attends to, bool ``[H, T]``; called once per layer and step."""
         return torch.ones(self.run.toy.geometry.kv_heads, len(self.run.ids), dtype=torch.bool)
 
     def keys(self, layer: int) -> Tensor:
-        """Keys as attention sees them, ``[H, T, d_k]``."""
+        """Return the keys as attention sees them, ``[H, T, d_k]``."""
         return self.run.keys[layer]
 
     def tied(self, layer: int, head: int, token: int) -> bool:
-        """May rounding decide whether the newest token reads ``token``?"""
+        """Rounding may decide whether the newest token attends to ``token``."""
         return False
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
 
 
 class StreamingReference(FullReference):
@@ -73,7 +73,7 @@ class StreamingReference(FullReference):
         return mask
 
     def keys(self, layer: int) -> Tensor:
-        """The compact cache: sinks directly before the first kept recent token; everyone else where they were."""
+        """Return the compact cache's keys: sinks directly before the first kept recent token, other tokens in place."""
         keys, sink = self.run.keys[layer].double().clone(), self.p["sink"]
         recents = [position for position in self.kept if position >= sink]
         first = recents[0] if recents else len(self.run.ids) - 1
@@ -224,7 +224,7 @@ class SyncReference(FullReference):
         return best[:share], best[share:]
 
     def _admitted(self, ranked: list[int], static: list[int], dynamic: list[int]) -> list[int]:
-        """The best, as far as those to be fetched find empty slots."""
+        """Return the best tokens; those to be recalled are limited by the free slots."""
         wanted = ranked[: self.k - SYNC_SINK - len(static)]
         fetched = [x for x in wanted if x not in dynamic][: self.region - len(static) - len(dynamic)]
         return [x for x in wanted if x in dynamic or x in fetched]
@@ -244,5 +244,5 @@ class SyncReference(FullReference):
 
 
 def _runs(heads: int, clusters: int) -> list[range]:
-    """Heads in as many runs of neighbors."""
+    """Divide the heads into ``clusters`` runs of neighbors."""
     return [range(c * heads // clusters, (c + 1) * heads // clusters) for c in range(clusters)]

@@ -61,7 +61,7 @@ class Run:
         self.reference.enter(cached + n)
 
     def store_only(self, n: int) -> None:
-        """``n`` tokens stored as by a prefill, without its attention (which is quadratic)."""
+        """Store ``n`` tokens as a prefill does, without its quadratic attention."""
         ids = self._new_ids(n)
         self.store.host.reserve(n)
         for layer in range(self.toy.geometry.layers):
@@ -75,7 +75,7 @@ class Run:
         self.reference.enter(n)
 
     def step(self, n: int = 1) -> list[Tensor]:
-        """``n`` decode steps; the last one's outputs, one ``[H_q, d_v]`` a layer."""
+        """Decode ``n`` steps; return the last one's outputs, one ``[H_q, d_v]`` per layer."""
         outputs: list[Tensor] = []
         for _ in range(n):
             outputs = self._step(self._new_ids(1))
@@ -96,7 +96,7 @@ class Run:
     # ---- checks
 
     def check(self) -> None:
-        """Everything stored is what was projected, bit for bit; slots agree with it."""
+        """Check that K/V in the host pool and in the slots equal what was projected, bit for bit."""
         assert self.store.total == len(self.ids)
         self.store.check_integrity()
         for layer in range(self.toy.geometry.layers):
@@ -152,7 +152,7 @@ class Run:
         self.values[layer] = torch.cat((self.values[layer], v), 1)
 
     def _new_ids(self, n: int) -> list[int]:
-        """Ids never used before, so that what is written anew after a truncation differs from what was there."""
+        """Return unused ids, so that tokens written after a truncation differ from those before it."""
         count = self.toy.contents[0].shape[2]
         self.fresh += n
         return [i % count for i in range(self.fresh - n, self.fresh)]

@@ -28,7 +28,7 @@ PARAMS = {
 
 
 def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """A tiny random model as ``load_model`` would give it."""
+    """Return a tiny random model as ``load_model`` returns one."""
     model = tiny_models.fresh(name).to(device, dtype)
     seen = probe(model)
     sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)

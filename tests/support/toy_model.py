@@ -36,7 +36,7 @@ class Toy:
         return ModelTraits(CONTEXT, self.rotations, None, calibration(self.geometry))
 
     def qkv(self, layer: int, ids: list[int], start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer's projections give for tokens ``ids`` from position ``start`` on."""
+        """Project the tokens ``ids``, the first at position ``start``."""
         positions = torch.arange(start, start + len(ids))
         q, k, v = (content[layer][:, ids] for content in self.contents)
         q, k = (rotated(x, self.rotations[layer], positions) for x in (q, k))
@@ -90,7 +90,7 @@ def toy(
 
 
 def calibration(geometry: Geometry) -> Calibration:
-    """Neighboring heads are alike, clusters are runs of neighbors; ``SyncReference`` tells who leads."""
+    """Make neighboring heads similar, so that clusters are runs of neighbors; retrieval scores differ by layer."""
     heads = range(geometry.kv_heads)
     similarity = tuple(tuple(1 - abs(a - b) / 8 for b in heads) for a in heads)
     retrieval = tuple(tuple(((7 * head + 3 * layer) % 5) / 5 for head in heads) for layer in range(geometry.layers))
