@@ -9,7 +9,6 @@ from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 
 from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.modes import build
 
@@ -25,11 +24,6 @@ PROMPTS = [
     "What does the streaming mode do, and what does it forget? Please say it slowly, with all you know, and again.",
     "one two three four five six seven eight nine ten eleven twelve, and then backwards from twelve, and once more",
 ]
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
 
 
 def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
@@ -69,12 +63,12 @@ def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
 
 
 @pytest.mark.slow
-def test_full_mode_is_generate_on_the_bundled_model(bundled):
-    prompts = [bundled.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
+def test_full_mode_is_generate_on_the_bundled_model(model):
+    prompts = [model.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
     assert {len(ids) for ids in prompts} == {20}
-    expected = generate(bundled.model, prompts, 200, "sdpa")
+    expected = generate(model.model, prompts, 200, "sdpa")
     for ids, tokens in zip(prompts, expected, strict=True):
-        assert greedy(runner_of(bundled), ids, 200) == tokens
+        assert greedy(runner_of(model), ids, 200) == tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "cohere2"])

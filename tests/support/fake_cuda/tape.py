@@ -39,11 +39,16 @@ class Tape:
 
     def operation(self, run: partial, schema: torch._C.FunctionSchema) -> Any:
         """Run and record one of torch's operations, with its operands bound; return its result."""
-        self._save(_written(schema, run.args, run.keywords))
+        changed = _written(schema, run.args, run.keywords)
+        self._save(changed)
         result = run()
         inputs = {_address(tensor) for tensor in _tensors((run.args, run.keywords))}
-        self._allocated |= {_address(tensor) for tensor in _tensors(result)} - inputs
-        self._launches.append(partial(_rerun, run, result, inputs))
+        new = {_address(tensor) for tensor in _tensors(result)} - inputs
+        self._allocated |= new
+        if new:
+            self._launches.append(partial(_rerun, run, result, new))
+        elif changed:  # a view launches nothing
+            self._launches.append(run)
         return result
 
     def kernel(self, run: Callable[[], Any], operands: list[torch.Tensor]) -> Any:
@@ -70,11 +75,13 @@ class Tape:
                 self._before[storage.data_ptr()] = (storage, storage.clone())
 
 
-def _rerun(run: Callable[[], Any], result: Any, inputs: set[int]) -> None:
-    """Run an operation again and leave its result where it was."""
+def _rerun(run: Callable[[], Any], result: Any, allocated: set[int]) -> None:
+    """Run an operation again and put its results into the memory that it ``allocated`` during the capture."""
+    if isinstance(result, torch.Tensor):
+        result.copy_(run())
+        return
     for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
-        # A view or an operation in place shares the memory of an input, which is already right.
-        if isinstance(old, torch.Tensor) and _address(old) not in inputs:
+        if isinstance(old, torch.Tensor) and _address(old) in allocated:
             old.copy_(new)
 
 
