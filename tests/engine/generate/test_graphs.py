@@ -1,4 +1,4 @@
-"""Steps by graph are steps run eagerly, bitwise, whatever happens between them. Graphs are tapes on a CPU."""
+"""Steps by graph equal eager steps bitwise, whatever happens between them. On a CPU a tape serves as the graph."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def changed_by_steps(store: Store) -> list[torch.Tensor]:
 
 
 def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
-    """The same twice, by graph and eagerly, after a prompt."""
+    """Return two runners after the same prompt: one by graph, one eager."""
     recorder = TapeRecorder(lambda: changed_by_steps(one.store))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
-        # What moves is not picked out, as on a GPU.
+        # As on a GPU: copies of fixed shape.
         each.store.ops.skip_unchanged = False
         prefilled(each, prompt)
     return one, other, recorder

@@ -36,7 +36,6 @@ def test_the_papers_tables_and_curve(prompt):
     assert active[269 - prompt] == 119
 
 
-@pytest.mark.slow
 def test_the_papers_curve_at_a_thousand_steps():
     run = FreezeRun(profile="paper")
     run.prefill(14)
