@@ -1,4 +1,4 @@
-"""What every test needs: its own directories, one thread, no network."""
+"""The environment of every test: directories of its own, one thread, no network."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# What a driver leaves on Linux, and in Windows' subsystem for it.
+# Device files of the NVIDIA driver on Linux and in WSL.
 if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pretend-cuda", action="store_true", help="run tests marked cuda on a stand-in for a GPU")
+    parser.addoption("--fake-cuda", action="store_true", help="run tests marked cuda on a fake CUDA device")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--pretend-cuda"):
+    if config.getoption("--fake-cuda"):
         from support import fake_cuda
 
         fake_cuda.install()
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the settings, logs and history of the person who runs it."""
+    """Keep the user's settings, logs and history out of the tests."""
     for name in [name for name in os.environ if name.startswith("KVCHAT_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config" / "config.toml"))
@@ -40,14 +40,14 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("terminal") and not shutil.which("tmux"):
         pytest.skip("no tmux")
-    if item.get_closest_marker("stand_in") and not item.config.getoption("--pretend-cuda"):
-        pytest.skip("not on a stand-in")
+    if item.get_closest_marker("fake_cuda") and not item.config.getoption("--fake-cuda"):
+        pytest.skip("only on the fake CUDA device: --fake-cuda")
     if item.get_closest_marker("cuda") and not _has_cuda():
         pytest.skip("no CUDA GPU")
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    if item.config.getoption("--pretend-cuda"):
+    if item.config.getoption("--fake-cuda"):
         from support.fake_cuda.device import gpu
 
         found, gpu.hazards = gpu.hazards, []

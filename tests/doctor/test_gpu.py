@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from kv.memory.test_host_pool import Pins
+from support.memory import Pins
 from support.fake_libraries import torch_like
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
 

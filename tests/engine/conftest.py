@@ -1,4 +1,4 @@
-"""One bundled model for all tests of the engine that need it: a load takes longer than most of them."""
+"""The bundled model, loaded once for all tests of the engine: a load takes longer than most of them."""
 
 from __future__ import annotations
 

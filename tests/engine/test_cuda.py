@@ -1,7 +1,7 @@
-"""On a GPU: graphs and the stream beside the model change no bit, in any mode, whatever is late.
+"""On a GPU: graphs and the side stream change no bit, in any mode, however late a recall arrives.
 
-They also run on a fake GPU (tests/support/fake_cuda) in fewer steps. The same comparisons run on
-the CPU in test_graph.py, on tapes and without streams.
+They also run on the fake CUDA device (tests/support/fake_cuda) in fewer steps. ``generate/test_graphs.py`` makes the
+same comparisons on the CPU, with a tape for a graph and without streams.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import random
 
 import pytest
 import torch
-from engine.generate.test_graphs import PARAMS, mode_of, same_steps
-from engine.generate.test_runner import loaded, prefilled, token_ids
+from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
@@ -26,29 +25,29 @@ PEERS = ["llama", "qwen2-window"]
 
 
 def later_ids(steps: int, seed: int = 1) -> list[int]:
-    """Tokens to decode; a few of the steps where Triton interprets."""
+    """Return tokens to decode: fewer in Triton's interpreter."""
     return token_ids(steps // 25 if os.environ.get("TRITON_INTERPRET") == "1" else steps, seed=seed)
 
 
 def eager(runner: ModelRunner) -> ModelRunner:
-    """Every step is launched operation by operation, on one stream."""
+    """Launch every step operation by operation, on one stream."""
     runner.graphs = GraphRunner(runner.store, None)
     runner.store.transfer.side_stream = SideStream(torch.device("cpu"))
     return runner
 
 
 def late(runner: ModelRunner) -> ModelRunner:
-    """What is recalled comes up to some milliseconds late."""
+    """Delay every recall by up to some milliseconds."""
     ops, dice = runner.store.ops, random.Random(0)
     for name in ("move_pages", "move_tokens", "choose"):
         setattr(ops, name, delayed(getattr(ops, name), dice))
     return runner
 
 
-def delayed(verb, dice: random.Random):
+def delayed(operation, dice: random.Random):
     def slow(*args):
         torch.cuda._sleep(dice.randrange(5_000_000))
-        return verb(*args)
+        return operation(*args)
 
     return slow
 

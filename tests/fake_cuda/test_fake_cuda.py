@@ -1,4 +1,4 @@
-"""The stand-in refuses what CUDA refuses, and sees what is not ordered."""
+"""The fake CUDA device refuses what CUDA refuses and reports races."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import mmap
 
 import pytest
 import torch
-from engine.generate.test_graphs import mode_of
-from engine.generate.test_runner import loaded, prefilled, token_ids
 from support.fake_cuda.device import Refused, gpu
 from support.fake_cuda.races import Race
+from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.kv.memory import host_pool
 from kvchat.kv.transfer import SideStream
 
-pytestmark = [pytest.mark.cuda, pytest.mark.stand_in]
+pytestmark = [pytest.mark.cuda, pytest.mark.fake_cuda]
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_memory_is_given_back_when_all_that_use_it_are_done(side):
         kept = shared.sum()
     del shared
     (hazard,) = gpu.hazards
-    assert "memory of 0 is given back while launch" in hazard
+    assert "memory of 0 is freed while launch" in hazard
     gpu.hazards.clear()
     torch.cuda.synchronize()
     assert kept.item() == 1000

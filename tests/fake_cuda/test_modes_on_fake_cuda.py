@@ -1,4 +1,4 @@
-"""Tests for a GPU run without one: on a stand-in (tests/support/fake_cuda), each part in a process of its own."""
+"""Run the tests marked cuda on the fake CUDA device (tests/support/fake_cuda), each part in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GRAPHS = ["tests/engine/test_cuda.py", "-k"]
 PARTS = {
-    "stand-in": ["tests/fake_cuda/test_fake_cuda.py"],
+    "fake device": ["tests/fake_cuda/test_fake_cuda.py"],
     "host pool, prefill, sampling": [
         "tests/kv/memory/test_host_pool.py",
+        "tests/kv/memory/test_pinned.py",
         "tests/kv/memory/test_prefill_staging.py",
         "tests/engine/generate/test_sampler.py",
     ],
@@ -26,12 +27,12 @@ PARTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_on_a_stand_in_for_a_gpu(part: str) -> None:
+def test_on_the_fake_cuda_device(part: str) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: pytest -m cuda")
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--pretend-cuda", "-m", "cuda", *PARTS[part]]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--fake-cuda", "-m", "cuda", *PARTS[part]]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     assert "skipped" not in ran.stdout.splitlines()[-1], ran.stdout[-2000:]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.reference import TOLERANCE, dense
+from support.dense_attention import TOLERANCE, dense
 
 from kvchat.kv import attention
 from kvchat.kv.attention import Kernel, attend_prefill

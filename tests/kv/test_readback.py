@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from kv.modes.test_every_mode import MIXED, ROWS
-from support.reference import Run, toy
+from support.mode_rows import MIXED, ROWS
+from support.store_run import Run
+from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kvchat.kv.manager import Store

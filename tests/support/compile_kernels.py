@@ -1,8 +1,8 @@
-"""Compiles every kernel for a GPU that need not be there, by the launches of ``TritonOps`` itself; run as a program.
+"""A program that compiles every kernel for a GPU that this machine need not have, as ``TritonOps`` launches them.
 
-Arguments: compute capability (80), dtype (bfloat16) and the size of a head. Prints one JSON object: a list for each
-kernel, of shared memory in bytes and how many 16-byte loads there are in each of its variants. A conversation that
-grows a little must do with what was compiled.
+Arguments: compute capability (80), dtype (bfloat16) and head size. Prints a JSON object with a list for each kernel:
+shared memory in bytes and number of 16-byte loads of each compiled variant. Fails if a conversation that grows a
+little compiles a kernel again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS, LATER = 28_000, 29_000
 
 
 def compile_instead_of_launching(capability):
-    """What each launch would run, by kernel."""
+    """Compile at each launch instead of running; return the compiled variants by kernel."""
     target = GPUTarget("cuda", capability, 32)
     driver.set_active(
         SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _: 0)
@@ -89,7 +89,9 @@ def main():
     launch_everything(dtype, d, TOKENS)
     before = {name: set(variants) for name, variants in compiled.items()}
     launch_everything(dtype, d, LATER)
-    assert before == {name: set(variants) for name, variants in compiled.items()}, "compiled anew"
+    assert before == {name: set(variants) for name, variants in compiled.items()}, (
+        "a longer conversation compiles again"
+    )
     found = {
         name: [(kernel.metadata.shared, wide_loads(kernel.asm["ptx"])) for kernel in variants.values()]
         for name, variants in compiled.items()

@@ -1,4 +1,4 @@
-"""A session without a model: says given pieces, one a token, and keeps the contract of ``kvchat.Session``."""
+"""A session without a model that answers given pieces, one per token, with the interface of ``kvchat.Session``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIECES = ("The", " quick", " brown", " fox", " jumps")
 
 
 class FakeSession:
-    """``on_token(session, n)`` runs before piece n; ``failure`` is raised by a switch, ``error`` after two pieces."""
+    """``on_token(session, n)`` runs before piece n; a switch raises ``failure``, piece 2 raises ``error``."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FakeSession:
         self.notes: tuple[str, ...] = ()
 
     def open(self, load: Load, progress: Callable[[str], None] = lambda stage: None) -> FakeSession:
-        """Stands in for ``kvchat.open_session``."""
+        """Replace ``kvchat.open_session``."""
         progress("reading the weights")
         self.loaded, self.mode = load, load.mode
         return self

@@ -1,4 +1,4 @@
-"""Stores of random K/V, twice the same: one for stock torch operations, one for the kernels."""
+"""Pairs of stores with the same random K/V: one with torch's ops, one with the Triton kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton_ops import TritonOps
 
 LAYERS = 2
-# In float32 only rounding differs; the interpreter alone has it.
+# float32 runs in Triton's interpreter only, where nothing but the order of sums differs.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SHAPES = {
     "plain": {"heads": 2, "group": 2, "d_k": 32, "d_v": 32, "page": 8},
@@ -43,7 +43,7 @@ class Side:
 def sides(
     g: Geometry, device: torch.device, *layouts: Layout, tokens: int = 150, seed: int = 0, exact: bool = False
 ) -> tuple[Side, Side]:
-    """The same K/V twice: for stock torch operations, in float32 if they are to be ``exact``, and for the kernels."""
+    """Return the same K/V for torch's ops and for the kernels; ``exact`` computes the former in float32."""
     single = Geometry(g.layers, g.q_heads, g.kv_heads, g.d_k, g.d_v, torch.float32, g.page)
     expected = _side(single if exact else g, g.dtype, device, layouts, tokens, seed, TorchOps)
     measured = _side(g, g.dtype, device, layouts, tokens, seed, TritonOps)
@@ -57,7 +57,7 @@ def noise(seed: int, device: torch.device, dtype: torch.dtype, *shape: int) -> T
 
 
 def fill_table(slots: DeviceSlots, tokens: int, seed: int, share: float = 0.7) -> None:
-    """Random distinct tokens in a ``share`` of the slots of each table."""
+    """Put distinct random tokens into a ``share`` of each table's slots."""
     dice = random.Random(seed)
     for row in slots.table.view(-1, slots.n):
         held = min(tokens, int(share * slots.n))
@@ -67,7 +67,7 @@ def fill_table(slots: DeviceSlots, tokens: int, seed: int, share: float = 0.7) -
 
 
 def assert_near(measured: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """To the rounding of ``dtype``, relative to the largest expected element."""
+    """Compare within the rounding of ``dtype``, relative to the largest expected element."""
     assert measured.shape == expected.shape
     assert bool(measured.isfinite().all())
     error = (measured.float() - expected.float()).abs().max()

@@ -1,7 +1,7 @@
-"""Tiny random models of many architectures: four layers, 64 wide, built in milliseconds without a download.
+"""Tiny random models of many architectures: four layers of width 64, built without a download.
 
-Every weight is random (norms, biases and sinks too) and attention is made strong, so that a wrong mask, scale or
-rotation shows in the logits.
+Every weight is random, norms, biases and sinks included, and large enough that a wrong mask, scale or rotation
+changes the logits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LONG_ROPE = rope(
     original_max_position_embeddings=64,
 )
 
-# name: (configuration class, what differs from COMMON); a dict under "only" replaces COMMON altogether.
+# Configuration class and differences from COMMON, by name; a dict under "only" replaces COMMON.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -199,7 +199,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config(name: str) -> Any:
-    """A fresh transformers configuration."""
+    """Return a new transformers configuration."""
     class_name, differences = CONFIGS[name]
     values = differences.get("only") or {**COMMON, **differences}
     return getattr(transformers, class_name)(**{key: value for key, value in values.items() if value is not None})
@@ -207,22 +207,22 @@ def config(name: str) -> Any:
 
 @functools.cache
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of the architecture with the seam's attention; the same object at every call."""
+    """Return a random model with kvchat's attention hook; the same object at every call."""
     return fresh(name, dtype)
 
 
 def fresh(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A new object at every call, with the same weights."""
+    """Return a new model with the same weights at every call."""
     attention_hook.register()
     torch.manual_seed(0)
     built = transformers.AutoModelForCausalLM.from_config(config(name), attn_implementation=attention_hook.NAME)
     with torch.no_grad():
         for parameter_name, parameter in built.named_parameters():
-            _randomise(parameter_name, parameter)
+            _randomize(parameter_name, parameter)
     return built.eval().to(dtype)
 
 
-def _randomise(name: str, parameter: torch.Tensor) -> None:
+def _randomize(name: str, parameter: torch.Tensor) -> None:
     if parameter.dim() > 1:
         parameter.normal_(0, 0.8 if "embed" in name else 0.12)
     elif "norm" in name and name.endswith("weight"):

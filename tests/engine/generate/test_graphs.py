@@ -1,4 +1,4 @@
-"""Steps by graph are steps run eagerly, bitwise, whatever happens between them. Graphs are tapes on a CPU."""
+"""Steps by graph equal eager steps bitwise, whatever happens between them. On a CPU a tape serves as the graph."""
 
 from __future__ import annotations
 
@@ -8,60 +8,32 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from engine.generate.test_runner import loaded, prefilled, token_ids
 from support.fake_cuda.tape import TapeRecorder
-from support.reference import calibration
+from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
-from kvchat.config.modes import parse
 from kvchat.engine.generate import graphs
 from kvchat.engine.generate.graphs import CudaRecorder, GraphRunner
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
-from kvchat.kv.modes import build
-from kvchat.kv.modes.base import Mode
+from kvchat.kv.manager import Store
 from kvchat.protocol.messages import Preparing, Sampling, Turn
 
-PARAMS = {
-    "full": ("full", {}),
-    "streaming": ("streaming", {"budget": 64, "R": 8, "sigma": 6, "delta": 5}),
-    "speculative": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": 0.7}),
-    "speculative-reuse": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": -2.0}),
-    "freeze": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "k": 1.0, "recovery": False}),
-    "freeze-layers": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "per_layer": True, "recovery": False}),
-    "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
-    "sync-staggered": ("sync", {"budget": 80, "window": 16, "m": 4, "staggered": True}),
-}
 
-
-def mode_of(model: LoadedModel, row: str, instead: dict | None = None) -> Mode:
-    name, params = PARAMS[row]
-    params = params if instead is None else instead
-    geometry = geometry_of(model)
-    return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))
+def changed_by_steps(store: Store) -> list[torch.Tensor]:
+    """What the key of a graph tells apart, and the host pool of every layer."""
+    return [*store.buffers(), *map(store.host.rows, range(store.geometry.layers))]
 
 
 def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
-    """The same twice, by graph and eagerly, after a prompt."""
-    recorder = TapeRecorder(lambda: one.store.buffers())
+    """Return two runners after the same prompt: one by graph, one eager."""
+    recorder = TapeRecorder(lambda: changed_by_steps(one.store))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
-        # What moves is not picked out, as on a GPU.
+        # As on a GPU: copies of fixed shape.
         each.store.ops.skip_unchanged = False
         prefilled(each, prompt)
     return one, other, recorder
-
-
-def same_steps(one: ModelRunner, other: ModelRunner, ids: list[int]) -> None:
-    for i, token in enumerate(ids):
-        assert torch.equal(one.step(token), other.step(token)), f"step {i}"
-    for layer in range(one.store.geometry.layers):
-        assert torch.equal(one.store.attended(layer), other.store.attended(layer))
-        stored = [each.store.host.dense(layer, each.store.total) for each in (one, other)]
-        assert all(torch.equal(mine, its) for mine, its in zip(*stored, strict=True))
-    assert one.store.transfer.totals.tolist() == other.store.transfer.totals.tolist()
-    assert one.store.active_sum() == other.store.active_sum()
-    one.store.check_integrity()
 
 
 @pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), ("gpt_oss", "speculative")])
@@ -174,7 +146,7 @@ def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
         session = Session(model)
         session._store.ops.skip_unchanged = False
         if recorder:
-            session._runner.graphs = GraphRunner(session._store, TapeRecorder(session._store.buffers))
+            session._runner.graphs = GraphRunner(session._store, TapeRecorder(lambda: changed_by_steps(session._store)))
 
         def between(generated: int) -> None:
             if generated == 12:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support import tiny_models
+from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 
 from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model.load import LoadedModel, load_model
-from kvchat.engine.model.probe import probe
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.modes import build
 
@@ -27,29 +24,6 @@ PROMPTS = [
     "What does the streaming mode do, and what does it forget? Please say it slowly, with all you know, and again.",
     "one two three four five six seven eight nine ten eleven twelve, and then backwards from twelve, and once more",
 ]
-
-
-def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """A tiny random model as ``load_model`` would give it."""
-    model = tiny_models.fresh(name).to(device, dtype)
-    seen = probe(model)
-    sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
-    fixed = ("tiny", "0", torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
-    without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
-    return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0)
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
-
-
-def runner_of(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:
-    return ModelRunner(model, build(parse(mode, params), geometry_of(model), traits_of(model)))
-
-
-def prefilled(one: ModelRunner, ids: list[int]) -> torch.Tensor:
-    return [logits for _, logits in one.prefill(ids)][-1]
 
 
 def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
@@ -80,10 +54,6 @@ def generate(model, prompts: list[list[int]], n: int, attention: str) -> list[li
         model.set_attn_implementation(before)
 
 
-def token_ids(n: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, tiny_models.VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
     model, ids = loaded(name), token_ids(60)
@@ -93,12 +63,12 @@ def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
 
 
 @pytest.mark.slow
-def test_full_mode_is_generate_on_the_bundled_model(bundled):
-    prompts = [bundled.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
+def test_full_mode_is_generate_on_the_bundled_model(model):
+    prompts = [model.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
     assert {len(ids) for ids in prompts} == {20}
-    expected = generate(bundled.model, prompts, 200, "sdpa")
+    expected = generate(model.model, prompts, 200, "sdpa")
     for ids, tokens in zip(prompts, expected, strict=True):
-        assert greedy(runner_of(bundled), ids, 200) == tokens
+        assert greedy(runner_of(model), ids, 200) == tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "cohere2"])

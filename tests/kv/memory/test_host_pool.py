@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import subprocess
-import sys
 import weakref
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.memory import Pins, resident
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory import host_pool as host_module
-from kvchat.kv.memory.host_pool import CudaRegistrar, HostPool, PinnedRegion, Registrar, gather, scatter
+from kvchat.kv.memory.host_pool import HostPool, Registrar, gather, scatter
 
 CPU = torch.device("cpu")
 GiB = 2**30
@@ -27,47 +24,6 @@ GiB = 2**30
 
 def geometry(layers: int = 2, kv_heads: int = 2, d: int = 16, page: int = 8, dtype=torch.float32, d_v=None) -> Geometry:
     return Geometry(layers, 2 * kv_heads, kv_heads, d, d if d_v is None else d_v, dtype, page)
-
-
-class Pins:
-    """A registrar that keeps books; ``fails_at`` is the number of the registration that is refused."""
-
-    def __init__(self, fails_at: int = 0) -> None:
-        self.held: dict[int, int] = {}
-        self.calls = 0
-        self.given_back: list[int] = []
-        self.fails_at = fails_at
-
-    def register(self, address: int, size: int) -> None:
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise RuntimeError("no more memory may be pinned")
-        assert address % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
-        assert size > 0
-        for start, length in self.held.items():
-            assert address + size <= start or start + length <= address, "segments overlap"
-        ctypes.string_at(address, 1)  # the memory is there
-        self.held[address] = size
-
-    def unregister(self, address: int) -> None:
-        ctypes.string_at(address, 1)  # still
-        del self.held[address]
-        self.given_back.append(address)
-
-    def is_exact(self, address: int, size: int) -> bool:
-        end = address
-        for start, length in sorted(self.held.items()):
-            if start <= end < start + length:
-                end = start + length
-        return end >= address + size
-
-
-def resident(region: PinnedRegion) -> int:
-    """Bytes of the region that are memory, as the kernel counts them."""
-    pages = (ctypes.c_ubyte * (region.size // mmap.PAGESIZE))()
-    address, size = ctypes.c_void_p(region.bytes.data_ptr()), ctypes.c_size_t(region.size)
-    assert ctypes.CDLL(None).mincore(address, size, pages) == 0
-    return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
 
 
 def filled(pool: HostPool, tokens: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -289,34 +245,6 @@ def test_a_refused_segment_leaves_a_pageable_pool_with_everything_in_it(fails_at
         assert all(same(pool, layer, start, *new[layer]) for layer in range(2))
 
 
-def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():
-    pins = Pins()
-    region = PinnedRegion(3 * mmap.PAGESIZE)
-    region.register(pins, region.commit(mmap.PAGESIZE))
-    region.register(pins, region.commit(3 * mmap.PAGESIZE))
-    seen = host_module._CudaArray(region)  # what a tensor of the device holds
-    view = region.bytes[:4]
-    del region
-    assert len(pins.held) == 2
-    del seen
-    assert not pins.held
-    assert view.tolist() == [0, 0, 0, 0], "a view of the CPU keeps the memory"
-
-
-def test_nothing_is_unregistered_at_exit():
-    """By then the driver may be gone; the process' end gives everything back."""
-    code = (
-        "import mmap, sys\nfrom kvchat.kv.memory.host_pool import PinnedRegion\n"
-        "class Pins:\n"
-        "    def register(self, address, size): pass\n"
-        "    def unregister(self, address): sys.stderr.write('unregistered')\n"
-        "region = PinnedRegion(mmap.PAGESIZE)\nregion.register(Pins(), region.commit(mmap.PAGESIZE))\n"
-        "region.itself = region\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 # ---- reading and writing
 
 
@@ -330,41 +258,6 @@ def test_gathering_and_scattering_are_the_views():
     assert torch.equal(block.view(8, 16), written[0][1, 32:40])
     scatter(pool.rows(1), index, torch.ones(2, 16))
     assert pool.rows(1)[index].eq(1).all()
-
-
-def test_the_cuda_runtimes_answers(monkeypatch):
-    """Without a GPU: what is asked of the runtime, in which order, and what its refusals become."""
-    said: list[tuple[object, ...]] = []
-    code = {"register": 0}
-
-    class Error(int):
-        pass
-
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *args: said.append(("register", *args)) or Error(code["register"]),
-        cudaHostUnregister=lambda *args: said.append(("unregister", *args)) or Error(0),
-        cudaGetErrorString=lambda error: f"error {int(error)}",
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append(("synchronize",)))
-    monkeypatch.setattr(host_module, "_device_address", lambda address: address)
-    monkeypatch.setattr(CudaRegistrar, "_clear_error", lambda self: said.append(("clear",)))
-    registrar = CudaRegistrar(torch.device("cuda", 0))
-    registrar.register(4096, 8192)
-    registrar.unregister(4096)
-    assert said == [("register", 4096, 8192, 3), ("synchronize",), ("unregister", 4096)]
-    said.clear()
-    code["register"] = 2
-    with pytest.raises(RuntimeError, match=r"cudaHostRegister: error 2 \(2\)"):
-        registrar.register(4096, 8192)
-    assert said == [("register", 4096, 8192, 3), ("clear",)]
-    said.clear()
-    code["register"] = 0
-    monkeypatch.setattr(host_module, "_device_address", lambda address: None)
-    with pytest.raises(RuntimeError, match="does not see"):
-        registrar.register(4096, 8192)
-    assert said[-1] == ("unregister", 4096)
 
 
 # ---- with a GPU
@@ -427,17 +320,3 @@ def test_a_pageable_pool_reads_and_writes_the_same(cuda):
         assert torch.equal(gather(pinned.rows(layer), index), gathered)
         first = index[:5]
         assert torch.equal(gather(pinned.blocks(layer), first), gather(pageable.blocks(layer), first))
-
-
-@pytest.mark.cuda
-def test_a_refused_registration_leaves_no_error_behind(cuda):
-    registrar = CudaRegistrar(cuda)
-    region = PinnedRegion(2 * mmap.PAGESIZE)
-    segment = region.commit(region.size)
-    registrar.register(*segment)
-    with pytest.raises(RuntimeError, match="cudaHostRegister"):
-        registrar.register(*segment)  # twice is refused
-    assert torch.ones(3, device=cuda).sum().item() == 3
-    registrar.unregister(segment[0])
-    registrar.register(*segment)
-    registrar.unregister(segment[0])

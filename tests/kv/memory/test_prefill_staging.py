@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv.modes.test_every_mode import ROWS
-from support.reference import Run, toy
+from support.mode_rows import ROWS
+from support.store_run import Run
+from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

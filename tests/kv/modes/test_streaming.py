@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from support.reference import Run, toy
+from support.store_run import Run
+from support.toy_model import toy
 
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.reference import CPU, Run, calibration, toy
+from support.store_run import Run
+from support.toy_model import calibration, toy
 
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
@@ -14,6 +15,7 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync import paper_k
 
+CPU = torch.device("cpu")
 SMALL = {"budget": 80, "window": 16, "m": 5}
 FOUR = {"kv_heads": 4, "group": 2, "page": 8}
 

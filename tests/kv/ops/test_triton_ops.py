@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from kv.modes.test_every_mode import FIRST, ROWS
-from support.reference import Run, assert_near, dense, toy
+from support.dense_attention import assert_near, dense
+from support.mode_rows import FIRST, ROWS
+from support.store_run import Run
+from support.toy_model import toy
 
 from kvchat.config.modes import parse
 from kvchat.kv.manager import Store

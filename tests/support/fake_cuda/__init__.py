@@ -1,11 +1,10 @@
-"""A stand-in for a CUDA GPU: tensors that say they are on ``cuda:0`` and have their elements in host memory.
+"""A fake CUDA device: tensors that report ``cuda:0`` and keep their elements in host memory.
 
-``pytest --pretend-cuda -m cuda`` runs the tests marked ``cuda`` on it, without a GPU. Real values are computed, by
-torch's operations for the CPU and by Triton's interpreter. What CUDA refuses is refused: operands on two devices,
-reading back or sending while a graph is captured, a copy across two segments of pinned memory, products of integers.
-A capture carries nothing out (what it writes is put back), a replay carries out again what was captured, on the memory
-it had. Work is carried out when it is given, so streams never overlap; but two accesses that nothing orders are a
-``races.Race``. What it cannot show: how fast anything is, and what CUDA's own compiler makes of a kernel.
+``pytest --fake-cuda -m cuda`` runs the tests marked ``cuda`` on it, without a GPU. torch's CPU operations and Triton's
+interpreter compute real values. What CUDA refuses is refused: operands on two devices, copies and synchronizations
+during a graph capture, a copy across two segments of pinned memory, products of integer matrices. A capture leaves no
+trace, a replay repeats it on the same memory (``tape``). Work runs at once, so streams never overlap; instead
+``races`` reports two accesses that no stream, event or wait orders. It measures no speed and compiles no kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-# After Triton was told to interpret (tests/conftest.py), for they define kernels.
+# After tests/conftest.py set TRITON_INTERPRET: these modules define kernels.
 from support.fake_cuda import attention, interpreted, runtime
 from support.fake_cuda.device import Everywhere, Numbered, gpu
 from torch.nn.attention import bias
@@ -25,7 +24,7 @@ from kvchat.kv.memory import host_pool
 
 
 def install() -> None:
-    """Make this process believe that it has a GPU, until it ends."""
+    """Replace torch's CUDA by the fake device for the rest of this process."""
     _guard_device()
     for name, value in runtime.replaced().items():
         setattr(torch.cuda, name, value)
@@ -42,7 +41,7 @@ def install() -> None:
 
 
 def _guard_device() -> None:
-    """torch without CUDA has nothing that makes a GPU current; what it has for the CPU will do."""
+    """Register the CPU's device guard for CUDA, which torch without CUDA lacks."""
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 2).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     guards[1] = guards[1] or guards[0]
@@ -51,7 +50,7 @@ def _guard_device() -> None:
 
 
 def _with_aliases(as_tensor):
-    """``torch.as_tensor`` that knows of CUDA's array interface."""
+    """Add CUDA's array interface to ``torch.as_tensor``."""
 
     def seen(data, *args, **kwargs):
         if isinstance(data, torch.Tensor) or not hasattr(data, "__cuda_array_interface__"):

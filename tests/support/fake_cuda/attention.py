@@ -1,4 +1,4 @@
-"""Fused attention as torch has it on a GPU: which kernel serves, what it pads and copies, what comes out."""
+"""Fused attention as torch runs it on a GPU: the choice of kernel, its padding and copies, its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> tuple:
-    """FlashAttention's answer: float32 within, the last query sees the last key, heads may share keys."""
+    """FlashAttention's results: computed in float32, causal mask aligned to the last key, grouped KV heads allowed."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
     scores = query.float() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -20,13 +20,13 @@ def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=Fa
         masked = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + key.shape[-2] - query.shape[-2])
         scores.masked_fill_(masked, -torch.inf)
     output = (scores.softmax(-1) @ value).to(query.dtype)
-    # As the kernel lays it out: heads inside of tokens.
+    # The kernel's memory layout: heads inside tokens.
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, scores.logsumexp(-1), None, None, query.shape[-2], key.shape[-2], None, None, None
 
 
 def _efficient(query, key, value, bias, with_sums, dropout=0.0, is_causal=False, *, scale=None) -> tuple:
-    """xFormers' answer: float32 within, keys of its own for every head."""
+    """Results of the memory-efficient kernel: computed in float32, one KV head for every query head."""
     scores = query.float() @ key.float().transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores += bias.float()
@@ -36,7 +36,7 @@ def _efficient(query, key, value, bias, with_sums, dropout=0.0, is_causal=False,
 
 
 def fused(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Any:
-    """``scaled_dot_product_attention`` by one of the two above; None where neither serves."""
+    """``scaled_dot_product_attention`` by one of the two kernels; None if neither supports the operands."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if attn_mask is None and query.dtype in HALVES:
         size = query.shape[-1]
@@ -64,7 +64,7 @@ def may_be_efficient(params: Any, debug: bool = False) -> bool:
 
 
 def _softmax(x, dim, half_to_float) -> Any:
-    """A softmax that gives float32 for less."""
+    """Softmax in float32 of half-precision input, which torch supports on CUDA only."""
     return torch.ops.aten._softmax.default(x.float() if half_to_float else x, dim, False)
 
 

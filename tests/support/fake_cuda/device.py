@@ -1,4 +1,4 @@
-"""Tensors on the stand-in, and what it does with each of torch's operations and each kernel."""
+"""Tensors on the fake CUDA device, and how it runs torch's operations and kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from support.fake_cuda import attention, races
-from support.fake_cuda.tape import WAITS, carry_out_again
+from support.fake_cuda.tape import WAITS, Tape
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -28,22 +28,22 @@ INTEGER_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 
 
 class Refused(RuntimeError):
-    """What CUDA would have said."""
+    """An error that CUDA would raise."""
 
 
 class Hold:
-    """Something that a weak reference can be made to, which a tensor does not like."""
+    """A target for a weak reference, which a wrapper tensor does not support."""
 
 
 class OnGpu(torch.Tensor):
-    """A tensor of the stand-in; ``inner`` has its elements."""
+    """A tensor on the fake device; ``inner`` is the CPU tensor that holds its elements."""
 
     inner: torch.Tensor
     hold: Hold
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> OnGpu:
-        """``inner`` as a tensor on the GPU."""
+        """Wrap ``inner`` as a tensor on the fake device."""
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -84,14 +84,14 @@ class OnGpu(torch.Tensor):
 
 
 class Everywhere(TorchDispatchMode):
-    """Sees operations that have no operand on the GPU: what makes tensors there, and copies."""
+    """Dispatches operations without an operand on the device: factories and copies."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return gpu.operation(func, args, kwargs or {})
 
 
 class Numbered(TorchFunctionMode):
-    """Names ``cuda`` by its number, which torch without CUDA cannot ask for, and attends as torch with CUDA does."""
+    """Replaces the device ``cuda`` by ``cuda:0``, which torch without CUDA cannot resolve, and runs fused attention."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
@@ -116,39 +116,8 @@ def _numbered(value: Any) -> Any:
     return GPU if isinstance(value, str | torch.device) and str(value) == "cuda" else value
 
 
-class Tape:
-    """What was launched while a graph was captured."""
-
-    def __init__(self) -> None:
-        self._launches: list[Callable[[], None]] = []
-        self.order = races.Order()
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def will_write(self, tensor: torch.Tensor) -> None:
-        """Keep what ``tensor`` (an inner one) holds, unless it was kept already."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._before:
-            self._before[storage.data_ptr()] = (storage, storage.clone())
-
-    def add(self, launch: Callable[[], None]) -> None:
-        self._launches.append(launch)
-
-    def undo(self) -> None:
-        """Put everything back."""
-        for storage, before in self._before.values():
-            storage.copy_(before)
-        self._before.clear()
-
-    def replay(self) -> None:
-        if gpu.tape is not None:
-            raise Refused("a graph is replayed while another is captured")
-        with torch.inference_mode(), _disable_current_modes():
-            for launch in self._launches:
-                launch()
-
-
 class Gpu:
-    """State of the stand-in: what is allocated, what is pinned, the capture in progress."""
+    """State of the fake device: allocated and pinned memory, streams, the capture in progress."""
 
     def __init__(self) -> None:
         self.tape: Tape | None = None
@@ -164,7 +133,7 @@ class Gpu:
 
     @property
     def order(self) -> races.Order:
-        """What is ordered so far, of the capture in progress where there is one."""
+        """The order of launches: of the capture in progress, if there is one."""
         return self.orders[-1]
 
     @property
@@ -175,7 +144,7 @@ class Gpu:
     # ---- operations
 
     def operation(self, func, args: tuple, kwargs: dict) -> Any:
-        """Carry out one of torch's operations."""
+        """Run one of torch's operations and record its accesses."""
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with Everywhere():  # in inference mode it comes before it is taken apart
                 return func.decompose(*args, **kwargs)
@@ -192,25 +161,18 @@ class Gpu:
         func = attention.REPLACED.get(name, func)
         inner_args, inner_kwargs = tree_map(inner_of, args), tree_map(inner_of, kwargs)
         run = functools.partial(func, *inner_args, **inner_kwargs)
-        if self.tape is not None:
-            self._keep(schema, inner_args, inner_kwargs)
-        result = run()
-        if self.tape is not None:
-            self.tape.add(functools.partial(carry_out_again, run, result, (inner_args, inner_kwargs)))
+        result = run() if self.tape is None else self.tape.operation(run, schema)
         outer = self._outer(schema, args, kwargs, result, here)
         self._note(name, schema, args, kwargs, outer, self.stream)
         return outer
 
     def launch(self, name: str, run: Callable[[], races.Touched], tensors: list[torch.Tensor]) -> None:
-        """Carry out a kernel on ``tensors`` (inner ones); ``run`` tells what it touched."""
-        if self.tape is not None:
-            for tensor in tensors:
-                self.tape.will_write(tensor)
-            self.tape.add(run)
-        self.order.launch(self.stream, name, races.of_kernel(run(), tensors))
+        """Run a kernel on ``tensors`` (inner ones); ``run`` returns the addresses it touched."""
+        touched = run() if self.tape is None else self.tape.kernel(run, tensors)
+        self.order.launch(self.stream, name, races.of_kernel(touched, tensors))
 
     def _note(self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object) -> None:
-        """Note what one of torch's operations reads and writes."""
+        """Record what one of torch's operations reads and writes."""
         if any(spec.alias_info is not None and not spec.alias_info.is_write for spec in schema.returns):
             return  # a view touches nothing
         if "empty" in name:
@@ -236,7 +198,11 @@ class Gpu:
             self.order.host_waits([who])
 
     def wait(self, what: str, for_whom: list[int] | None = None) -> None:
-        """The host waits for streams, or all of them."""
+        """Wait on the host for the given streams or all of them.
+
+        Raises:
+            Refused: during a capture, or while synchronizing operations are errors.
+        """
         if self.tape is not None:
             raise Refused(f"operation not permitted when stream is capturing: {what}")
         if self.impatient:
@@ -264,7 +230,7 @@ class Gpu:
             raise Refused(f'"{name}" not implemented for integers')
 
     def _one_segment(self, tensor: torch.Tensor) -> None:
-        """A copy may not go across two segments of memory that were pinned apart."""
+        """Refuse a copy across two separately pinned segments."""
         first = tensor.data_ptr()
         last = first + max(0, sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
         last = first + (last - first) * tensor.element_size()
@@ -272,17 +238,8 @@ class Gpu:
         if tensor.numel() and segments[0] != segments[1]:
             raise Refused("invalid argument: a copy across two segments of pinned memory")
 
-    def _keep(self, schema, args: tuple, kwargs: dict) -> None:
-        assert self.tape is not None
-        for position, spec in enumerate(schema.arguments):
-            if spec.alias_info is not None and spec.alias_info.is_write:
-                given = kwargs.get(spec.name, args[position] if position < len(args) else None)
-                for tensor in tree_leaves(given):
-                    if isinstance(tensor, torch.Tensor):
-                        self.tape.will_write(tensor)
-
     def _outer(self, schema, args: tuple, kwargs: dict, result: Any, here: bool) -> Any:
-        """The result on the GPU; what an operation in place returns is the tensor it was given."""
+        """Wrap a result for the device; an operation in place returns the tensor it was given."""
         given = {id(leaf.inner): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OnGpu)}
 
         def outer(value: Any) -> Any:
@@ -302,7 +259,7 @@ class Gpu:
     # ---- memory
 
     def hold(self, tensor: torch.Tensor) -> Hold:
-        """Count what holds an allocation: it is given back when nothing of the GPU's does, whatever a tape keeps."""
+        """Count the device tensors of an allocation: it is freed with the last one, even if a tape still holds it."""
         hold, storage = Hold(), tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         if not size or address in self._aliases:
@@ -323,29 +280,29 @@ class Gpu:
             self._forget(address)  # what a capture made may have been used outside
 
     def _forget(self, address: int) -> None:
-        """The address may become another allocation's."""
+        """Drop the history of an address that another allocation may reuse."""
         for order in self.orders:
             order.shadows.pop(address, None)
 
     def pin(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` is in host memory, and the device may address it."""
+        """Pin ``storage`` in host memory."""
         self.pinned[storage.data_ptr()] = storage.nbytes()
         weakref.finalize(storage, self.unpin, storage.data_ptr())
 
     def unpin(self, address: int) -> bool:
-        """The device may no longer address what was pinned at ``address``; False if nothing was."""
+        """Unpin the memory at ``address``; return False if it was not pinned."""
         self._aliases.discard(address)
         self._forget(address)
         return self.pinned.pop(address, None) is not None
 
     def addresses(self, tensor: torch.Tensor) -> bool:
-        """May the device read ``tensor`` by its address?"""
+        """The device can address ``tensor``."""
         return isinstance(tensor, OnGpu) or any(
             start <= tensor.data_ptr() < start + size for start, size in self.pinned.items()
         )
 
     def alias(self, interface: dict) -> OnGpu:
-        """Pinned host memory as the device sees it."""
+        """Return the device's view of pinned host memory."""
         (size,), (address, _) = interface["shape"], interface["data"]
         self._aliases.add(address)
         buffer = (ctypes.c_uint8 * size).from_address(address)

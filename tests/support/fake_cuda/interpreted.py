@@ -1,4 +1,4 @@
-"""Triton's kernels on the stand-in: interpreted, with what they touch noted."""
+"""Triton kernels on the fake CUDA device: interpreted, with every address that they load and store recorded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from triton.runtime import interpreter
 from kvchat.engine.model.fusion import kernels
 from kvchat.kv.ops.triton import recall
 
-# Elements of an operand from which on torch's own operations stand for the fast path's kernels.
+# Operands of this many elements take minutes in the interpreter: torch computes the fused kernels' results instead.
 LARGE = 2**16
 
 
 def install() -> None:
-    """Launch kernels on the stand-in."""
+    """Launch Triton kernels on the fake CUDA device."""
     plain = interpreter.GridExecutor.__call__
 
     def call(self, *args, **kwargs):
@@ -37,11 +37,11 @@ def install() -> None:
     interpreter.GridExecutor.__call__ = call
     interpreter._interpreter = loads_and_stores = races.Interpreter(interpreter._interpreter)
     recall.measured_ctas = lambda device: recall.DEFAULT_CTAS  # nothing to be measured
-    _large_products_are_not_interpreted()
+    _replace_large_fused_kernels()
 
 
-def _large_products_are_not_interpreted() -> None:
-    """It would take minutes for a model that is not tiny."""
+def _replace_large_fused_kernels() -> None:
+    """Compute the fused kernels of a model that is not tiny with torch's operations."""
     project, gated, rotate = kernels.project, kernels.gated, kernels.rotate
 
     def normalized(x, norm, eps):
@@ -62,13 +62,11 @@ def _large_products_are_not_interpreted() -> None:
     def some_rotate(query, key, cos, sin):
         if query.numel() < LARGE:
             return rotate(query, key, cos, sin)
-        return tuple(
-            _needs_correction(x.float(), cos.float(), sin.float()).to(x.dtype).contiguous() for x in (query, key)
-        )
+        return tuple(_rotated(x.float(), cos.float(), sin.float()).to(x.dtype).contiguous() for x in (query, key))
 
     kernels.project, kernels.gated, kernels.rotate = some_project, some_gated, some_rotate
 
 
-def _needs_correction(x, cos, sin):
+def _rotated(x, cos, sin):
     low, high = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]

@@ -1,10 +1,12 @@
-"""Which accesses to memory are ordered: what happens before what, over streams, events and the host.
+"""The race detector: happens-before over streams, events and the host.
 
-Every byte remembers, for each stream and for the host, the last launch that wrote it and the last that read it. A
-launch that touches what another stream wrote, or writes what another stream read, must come after it: by
-``wait_stream``, by an event or by the host's waiting. The same holds of memory that is given back: it is given out
-again to the stream it was made on, which must have waited for all that use it. Kernels are seen to the byte in Triton's
-interpreter; torch's operations touch all of their operands, but for rows that are picked.
+Every byte keeps, for each stream and for the host, the last launch that wrote it and the last that read it. A launch
+that touches what another stream wrote, or writes what another stream read, must be ordered after it: by
+``wait_stream``, by an event or by a wait of the host. Freed memory is reused by the stream that allocated it, which
+must have waited for all other users. Triton's interpreter reports a kernel's accesses to the byte; an operation of
+torch counts as touching its whole operands, except for the rows that an index selects.
+
+Retires once a GPU runs the tests: ``TORCH_CUDA_SANITIZER=1`` then reports the same races.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ Clock = dict[object, int]
 
 
 class Race(RuntimeError):
-    """Two accesses to the same memory that nothing orders."""
+    """Two unordered accesses to the same memory."""
 
 
 @dataclass
 class Access:
-    """Bytes of one allocation, by their number."""
+    """Bytes of one allocation, as offsets."""
 
     address: int
     size: int
@@ -37,7 +39,7 @@ class Access:
 
 @dataclass
 class Shadow:
-    """Who touched the bytes of an allocation last, by stream: numbers of launches, 0 for none."""
+    """The last launch of each stream that touched each byte of an allocation, 0 for none."""
 
     size: int
     made_on: object
@@ -51,12 +53,12 @@ class Shadow:
         by[who][at] = number
 
     def last(self, who: object) -> int:
-        """The last launch of ``who`` that touched any byte."""
+        """Return the last launch of ``who`` that touched any byte."""
         return max((int(by[who].max()) for by in (self.written, self.read) if who in by), default=0)
 
 
 class Order:
-    """What was launched so far, and what each stream and the host have waited for."""
+    """Launches so far, and what each stream and the host have waited for."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -64,41 +66,41 @@ class Order:
         self._last: Clock = {}
         self.shadows: dict[int, Shadow] = {}
 
-    # ---- what orders
+    # ---- waits
 
     def waits(self, who: object, for_whom: object) -> None:
-        """``who`` goes on when all that ``for_whom`` was given is done."""
+        """Order later work of ``who`` after all work of ``for_whom``."""
         self.reaches(who, self.now(for_whom))
 
     def now(self, who: object) -> Clock:
-        """What has happened when all that ``who`` was given is done."""
+        """Return the clock at which all work of ``who`` is done."""
         clock = dict(self._clock(who))
         clock[who] = self._last.get(who, 0)
         return clock
 
     def reaches(self, who: object, clock: Clock) -> None:
-        """``who`` goes on when ``clock`` is reached."""
+        """Order later work of ``who`` after ``clock``."""
         mine = self._clock(who)
         for other, number in clock.items():
             mine[other] = max(mine.get(other, 0), number)
 
     def host_waits(self, for_whom: Iterable[object] | None = None) -> None:
-        """The host waits for streams, or all of them; whatever is launched from now on comes later."""
+        """Wait on the host for the given streams or all of them; later launches are ordered after their work."""
         for each in list(self._last) if for_whom is None else for_whom:
             self.waits(HOST, each)
 
     def unjoined(self, origin: object) -> list[object]:
-        """Streams that were given work which ``origin`` does not wait for."""
+        """Return the streams with work that ``origin`` has not waited for."""
         clock = self.now(origin)
         return [who for who, number in self._last.items() if number > clock.get(who, 0)]
 
-    # ---- what is ordered
+    # ---- accesses
 
     def launch(self, who: object, name: str, accesses: Iterable[Access]) -> None:
-        """``who`` touches memory.
+        """Record the accesses of a launch of ``who``.
 
         Raises:
-            Race: something touches it that does not come before.
+            Race: another stream touched the same bytes and is not ordered before.
         """
         self._number += 1
         self.reaches(who, self._clock(HOST))
@@ -112,11 +114,11 @@ class Order:
             shadow.mark(who, access.writes, access.bytes, self._number)
 
     def made(self, address: int, size: int, who: object) -> None:
-        """Memory was given to ``who``."""
+        """Record an allocation of stream ``who``."""
         self.shadows[address] = Shadow(size, who)
 
     def freed(self, address: int) -> str:
-        """Memory is given back; what may still use it when its stream is given it again, empty if nothing."""
+        """Record that an allocation is freed; describe the launch that may still use it, empty if there is none."""
         shadow = self.shadows.pop(address, None)
         if shadow is None:
             return ""
@@ -124,11 +126,11 @@ class Order:
         for who in {*shadow.written, *shadow.read} - {shadow.made_on, HOST}:
             latest = shadow.last(who)
             if latest > max(clock.get(who, 0), host.get(who, 0)):
-                return f"memory of {shadow.made_on} is given back while launch {latest} of {who} may use it"
+                return f"memory of {shadow.made_on} is freed while launch {latest} of {who} may use it"
         return ""
 
     def as_one(self, other: Order, who: object, name: str) -> None:
-        """All that ``other`` saw, in one launch of ``who``: a graph is replayed."""
+        """Record a graph's replay: all accesses of ``other`` as one launch of ``who``."""
         accesses = []
         for address, shadow in other.shadows.items():
             for by, writes in ((shadow.read, False), (shadow.written, True)):
@@ -147,13 +149,13 @@ class Order:
         return self._clocks.setdefault(who, {})
 
 
-# ---- what is touched -------------------------------------------------------------------------------
+# ---- accesses of a launch -------------------------------------------------------------------------------
 
 Touched = list[tuple[np.ndarray, int, bool]]
 
 
 class Interpreter:
-    """Stands before what Triton's interpreter loads and stores with, and notes the addresses."""
+    """Wrapper of Triton's interpreter that records the addresses of loads and stores."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -189,10 +191,10 @@ class Interpreter:
 
 
 def of_kernel(touched: Touched, tensors: list[torch.Tensor]) -> list[Access]:
-    """What a kernel touched of its operands.
+    """Return a kernel's accesses to its operands.
 
     Raises:
-        Race: it touched something else.
+        Race: the kernel touched other memory.
     """
     bases = sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors})
     starts, sizes = (np.array(column, dtype=np.int64) for column in zip(*bases, strict=True))
@@ -203,7 +205,7 @@ def of_kernel(touched: Touched, tensors: list[torch.Tensor]) -> list[Access]:
         which = np.searchsorted(starts, pointers, "right") - 1
         offsets = pointers - starts[which]
         if (which < 0).any() or (offsets + size > sizes[which]).any():
-            raise Race("a kernel touches memory that is none of its operands'")
+            raise Race("a kernel touches memory outside its operands")
         for each in np.unique(which):
             at = offsets[which == each]
             found.setdefault((int(each), writes), []).append((at[:, None] + np.arange(size)).ravel())
@@ -214,7 +216,7 @@ def of_kernel(touched: Touched, tensors: list[torch.Tensor]) -> list[Access]:
 
 
 def of_tensor(tensor: torch.Tensor, writes: bool, picked: tuple[int, torch.Tensor] | None = None) -> Access:
-    """All bytes of a tensor, or of what is picked from one of its dimensions."""
+    """Return the access to a tensor's bytes, or to those that an index picks along one dimension."""
     storage, size = tensor.untyped_storage(), tensor.element_size()
     if tensor.is_contiguous() and picked is None:
         first = tensor.storage_offset() * size

@@ -1,4 +1,4 @@
-"""What torch.cuda has: streams, events, graphs, the runtime."""
+"""The fake device's ``torch.cuda``: streams, events, graphs and the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from support.fake_cuda import races
-from support.fake_cuda.device import GPU, Refused, Tape, gpu
+from support.fake_cuda.device import GPU, Refused, gpu
+from support.fake_cuda.tape import Tape
 
-NAME, TOTAL = "stand-in for a GPU", 8 * 2**30
+NAME, TOTAL = "fake CUDA device", 8 * 2**30
 
 
 class Stream:
-    """A stream; work is carried out when it is given, and races are told by what waits for what."""
+    """A stream. Its work runs at once; waits are recorded for the race detector."""
 
     numbers = itertools.count()
 
@@ -42,7 +43,7 @@ class Stream:
 
 
 class Event:
-    """An event; its times mean nothing."""
+    """An event; it measures no time."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.enable_timing = enable_timing
@@ -62,7 +63,7 @@ class Event:
         return 1.0
 
 
-gpu.streams.append(Stream())  # the one that is current at first
+gpu.streams.append(Stream())  # the default stream
 
 
 class Graph:
@@ -70,20 +71,23 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.tape: Tape | None = None
+        self.order = races.Order()
 
     def replay(self) -> None:
         if self.tape is None:
             raise Refused("Called CUDAGraph::replay without a preceding successful capture.")
-        gpu.order.as_one(self.tape.order, gpu.stream, "a graph")
+        if gpu.tape is not None:
+            raise Refused("a graph is replayed while another is captured")
+        gpu.order.as_one(self.order, gpu.stream, "a graph")
         self.tape.replay()
 
 
 @contextmanager
 def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
     """``torch.cuda.graph``"""
-    gpu.wait("capture begin")  # torch waits for all that was launched
+    gpu.wait("capture begin")  # torch synchronizes the device
     gpu.tape = tape = Tape()
-    gpu.orders.append(tape.order)
+    gpu.orders.append(graph.order)
     try:
         with stream or Stream() as origin:
             yield
@@ -97,7 +101,7 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
 
 
 class On:
-    """``torch.cuda.device``; there is only one."""
+    """``torch.cuda.device`` of the only device."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
@@ -126,14 +130,14 @@ class Runtime:
 
 
 class Generator(torch.Generator):
-    """Random numbers for any device, from the CPU."""
+    """A CPU generator for any device."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         return super().__new__(cls)
 
 
 def replaced() -> dict[str, Any]:
-    """What stands for the attributes of ``torch.cuda``."""
+    """Replacements for the attributes of ``torch.cuda``, by name."""
     properties = SimpleNamespace(name=NAME, total_memory=TOTAL, multi_processor_count=1, major=9, minor=0, uuid="0")
     return {
         "_lazy_init": lambda: None,

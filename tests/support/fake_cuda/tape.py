@@ -1,77 +1,145 @@
-"""A stand-in for CUDA graphs on a CPU: operations are taped with the tensors they touch, and carried out again.
+"""The tape that serves as a captured CUDA graph: operations and kernels, replayed on the memory they were captured on.
 
-Like a graph it holds memory, not names: what a step reads or changes is where it was when it was taped. What it does
-while it is taped is undone (a capture carries nothing out) as far as ``buffers`` tells what it changes; a step that
-keeps state elsewhere comes out different. Reading back or sending is refused, as CUDA refuses it.
+``Tape`` serves the fake CUDA device. ``TapeRecorder`` puts it in the place of ``CudaRecorder`` on a plain CPU, for
+tests that compare steps by graph with eager steps and need no device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 # What needs an answer from the device, or gives an answer whose shape does.
 WAITS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero", "bincount")
-REFUSED = (*WAITS, "lift_fresh")
+# torch.tensor(...) and indexing by a list: a copy to the device.
+UPLOADS = ("lift_fresh",)
 
 
-class Tape(TorchDispatchMode):
-    """The operations of one step."""
+class Tape:
+    """What was launched during a capture.
+
+    Like a graph it holds memory, not names: a replay reads and writes the tensors of the capture. A capture must leave
+    no trace, so everything that it writes is saved first and put back by ``undo``.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple] = []
+        self._launches: list[Callable[[], Any]] = []
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._allocated: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name.startswith(REFUSED):
-            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
-        result = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, result))
+    @property
+    def written(self) -> set[int]:
+        """Addresses of the storages that were written and existed before the capture."""
+        return set(self._before) - self._allocated
+
+    def operation(self, run: partial, schema: torch._C.FunctionSchema) -> Any:
+        """Run and record one of torch's operations, with its operands bound; return its result."""
+        changed = _written(schema, run.args, run.keywords)
+        self._save(changed)
+        result = run()
+        inputs = {_address(tensor) for tensor in _tensors((run.args, run.keywords))}
+        new = {_address(tensor) for tensor in _tensors(result)} - inputs
+        self._allocated |= new
+        if new:
+            self._launches.append(partial(_rerun, run, result, new))
+        elif changed:  # a view launches nothing
+            self._launches.append(run)
         return result
 
-    def play(self) -> None:
-        """Carry all of it out on the same memory."""
-        for func, args, kwargs, result in self.operations:
-            carry_out_again(partial(func, *args, **kwargs), result, (args, kwargs))
+    def kernel(self, run: Callable[[], Any], operands: list[torch.Tensor]) -> Any:
+        """Run and record a kernel, which may write any of its ``operands``; return its result."""
+        self._save(operands)
+        self._launches.append(run)
+        return run()
+
+    def undo(self) -> None:
+        """Put back what was written."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        self._before.clear()
+
+    def replay(self) -> None:
+        """Run everything again on the same memory."""
+        with torch.inference_mode(), _disable_current_modes():
+            for launch in self._launches:
+                launch()
+
+    def _save(self, tensors: list[torch.Tensor]) -> None:
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage.data_ptr() not in self._before:
+                self._before[storage.data_ptr()] = (storage, storage.clone())
 
 
-def carry_out_again(run: Callable[[], Any], result: Any, operands: Any) -> None:
-    """Carry an operation out again, with its result where it was."""
-    inputs = {t.untyped_storage().data_ptr() for t in tree_leaves(operands) if isinstance(t, torch.Tensor)}
+def _rerun(run: Callable[[], Any], result: Any, allocated: set[int]) -> None:
+    """Run an operation again and put its results into the memory that it ``allocated`` during the capture."""
+    if isinstance(result, torch.Tensor):
+        result.copy_(run())
+        return
     for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
-        # A view or an operation in place has changed what it had to.
-        if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in inputs:
+        if isinstance(old, torch.Tensor) and _address(old) in allocated:
             old.copy_(new)
 
 
+def _written(schema: torch._C.FunctionSchema, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Operands that an operation of this schema changes in place."""
+    operands = [*zip(schema.arguments, args, strict=False)]
+    operands += [(spec, kwargs[spec.name]) for spec in schema.arguments if spec.name in kwargs]
+    changed = [given for spec, given in operands if spec.alias_info is not None and spec.alias_info.is_write]
+    return list(_tensors(changed))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Capture(TorchDispatchMode):
+    """Record every operation on a tape; refuse what CUDA refuses during a capture."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name.startswith((*WAITS, *UPLOADS)):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        return self._tape.operation(partial(func, *args, **(kwargs or {})), func._schema)
+
+
 class TapeRecorder:
-    """Counts what it records; ``buffers`` are put back after a recording."""
+    """A ``Recorder`` for the CPU; ``recorded`` and ``played`` count captures and replays.
+
+    ``buffers`` returns the tensors that a step may change. A step that changes another one fails: the key of its graph
+    would not tell when that tensor moves.
+    """
 
     def __init__(self, buffers: Callable[[], list[torch.Tensor]]) -> None:
         self.buffers = buffers
         self.recorded = 0
         self.played = 0
 
-    def __call__(self, run):
-        buffers = self.buffers()
-        before = [buffer.clone() for buffer in buffers]
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         tape = Tape()
         try:
-            with tape:
+            with _Capture(tape):
                 result = run()
+            known = {_address(buffer) for buffer in self.buffers()}
+            assert tape.written <= known, "a step changes a tensor that is not among the store's buffers"
         finally:
-            for buffer, old in zip(buffers, before, strict=True):
-                buffer.copy_(old)
+            tape.undo()
         self.recorded += 1
 
         def replay() -> None:
             self.played += 1
-            tape.play()
+            tape.replay()
 
         return replay, result

@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from kv.memory.test_host_pool import Pins
+from support.memory import Pins
 
 from kvchat.engine.session import Session
 from kvchat.kv import manager as store_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.generate.test_runner import loaded, prefilled, runner_of
+from support.tiny_runner import loaded, prefilled, runner_of
 
 from kvchat.engine.generate import runner
 from kvchat.engine.model import attention_hook

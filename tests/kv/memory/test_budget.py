@@ -1,0 +1,42 @@
+"""Bytes reported are bytes allocated and bytes foretold, in every mode (E11)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.memory import resident, tensors_of
+from support.mode_rows import CORE, ROWS
+from support.store_run import Run
+from support.toy_model import toy
+
+PLAIN = ("plain", "plain")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
+@pytest.mark.parametrize("row", ROWS)
+def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8, **kwargs), mode, **params)
+    run.prefill(300)
+    store = run.store
+    allocated = sum(tensors_of(store).values())
+    # The host pool's storages are address space: what counts of them is the memory they hold.
+    for region in store.host._regions:
+        allocated += resident(region) - region.size
+    reported = store.device_bytes + store.host.nbytes
+    small = store.query.nbytes + store.pinned.nbytes + 4096  # last queries, flags by position, counters
+    assert reported <= allocated <= reported * 1.01 + small
+    assert abs(store.mode.nbytes(store.capacity) - store.device_bytes) <= 0.01 * store.device_bytes
+
+
+@pytest.mark.parametrize("row", CORE)
+def test_device_bytes_stay_flat_once_the_budget_is_full(row):
+    mode, params = ROWS[row]
+    run = Run(toy(PLAIN, page=8), mode, **params)
+    run.prefill(700)
+    before = run.store.device_bytes
+    run.step(50)
+    grew = run.store.device_bytes - before
+    if mode == "streaming" and params.get("R") != 0:
+        assert grew == 0
+    assert grew <= 50 * run.toy.geometry.token_bytes * 2

@@ -1,0 +1,97 @@
+"""Pinned memory: registered segment by segment, unregistered in time, and what the CUDA runtime answers."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.memory import Pins
+
+from kvchat.kv.memory import host_pool as host_module
+from kvchat.kv.memory.host_pool import CudaRegistrar, PinnedRegion
+
+
+def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():
+    pins = Pins()
+    region = PinnedRegion(3 * mmap.PAGESIZE)
+    region.register(pins, region.commit(mmap.PAGESIZE))
+    region.register(pins, region.commit(3 * mmap.PAGESIZE))
+    seen = host_module._CudaArray(region)  # what a tensor of the device holds
+    view = region.bytes[:4]
+    del region
+    assert len(pins.held) == 2
+    del seen
+    assert not pins.held
+    assert view.tolist() == [0, 0, 0, 0], "a view of the CPU keeps the memory"
+
+
+def test_nothing_is_unregistered_at_exit():
+    """By then the driver may be gone; the process' end gives everything back."""
+    code = (
+        "import mmap, sys\nfrom kvchat.kv.memory.host_pool import PinnedRegion\n"
+        "class Pins:\n"
+        "    def register(self, address, size): pass\n"
+        "    def unregister(self, address): sys.stderr.write('unregistered')\n"
+        "region = PinnedRegion(mmap.PAGESIZE)\nregion.register(Pins(), region.commit(mmap.PAGESIZE))\n"
+        "region.itself = region\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_cuda_runtimes_answers(monkeypatch):
+    """Without a GPU: what is asked of the runtime, in which order, and what its refusals become."""
+    said: list[tuple[object, ...]] = []
+    code = {"register": 0}
+
+    class Error(int):
+        pass
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *args: said.append(("register", *args)) or Error(code["register"]),
+        cudaHostUnregister=lambda *args: said.append(("unregister", *args)) or Error(0),
+        cudaGetErrorString=lambda error: f"error {int(error)}",
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append(("synchronize",)))
+    monkeypatch.setattr(host_module, "_device_address", lambda address: address)
+    monkeypatch.setattr(CudaRegistrar, "_clear_error", lambda self: said.append(("clear",)))
+    registrar = CudaRegistrar(torch.device("cuda", 0))
+    registrar.register(4096, 8192)
+    registrar.unregister(4096)
+    assert said == [("register", 4096, 8192, 3), ("synchronize",), ("unregister", 4096)]
+    said.clear()
+    code["register"] = 2
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister: error 2 \(2\)"):
+        registrar.register(4096, 8192)
+    assert said == [("register", 4096, 8192, 3), ("clear",)]
+    said.clear()
+    code["register"] = 0
+    monkeypatch.setattr(host_module, "_device_address", lambda address: None)
+    with pytest.raises(RuntimeError, match="does not see"):
+        registrar.register(4096, 8192)
+    assert said[-1] == ("unregister", 4096)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.cuda
+def test_a_refused_registration_leaves_no_error_behind(cuda):
+    registrar = CudaRegistrar(cuda)
+    region = PinnedRegion(2 * mmap.PAGESIZE)
+    segment = region.commit(region.size)
+    registrar.register(*segment)
+    with pytest.raises(RuntimeError, match="cudaHostRegister"):
+        registrar.register(*segment)  # twice is refused
+    assert torch.ones(3, device=cuda).sum().item() == 3
+    registrar.unregister(segment[0])
+    registrar.register(*segment)
+    registrar.unregister(segment[0])

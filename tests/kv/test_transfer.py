@@ -1,0 +1,40 @@
+"""Recall in any order and at any time gives the same answers (E9)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from support.mode_rows import ROWS
+from support.store_run import Run
+from support.toy_model import toy
+
+from kvchat.kv.ops.torch_ops import TorchOps
+
+PLAIN = ("plain", "plain")
+NEVER_RECALL = {row for row, (mode, _) in ROWS.items() if mode in ("full", "streaming")}
+NEVER_RECALL |= {"sync-resident", "speculative-no-pages"}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in NEVER_RECALL])
+def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
+    mode, params = ROWS[row]
+    plain, run = (Run(toy(PLAIN, page=8, kv_heads=4), mode, **params) for _ in range(2))
+    plain.prefill(150)
+    expected = [plain.step() for _ in range(40)]
+    copy, dice = TorchOps._copy, torch.Generator().manual_seed(0)
+
+    def shuffled(self, host, slots, source, v_source, target, v_target):
+        order = torch.randperm(len(source), generator=dice)
+        time.sleep(0.0005)
+        for part in order.tensor_split(3):
+            copy(self, host, slots, source[part], v_source, target[part], v_target)
+
+    monkeypatch.setattr(TorchOps, "_copy", shuffled)
+    run.prefill(150)
+    moved = run.store.transfer.moved_bytes()
+    for step in expected:
+        assert all(torch.equal(a, b) for a, b in zip(step, run.step(), strict=True))
+    run.check()
+    assert run.store.transfer.moved_bytes() > moved

@@ -1,0 +1,56 @@
+"""Attention and rotary embedding from the textbook, in float64: what every output is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.rope import Rotation
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+
+
+def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
+    """Rotate ``x [..., n, d]`` to ``positions [n]`` in float64: multiply each pair by e^(i·position·frequency)."""
+    if rotation is None:
+        return x.double()
+    half, low = len(rotation.inv_freq), rotation.offset
+    out = x.double().clone()
+    turning = out[..., low : low + 2 * half]
+    if rotation.interleaved:
+        pairs = torch.complex(turning[..., 0::2], turning[..., 1::2])
+    else:
+        pairs = torch.complex(turning[..., :half], turning[..., half:])
+    angle = positions.double()[:, None] * rotation.inv_freq
+    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    if rotation.interleaved:
+        out[..., low : low + 2 * half] = torch.stack((pairs.real, pairs.imag), -1).flatten(-2)
+    else:
+        out[..., low : low + 2 * half] = torch.cat((pairs.real, pairs.imag), -1)
+    return out
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """Compute one token's attention in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``."""
+    values = values.double().repeat_interleave(len(query) // len(values), 0)
+    return (softmax(query, keys, mask, spec)[:, None] @ values)[:, 0]
+
+
+def softmax(query: Tensor, keys: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """Compute the weights of ``dense``, ``[H_q, T]``."""
+    group = query.shape[0] // keys.shape[0]
+    keys, mask = (x.repeat_interleave(group, 0) for x in (keys.double(), mask))
+    logits = spec.scaling * (keys @ query.double()[:, :, None])[:, :, 0]
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if spec.sinks is not None:
+        logits = torch.cat((logits, spec.sinks.double()[:, None]), 1)
+    return logits.softmax(1)[:, : keys.shape[1]]
+
+
+def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype, where: str) -> None:
+    tolerance = TOLERANCE[dtype]
+    error = float((output.double() - expected).abs().max())
+    assert error <= tolerance, f"{where}: off by {error:.2g}, allowed {tolerance:.2g}"

@@ -1,0 +1,97 @@
+"""A store in freeze mode that decodes random K/V, with the mode's relevance score computed a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvchat.config.modes import parse
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.manager import Store
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import ModelTraits
+
+LAYERS, HEADS, GROUP, D = 2, 2, 2, 8
+MEAN = {"score": "prob_rel", "smooth": 0.0, "k": 2.0}  # the paper's timers, and the mean over the heads
+EVERYTHING = {"min_active": 0, "stagger": 1, "tau": 1e9, **MEAN}
+
+
+def spec(layer: int, windowed: bool) -> AttentionSpec:
+    return AttentionSpec(scaling=1.0, window=24 if windowed and layer else None)
+
+
+class FreezeRun:
+    """A store in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked."""
+
+    def __init__(self, strength: float = 0.3, windowed: bool = False, seed: int = 0, page: int = 8, **params: Any):
+        self.geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, page)
+        self.random = torch.Generator().manual_seed(seed)
+        self.strength, self.windowed = strength, windowed
+        self.store = Store(self.geometry, torch.device("cpu"), self.mode(**params))
+        self.keys = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
+        self.query: list[torch.Tensor] = []
+
+    def mode(self, name: str = "freeze", **params: Any):
+        return build(parse(name, params), self.geometry, ModelTraits(4096, (None,) * LAYERS))
+
+    def prefill(self, n: int, pinned: tuple[int, ...] = ()) -> None:
+        with torch.inference_mode():
+            with self.store.prefill(n, pinned):
+                self._forward(n)
+            self.store.settle()
+
+    def step(self, n: int = 1) -> None:
+        for _ in range(n):
+            with torch.inference_mode(), self.store.step(), self.store.layers():
+                self._forward(1)
+
+    def truncate(self, n: int) -> None:
+        with torch.inference_mode():
+            self.store.truncate(n)
+        self.keys = [keys[:, :n] for keys in self.keys]
+
+    def relax(self, level: str) -> None:
+        with torch.inference_mode():
+            self.store.mode.recover(level)
+
+    def switch(self, name: str, **params: Any) -> None:
+        with torch.inference_mode():
+            self.store.switch(self.mode(name, **params))
+
+    def active(self) -> set[int]:
+        (table,) = {tuple(slots.table.flatten().tolist()) for slots in self.store.slots}
+        return {position for position in table if position >= 0}
+
+    def check(self) -> None:
+        self.store.check_integrity()
+        for slots, timers in zip(self.store.slots, self.store.mode.timers, strict=True):
+            held = slots.table[slots.table >= 0].tolist()
+            assert len(held) == len(set(held))
+            active = (~timers.frozen[: self.store.total]).nonzero().flatten().tolist()
+            assert sorted(held) == active
+
+    def relevance(self, read: set[int], sink: int) -> dict[int, float]:
+        """``prob_rel`` of the tokens the last step read: mean over heads, then over the layers that can see them."""
+        sums: dict[int, list[float]] = {}
+        total = self.store.total
+        for layer in range(LAYERS):
+            window = spec(layer, self.windowed).window
+            seen = sorted(j for j in read if window is None or j > total - 1 - window)
+            counted = [i for i, j in enumerate(seen) if j >= sink]
+            logits = self.query[layer].double() @ self.keys[layer][:, seen].double().transpose(1, 2)
+            weights = logits.softmax(-1).flatten(0, 1)
+            shares = weights / weights[:, counted].sum(1, keepdim=True) * len(counted)
+            for i, j in enumerate(seen):
+                sums.setdefault(j, []).append(float(shares[:, i].mean()))
+        return {j: sum(sums[j]) / len(sums[j]) if j in sums else 0.0 for j in read}
+
+    def _forward(self, n: int) -> None:
+        self.query = []
+        for layer in range(LAYERS):
+            q, k, v = (torch.randn(heads, n, D, generator=self.random) for heads in (HEADS * GROUP, HEADS, HEADS))
+            k = k * self.strength
+            self.keys[layer] = torch.cat((self.keys[layer], k), 1)
+            self.query.append(q[:, -1].view(HEADS, GROUP, D))
+            self.store.attention(layer, q, k, v, spec(layer, self.windowed))

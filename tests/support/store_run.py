@@ -1,0 +1,162 @@
+"""A conversation with the toy model: drives a store and checks every output and every set against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.dense_attention import assert_near, dense
+from support.freeze_reference import FreezeReference
+from support.reference import FullReference, SpeculativeReference, StreamingReference, SyncReference
+from support.toy_model import Toy
+from torch import Tensor
+
+from kvchat.config.modes import parse
+from kvchat.kv.manager import Store
+from kvchat.kv.modes import build
+
+REFERENCES: dict[str, type[FullReference]] = {
+    "full": FullReference,
+    "freeze": FreezeReference,
+    "streaming": StreamingReference,
+    "sync": SyncReference,
+    "speculative": SpeculativeReference,
+}
+
+
+class Run:
+    """Drives a store with a ``Toy`` and holds every output and every set against the reference.
+
+    ``exact`` is off for half precision, whose page scores may rank close pages otherwise: the sets are then the
+    store's own, and outputs are compared under them.
+    """
+
+    def __init__(self, made: Toy, mode: str, **params: Any) -> None:
+        self.toy = made
+        self.exact = made.geometry.dtype is torch.float32
+        self.ids: list[int] = []
+        self.fresh = 0
+        g = made.geometry
+        self.keys = [torch.empty(g.kv_heads, 0, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
+        self.values = [torch.empty(g.kv_heads, 0, g.d_v, dtype=g.dtype) for _ in range(g.layers)]
+        self.query = [torch.zeros(g.q_heads, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
+        self.store = Store(g, torch.device("cpu"), self.mode(mode, **params))
+        self._refer()
+
+    def mode(self, mode: str, **params: Any) -> Any:
+        return build(parse(mode, params), self.toy.geometry, self.toy.traits)
+
+    # ---- what a session does
+
+    def prefill(self, n: int, chunk: int = 1000) -> None:
+        cached = self.store.mode.num_reachable()
+        for low in range(0, n, chunk):
+            ids = self._new_ids(min(chunk, n - low))
+            start = len(self.ids)
+            with self.store.prefill(len(ids)):
+                for layer in range(self.toy.geometry.layers):
+                    self._prefill_layer(layer, ids, start)
+            self.ids += ids
+        self.store.settle(cached + n)
+        self.reference.enter(cached + n)
+
+    def store_only(self, n: int) -> None:
+        """Store ``n`` tokens as a prefill does, without its quadratic attention."""
+        ids = self._new_ids(n)
+        self.store.host.reserve(n)
+        for layer in range(self.toy.geometry.layers):
+            q, k, v = self.toy.qkv(layer, ids, 0)
+            self.store.host.append(layer, 0, k, v)
+            self.store.query[layer] = self.query[layer] = q[:, -1]
+            self._keep(layer, k, v)
+        self.ids += ids
+        self.store.host.total = n
+        self.store.settle()
+        self.reference.enter(n)
+
+    def step(self, n: int = 1) -> list[Tensor]:
+        """Decode ``n`` steps; return the last one's outputs, one ``[H_q, d_v]`` per layer."""
+        outputs: list[Tensor] = []
+        for _ in range(n):
+            outputs = self._step(self._new_ids(1))
+        return outputs
+
+    def switch(self, mode: str, **params: Any) -> int:
+        moved = self.store.switch(self.mode(mode, **params))
+        self._refer()
+        return moved
+
+    def truncate(self, n: int) -> None:
+        self.store.truncate(n)
+        del self.ids[n:]
+        self.keys = [keys[:, :n] for keys in self.keys]
+        self.values = [values[:, :n] for values in self.values]
+        self.reference.enter(len(self.ids))
+
+    # ---- checks
+
+    def check(self) -> None:
+        """Check that K/V in the host pool and in the slots equal what was projected, bit for bit."""
+        assert self.store.total == len(self.ids)
+        self.store.check_integrity()
+        for layer in range(self.toy.geometry.layers):
+            keys, values = self.store.host.dense(layer, self.store.total)
+            assert torch.equal(keys, self.keys[layer]), f"stored keys of layer {layer}"
+            assert torch.equal(values, self.values[layer]), f"stored values of layer {layer}"
+
+    def _step(self, ids: list[int]) -> list[Tensor]:
+        layers = range(self.toy.geometry.layers)
+        new = [self.toy.qkv(layer, ids, len(self.ids)) for layer in layers]
+        with self.store.step(), self.store.layers():
+            outputs = [self.store.attention(i, *new[i], self.toy.specs[i])[:, 0] for i in layers]
+        self.ids += ids
+        for layer in layers:
+            q, k, v = new[layer]
+            self._keep(layer, k, v)
+            self._check_step(layer, q[:, 0], outputs[layer])
+            self.query[layer] = q[:, 0]
+        self.reference.end()
+        return outputs
+
+    def _check_step(self, layer: int, query: Tensor, output: Tensor) -> None:
+        spec, total = self.toy.specs[layer], len(self.ids)
+        where = f"{self.store.mode.name}, layer {layer}, token {total - 1}"
+        mask = self.reference.reads(layer, query)
+        if spec.window is not None:
+            mask = mask & (torch.arange(total) > total - 1 - spec.window)
+        seen = self.store.attended(layer)
+        if self.exact:
+            for head, token in (seen != mask).nonzero().tolist():
+                does = "reads" if seen[head, token] else "does not read"
+                assert self.reference.tied(layer, head, token), f"{where}: head {head} {does} token {token}"
+        expected = dense(query, self.reference.keys(layer), self.values[layer], seen, spec)
+        assert_near(output, expected, self.toy.geometry.dtype, where)
+
+    def _prefill_layer(self, layer: int, ids: list[int], start: int) -> None:
+        spec = self.toy.specs[layer]
+        q, k, v = self.toy.qkv(layer, ids, start)
+        output = self.store.attention(layer, q, k, v, spec)
+        self._keep(layer, k, v)
+        self.query[layer] = q[:, -1]
+        for i in {0, len(ids) // 2, len(ids) - 1}:
+            positions = torch.arange(start + len(ids))
+            mask = (positions <= start + i) & (positions > start + i - (spec.window or start + i + 1))
+            every = mask.expand(self.toy.geometry.kv_heads, -1)
+            expected = dense(q[:, i], self.keys[layer], self.values[layer], every, spec)
+            assert_near(output[:, i], expected, self.toy.geometry.dtype, f"prefill, layer {layer}, token {start + i}")
+
+    # ---- inside
+
+    def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.keys[layer] = torch.cat((self.keys[layer], k), 1)
+        self.values[layer] = torch.cat((self.values[layer], v), 1)
+
+    def _new_ids(self, n: int) -> list[int]:
+        """Return unused ids, so that tokens written after a truncation differ from those before it."""
+        count = self.toy.contents[0].shape[2]
+        self.fresh += n
+        return [i % count for i in range(self.fresh - n, self.fresh)]
+
+    def _refer(self) -> None:
+        mode = self.store.mode
+        self.reference = REFERENCES[mode.name](self, mode.effective_params())

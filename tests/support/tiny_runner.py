@@ -1,0 +1,68 @@
+"""Model runners over tiny random models, in every mode, and the comparison of two of them step by step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from support import tiny_models
+from support.toy_model import calibration
+
+from kvchat.config.modes import parse
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.model.probe import probe
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+
+PARAMS = {
+    "full": ("full", {}),
+    "streaming": ("streaming", {"budget": 64, "R": 8, "sigma": 6, "delta": 5}),
+    "speculative": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": 0.7}),
+    "speculative-reuse": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": -2.0}),
+    "freeze": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "k": 1.0, "recovery": False}),
+    "freeze-layers": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "per_layer": True, "recovery": False}),
+    "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
+    "sync-staggered": ("sync", {"budget": 80, "window": 16, "m": 4, "staggered": True}),
+}
+
+
+def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """Return a tiny random model as ``load_model`` returns one."""
+    model = tiny_models.fresh(name).to(device, dtype)
+    seen = probe(model)
+    sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
+    fixed = ("tiny", "0", torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
+    without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
+    return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0)
+
+
+def runner_of(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:
+    return ModelRunner(model, build(parse(mode, params), geometry_of(model), traits_of(model)))
+
+
+def prefilled(one: ModelRunner, ids: list[int]) -> torch.Tensor:
+    return [logits for _, logits in one.prefill(ids)][-1]
+
+
+def mode_of(model: LoadedModel, row: str, instead: dict | None = None) -> Mode:
+    name, params = PARAMS[row]
+    params = params if instead is None else instead
+    geometry = geometry_of(model)
+    return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))
+
+
+def token_ids(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, tiny_models.VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def same_steps(one: ModelRunner, other: ModelRunner, ids: list[int]) -> None:
+    for i, token in enumerate(ids):
+        assert torch.equal(one.step(token), other.step(token)), f"step {i}"
+    for layer in range(one.store.geometry.layers):
+        assert torch.equal(one.store.attended(layer), other.store.attended(layer))
+        stored = [each.store.host.dense(layer, each.store.total) for each in (one, other)]
+        assert all(torch.equal(mine, its) for mine, its in zip(*stored, strict=True))
+    assert one.store.transfer.totals.tolist() == other.store.transfer.totals.tolist()
+    assert one.store.active_sum() == other.store.active_sum()
+    one.store.check_integrity()
