@@ -17,7 +17,7 @@ def test_baselines_continue_from_the_stored_context(tiny_shape, name):
     """Their logits after the same tokens are full mode's."""
     runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 130)
     ids = [0] * 130
-    baseline = baselines.build(name, tiny_shape, runner.store, ids, spare=8)
+    baseline = baselines.build(name, tiny_shape, runner.kv, ids, spare=8)
     seen = []
     forward = baseline._forward
     baseline._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
@@ -26,7 +26,7 @@ def test_baselines_continue_from_the_stored_context(tiny_shape, name):
     ours = [runner.step(token) for token in (5, 6, 7, 8, 9)]
     for round_ in (seen[:5], seen[5:]):
         torch.testing.assert_close(torch.stack(round_), torch.stack(ours), atol=1e-4, rtol=1e-3)
-    assert baseline.kv_device_bytes >= 130 * runner.store.geometry.token_bytes
+    assert baseline.kv_device_bytes >= 130 * runner.kv.state.geometry.token_bytes
 
 
 def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):

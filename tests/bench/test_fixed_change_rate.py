@@ -10,6 +10,7 @@ from kvchat.bench.fixed_change_rate import FixedChangeRate
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
+from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build
 
 SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages
@@ -19,16 +20,16 @@ SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved page
 def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
     mode = FixedChangeRate(rate, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape))
     runner = filled(tiny_shape, mode, 900)
-    store, slots = runner.store, runner.store.slots[-1]
+    kv, slots = runner.kv, runner.kv.state.slots[-1]
     changed = round(rate * 6)
     for token in range(8):
-        before, moved = slots.pages.clone(), int(store.transfer.totals[0])
+        before, moved = slots.pages.clone(), int(kv.state.transfer.totals[0])
         runner.step(token)
         assert ((slots.pages != before).sum(-1) == changed).all()
-        assert int(store.transfer.totals[0]) - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
+        assert int(kv.state.transfer.totals[0]) - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
         ordered = slots.pages.sort(-1).values
         assert (ordered[..., 1:] > ordered[..., :-1]).all(), "no page twice"
-        store.check_integrity()
+        check_integrity(kv.state)
 
 
 def test_corrections_move_nothing_more(tiny_shape):
@@ -37,15 +38,15 @@ def test_corrections_move_nothing_more(tiny_shape):
     )
     runner = filled(tiny_shape, mode, 900)
     runner.step(1)
-    moved = int(runner.store.transfer.totals[0])
+    moved = int(runner.kv.state.transfer.totals[0])
     runner.step(2)
-    assert int(runner.store.transfer.totals[0]) - moved == 3 * 3 * 2 * 32
+    assert int(runner.kv.state.transfer.totals[0]) - moved == 3 * 3 * 2 * 32
     # With tau = 2 nothing is chosen ahead: what lies there is what the last token was to read.
-    assert (runner.store.slots[-1].pages == mode._pages_at(runner.store.position - 1)).all()
+    assert (runner.kv.state.slots[-1].pages == mode._pages_at(runner.kv.state.position - 1)).all()
 
 
 def test_too_few_pages_are_refused_and_the_old_mode_goes_on(tiny_shape):
     runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 300)
     with pytest.raises(UsageError, match="longer context or a smaller budget"), torch.inference_mode():
-        runner.store.switch(FixedChangeRate(1.0, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)))
-    assert runner.store.mode.name == "full"
+        runner.kv.switch(FixedChangeRate(1.0, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)))
+    assert runner.kv.mode.name == "full"

@@ -9,6 +9,7 @@ from support.shape_runner import filled
 from kvchat.bench import model_shapes
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build
 
 SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages
@@ -17,13 +18,13 @@ SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved page
 def test_filling_leaves_no_slot_empty_and_no_layer_alike(tiny_shape, monkeypatch):
     monkeypatch.setattr(model_shapes, "FILL_TOKENS", 128)
     runner = filled(tiny_shape, build(SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)), 900)
-    store = runner.store
-    assert store.total == 900
-    keys = [store.host.dense(layer, 900)[0] for layer in range(tiny_shape.layers)]
+    kv = runner.kv
+    assert kv.total == 900
+    keys = [kv.state.host.dense(layer, 900)[0] for layer in range(tiny_shape.layers)]
     assert all(bool((k != 0).all()) for k in keys)
     assert not torch.equal(keys[0], keys[1])
-    assert bool((store.slots[-1].pages >= 0).all())
-    store.check_integrity()
+    assert bool((kv.state.slots[-1].pages >= 0).all())
+    check_integrity(kv.state)
 
 
 @pytest.mark.parametrize(

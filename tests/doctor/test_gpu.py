@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from support.memory import Pins
 from support.fake_libraries import torch_like
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
+from support.memory import Pins
 
 from kvchat.doctor import gpu
 from kvchat.doctor.check import Check

@@ -31,14 +31,14 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
 
 def eager(runner: ModelRunner) -> ModelRunner:
     """Launch every step operation by operation, on one stream."""
-    runner.graphs = GraphRunner(runner.store, None)
-    runner.store.transfer.side_stream = SideStream(torch.device("cpu"))
+    runner.graphs = GraphRunner(runner.kv, None)
+    runner.kv.state.transfer.side_stream = SideStream(torch.device("cpu"))
     return runner
 
 
 def late(runner: ModelRunner) -> ModelRunner:
     """Delay every recall by up to some milliseconds."""
-    ops, dice = runner.store.ops, random.Random(0)
+    ops, dice = runner.kv.state.ops, random.Random(0)
     for name in ("move_pages", "move_tokens", "choose"):
         setattr(ops, name, delayed(getattr(ops, name), dice))
     return runner
@@ -61,7 +61,7 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
     for each in (one, other):
         prefilled(each, token_ids(150))
     same_steps(one, other, later_ids(300))
-    assert one.store.ops.name == ("torch" if dtype is torch.float32 else "triton")
+    assert one.kv.state.ops.name == ("torch" if dtype is torch.float32 else "triton")
     assert not one.graphs.refusal
     assert not one.graphs.prepares
 
@@ -86,7 +86,7 @@ def test_switches_between_steps_by_graph(row):
     for mode in (row, "full", row, "streaming"):
         with torch.inference_mode():
             for each in (one, other):
-                each.store.switch(mode_of(model, mode))
+                each.kv.switch(mode_of(model, mode))
         same_steps(one, other, later_ids(100, seed=len(mode)))
 
 
@@ -132,5 +132,5 @@ def test_what_the_plan_foretells_is_what_is_allocated():
         prefilled(one, token_ids(300))
         taken = torch.cuda.memory_allocated() - before
         # The store's own vectors beside the slots: queries, positions, counters.
-        assert one.store.device_bytes <= taken <= one.store.device_bytes * 1.02 + 2**20
+        assert one.kv.device_bytes <= taken <= one.kv.device_bytes * 1.02 + 2**20
         del one

@@ -1,4 +1,4 @@
-"""The snapshot and the receipt: what they say is what the store holds and did."""
+"""The snapshot and the receipt: what they say is what the kv holds and did."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_the_receipt_counts_what_happened(session):
     session.truncate(0)
     turns = (Turn("user", "Tell me a short story. " * 60),)
     events = list(session.answer(turns, Sampling(temperature=0, max_new_tokens=12)))
-    stats, store = events[-1].stats, session._store
+    stats, kv = events[-1].stats, session._kv
     assert stats.prompt_tokens == events[0].prompt_tokens > 300
     assert stats.generated_tokens == len(session.token_ids)
-    assert stats.kv_device_bytes == store.device_bytes
-    assert stats.kv_host_bytes == store.host.nbytes
+    assert stats.kv_device_bytes == kv.device_bytes
+    assert stats.kv_host_bytes == kv.state.host.nbytes
     assert stats.active_tokens < stats.total_tokens
     # The first of eight layers is full, the others read the budget at most.
     assert stats.active_tokens <= (stats.total_tokens + 7 * 192) / 8
@@ -115,7 +115,7 @@ def test_the_receipt_counts_what_happened(session):
 def test_recalled_bytes_are_the_blocks_that_moved(session):
     filled(session, 640, "speculative", **SPECULATIVE, tau=-2)
     before, moved = session.snapshot().recalled_bytes, 0
-    slots = session._store.slots[-1]
+    slots = session._kv.state.slots[-1]
     for token in range(15):
         held = [set(row) for row in slots.pages.flatten(0, 1).tolist()]
         session.step(token + 50)
@@ -130,9 +130,9 @@ def test_recalled_bytes_are_the_blocks_that_moved(session):
 def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, monkeypatch, known):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(uuid="GPU-ab")) if known else None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="RTX", uuid="ab"))
-    store = session._store
+    kv = session._kv
     with monkeypatch.context() as patch:
-        patch.setattr(store, "device", torch.device("cuda"))
-        collector = MetricsCollector(store, weight_bytes=1, context=2)
+        patch.setattr(kv, "device", torch.device("cuda"))
+        collector = MetricsCollector(kv, weight_bytes=1, context=2)
     readings = (GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4) if known else ()
     assert collector.snapshot(0).gpu == Gpu("RTX", *readings)

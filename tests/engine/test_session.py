@@ -171,7 +171,7 @@ def test_a_refused_switch_keeps_the_mode_and_the_answer(session, monkeypatch):
 def test_a_step_that_fails_keeps_everything_and_the_answer_can_be_asked_for_again(session, monkeypatch):
     expected = answered(session, TALE)[1]
     session.truncate(0)
-    attention, calls = session._store.attention, []
+    attention, calls = session._kv.attention, []
 
     def fails(layer, *args):
         calls.append(layer)
@@ -180,7 +180,7 @@ def test_a_step_that_fails_keeps_everything_and_the_answer_can_be_asked_for_agai
         return attention(layer, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session._store, "attention", fails)
+        patch.setattr(session._kv, "attention", fails)
         with pytest.raises(DoesNotFitError, match="decoding"):
             list(session.answer(TALE, GREEDY))
     assert session.total > 0
@@ -256,8 +256,8 @@ def test_the_api_takes_tensors_and_refuses_what_makes_no_sense(model):
     session = Session(model)
     session.prefill(torch.tensor([5, 6, 7]))
     session.step(torch.tensor(8))
-    assert session._stored.ids == [5, 6, 7, 8]
-    assert all(type(token) is int for token in session._stored.ids)
+    assert session._loop.stored.ids == [5, 6, 7, 8]
+    assert all(type(token) is int for token in session._loop.stored.ids)
     with pytest.raises(UsageError, match="less than nothing"):
         session.truncate(-1)
     assert session.total == 4
@@ -272,7 +272,7 @@ def test_a_closed_session_keeps_no_memory_whatever_the_collector_does():
     session.prefill([5, 6, 7])
     gc.disable()
     try:
-        kept = [ref(it) for it in (session.model.model, session._store.host, session._store.slots[0])]
+        kept = [ref(it) for it in (session.model.model, session._kv.state.host, session._kv.state.slots[0])]
         session.close()
         assert [it() for it in kept] == [None] * 3
     finally:
@@ -294,7 +294,7 @@ def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, mo
 
     events = session.answer(HELLO, GREEDY)
     next(events)
-    monkeypatch.setattr(session._store, "settle", refuse)
+    monkeypatch.setattr(session._kv, "refill", refuse)
     with pytest.raises(DoesNotFitError, match="No room"):
         list(events)
 

@@ -39,5 +39,5 @@ def test_a_step_that_cannot_be_captured_has_a_badge(model):
 def test_a_gpu_without_kernels_has_a_badge(model):
     session = Session(model)
     assert session.snapshot().badges == ()
-    session._store.ops._heads = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    session._kv.state.ops._heads = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     assert session.snapshot().badges == ("no Triton kernels: the kernels are for bfloat16 and float16, not float32",)

@@ -13,7 +13,7 @@ from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
-from kvchat.kv.memory import host_pool
+from kvchat.kv.memory import pinned
 from kvchat.kv.transfer import SideStream
 
 pytestmark = [pytest.mark.cuda, pytest.mark.fake_cuda]
@@ -103,7 +103,7 @@ def test_a_capture_ends_when_all_its_streams_have_joined(side):
 
 
 def test_a_copy_across_two_segments_is_refused():
-    region, registrar = host_pool.PinnedRegion(2 * mmap.PAGESIZE), host_pool.CudaRegistrar(torch.device("cuda", 0))
+    region, registrar = pinned.PinnedRegion(2 * mmap.PAGESIZE), pinned.CudaRegistrar(torch.device("cuda", 0))
     for size in (mmap.PAGESIZE, 2 * mmap.PAGESIZE):
         region.register(registrar, region.commit(size))
     assert all(len(piece.cuda()) == mmap.PAGESIZE for piece in region.segments(0, region.size))
@@ -116,7 +116,7 @@ def test_a_copy_across_two_segments_is_refused():
 def test_a_recall_that_is_not_waited_for_is_seen(monkeypatch):
     model = loaded("llama", "cuda", torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "speculative-reuse"))
-    one.graphs = GraphRunner(one.store, None)
+    one.graphs = GraphRunner(one.kv, None)
     prefilled(one, token_ids(150))
     one.step(1)
     monkeypatch.setattr(SideStream, "join", lambda self: None)
@@ -132,7 +132,7 @@ def test_a_conversation_gives_back_all_it_took():
     prefilled(one, token_ids(100))
     for mode in ("speculative", "freeze", "sync", "streaming"):
         with torch.inference_mode():
-            one.store.switch(mode_of(model, mode))
+            one.kv.switch(mode_of(model, mode))
         for token in token_ids(4):
             one.step(token)
     assert gpu.pinned != before[1]

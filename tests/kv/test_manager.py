@@ -1,4 +1,4 @@
-"""The store in every mode: switches, truncation, failures, growth, turns (E8, E10)."""
+"""The kv in every mode: switches, truncation, failures, growth, turns (E8, E10)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support.kv_steps import decode_step, forward, prefill
 from support.memory import tensors_of
 from support.mode_rows import CORE, MIXED, ROWS
 from support.store_run import Run
@@ -15,7 +16,8 @@ from support.toy_model import toy
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.manager import Store
+from kvchat.kv.inspect import check_integrity
+from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -24,8 +26,8 @@ from kvchat.kv.transfer import Transfer
 PLAIN = ("plain", "plain")
 
 
-def stored(store: Store) -> list[torch.Tensor]:
-    return [torch.stack(store.host.dense(layer, store.total)).clone() for layer in range(store.geometry.layers)]
+def stored(kv: KVManager) -> list[torch.Tensor]:
+    return [torch.stack(kv.state.host.dense(layer, kv.total)).clone() for layer in range(kv.state.geometry.layers)]
 
 
 # ---- E8: a storm of switches
@@ -47,7 +49,7 @@ def test_a_hundred_switches_change_no_stored_byte_and_leave_no_device_byte():
     for one in (run, calm):
         one.prefill(150)
         one.step(5)
-    before = stored(run.store)
+    before = stored(run.kv)
     entered = storm(run, 99, seed=1)
     run.switch("full")
     assert set(entered) == set(mode_names())
@@ -55,13 +57,13 @@ def test_a_hundred_switches_change_no_stored_byte_and_leave_no_device_byte():
     calm.step(len(run.ids) - len(calm.ids))
     calm.switch("full")
     # The toy's layers do not depend on each other, so all of them equal the undisturbed run's, not layer 0 only.
-    for layer, (one, other) in enumerate(zip(stored(run.store), stored(calm.store), strict=True)):
+    for layer, (one, other) in enumerate(zip(stored(run.kv), stored(calm.kv), strict=True)):
         assert torch.equal(one, other)
         assert torch.equal(one[:, :, :155], before[layer])
-    assert_same_memory(run.store, calm.store)
+    assert_same_memory(run.kv, calm.kv)
 
 
-def assert_same_memory(one: Store, other: Store) -> None:
+def assert_same_memory(one: KVManager, other: KVManager) -> None:
     gc.collect()
     assert one.device_bytes == other.device_bytes
     assert sorted(tensors_of(one).values()) == sorted(tensors_of(other).values())
@@ -80,7 +82,7 @@ def test_switches_leave_no_device_byte_behind(row):
         run.switch(other, **given)
     run.switch(mode, **params)
     fresh.switch(mode, **params)
-    assert_same_memory(run.store, fresh.store)
+    assert_same_memory(run.kv, fresh.kv)
 
 
 @pytest.mark.parametrize("row", CORE)
@@ -111,7 +113,7 @@ def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
     run.step(10)
     monkeypatch.setattr(budget, "free_bytes", lambda device: 0)
     with pytest.raises(DoesNotFitError, match=r"full mode does not fit.* takes \d+ KiB on cpu, \d+ KiB are free"):
-        run.store.switch(run.mode("full"))
+        run.kv.switch(run.mode("full"))
     run.step(10)
     run.check()
 
@@ -125,7 +127,7 @@ def test_memory_that_runs_out_in_a_switch_leaves_the_old_mode(row, monkeypatch):
     new = run.mode("full")
     monkeypatch.setattr(new, "fill", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        run.store.switch(new)
+        run.kv.switch(new)
     run.reference.enter(len(run.ids))  # the old mode was entered anew, with all that may be read
     run.step(10)
     run.check()
@@ -157,15 +159,15 @@ def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
 
 
 def fail_in_step(run: Run) -> None:
-    with run.store.step(), run.store.layers():
+    with decode_step(run.kv), forward(run.kv):
         for i in range(2):
-            run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.specs[i])
+            run.kv.attention(i, *run.toy.qkv(i, [900], 140), run.toy.specs[i])
         out_of_memory()
 
 
 def fail_in_prefill(run: Run) -> None:
-    with run.store.prefill(2):
-        run.store.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.specs[0])
+    with prefill(run.kv, 2):
+        run.kv.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.specs[0])
         out_of_memory()
 
 
@@ -175,11 +177,11 @@ def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(120)
     run.step(20)
-    before = stored(run.store)
+    before = stored(run.kv)
     with pytest.raises(torch.OutOfMemoryError):
         fail_in_step(run)
-    assert run.store.total == 140
-    assert all(torch.equal(a, b) for a, b in zip(stored(run.store), before, strict=True))
+    assert run.kv.total == 140
+    assert all(torch.equal(a, b) for a, b in zip(stored(run.kv), before, strict=True))
     if mode != "streaming":  # what was kept before the step is kept after it, and nothing else
         run.reference.enter(140)
     run.step(20)
@@ -188,9 +190,9 @@ def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
 
 def step_alone(run: Run) -> None:
     """A step without the reference, which knows nothing of what an aborted one left in scores and queries."""
-    with run.store.step(), run.store.layers():
+    with decode_step(run.kv), forward(run.kv):
         for i in range(2):
-            run.store.attention(i, *run.toy.qkv(i, [900], run.store.total), run.toy.specs[i])
+            run.kv.attention(i, *run.toy.qkv(i, [900], run.kv.total), run.toy.specs[i])
 
 
 CHANGES = [(TorchOps, "move_shared"), (TorchOps, "move_pages"), (TorchOps, "move_tokens"), (Transfer, "end_step")]
@@ -213,16 +215,16 @@ def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, where, earl
         raise KeyboardInterrupt
 
     for _ in range(10):
-        before = stored(run.store)
+        before = stored(run.kv)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(owner, name, cut)
             step_alone(run)
-        assert int(run.store.position) == run.store.total
-        run.store.check_integrity()
-        for now, then in zip(stored(run.store), before, strict=True):
+        assert int(run.kv.state.position) == run.kv.total
+        check_integrity(run.kv.state)
+        for now, then in zip(stored(run.kv), before, strict=True):
             assert torch.equal(now[:, :, : then.shape[2]], then)
         step_alone(run)
-        run.store.check_integrity()
+        check_integrity(run.kv.state)
 
 
 @pytest.mark.parametrize("row", CORE)
@@ -231,17 +233,17 @@ def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, mon
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(120)
     run.step(20)
-    before = [(slots.table >= 0).sum() for slots in run.store.slots]
+    before = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
     with monkeypatch.context() as patch:
         patch.setattr(TorchOps, "move_picked", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             fail_in_step(run)
-    with run.store.step():
-        held = [(slots.table >= 0).sum() for slots in run.store.slots]
-        with run.store.layers():
+    with decode_step(run.kv):
+        held = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
+        with forward(run.kv):
             for i in range(2):
-                run.store.attention(i, *run.toy.qkv(i, [900], 140), run.toy.specs[i])
-    run.store.check_integrity()
+                run.kv.attention(i, *run.toy.qkv(i, [900], 140), run.toy.specs[i])
+    check_integrity(run.kv.state)
     assert all(now >= 0.8 * then for now, then in zip(held, before, strict=True))
 
 
@@ -250,7 +252,7 @@ def test_a_prefill_that_fails_stores_nothing():
     run.prefill(120)
     with pytest.raises(torch.OutOfMemoryError):
         fail_in_prefill(run)
-    run.store.settle(120)
+    run.kv.refill()
     run.reference.enter(120)
     run.step(20)
     run.check()
@@ -261,12 +263,12 @@ def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
     params = ROWS[mode][1]
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(100)
-    while run.store.total < run.store.capacity:
+    while run.kv.total < run.kv.state.capacity:
         run.step()
     with monkeypatch.context() as patch:
         patch.setattr(DeviceSlots, "grown", out_of_memory)
         for _ in range(2):
-            with pytest.raises(torch.OutOfMemoryError), run.store.step(), run.store.layers():
+            with pytest.raises(torch.OutOfMemoryError), decode_step(run.kv), forward(run.kv):
                 pass
     run.step(20)
     run.check()
@@ -275,14 +277,14 @@ def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
 def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
     run = Run(toy(PLAIN, page=8), "full")
     run.prefill(120)
-    while run.store.total < run.store.host.capacity:
+    while run.kv.total < run.kv.state.host.capacity:
         run.step()
     with monkeypatch.context() as patch:
         patch.setattr(available, "host_free", lambda: 0)
         with (
             pytest.raises(DoesNotFitError, match=r"KiB of it are held and 0 B more can be had"),
-            run.store.step(),
-            run.store.layers(),
+            decode_step(run.kv),
+            forward(run.kv),
         ):
             pass
     run.step(20)
@@ -299,7 +301,7 @@ def test_turns_are_one_prefill_of_the_transcript():
     turns.prefill(40)
     turns.step(25)
     once.prefill(145)
-    assert all(torch.equal(a, b) for a, b in zip(stored(turns.store), stored(once.store), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(stored(turns.kv), stored(once.kv), strict=True))
     for a, b in zip(turns.step(), once.step(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
 
@@ -324,10 +326,10 @@ def test_a_step_in_an_empty_store():
 def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch):
     run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24)
     run.prefill(150)
-    before = run.store.ops
-    monkeypatch.setattr(run.store.host, "pageable_reason", "no more memory may be pinned")
-    monkeypatch.setattr(run.store.host, "reserve", lambda tokens: True)
+    before = run.kv.state.ops
+    monkeypatch.setattr(run.kv.state.host, "pageable_reason", "no more memory may be pinned")
+    monkeypatch.setattr(run.kv.state.host, "reserve", lambda tokens: True)
     run.step(20)
-    assert run.store.ops is not before
-    assert run.store.transfer.ops is run.store.ops
+    assert run.kv.state.ops is not before
+    assert run.kv.state.transfer.ops is run.kv.state.ops
     run.check()

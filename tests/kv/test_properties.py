@@ -9,6 +9,7 @@ from support.store_run import Run
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names
+from kvchat.kv.inspect import attended, check_integrity
 
 DEEP = settings(derandomize=True, deadline=None, max_examples=25, database=None)
 
@@ -105,9 +106,9 @@ def act(run: Run, what: str, how) -> None:
     elif what == "step":
         for _ in range(how):
             run.step()
-            run.store.check_integrity()
+            check_integrity(run.kv.state)
     elif what == "truncate":
-        run.truncate(int(how * run.store.total))
+        run.truncate(int(how * run.kv.total))
     else:
         run.switch(how[0], **how[1])
 
@@ -121,7 +122,7 @@ def test_half_precision_reads_sinks_window_and_no_more_than_the_budget(data, dty
     run.prefill(data.draw(st.integers(1, 150)))
     for _ in range(25):
         run.step()
-        seen = run.store.attended(1)
+        seen = attended(run.kv.state, 1)
         if mode == "speculative":
             assert int(seen.sum(1).max()) <= params["budget"]
             assert bool(seen[:, : params["sink"]].all())

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support.kv_steps import decode_step, forward
 from support.mode_rows import MIXED, ROWS
 from support.store_run import Run
 from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kvchat.kv.manager import Store
+from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import host_pool
 from kvchat.kv.ops import torch_ops
 
@@ -42,25 +44,25 @@ class Watch(TorchDispatchMode):
 
 
 def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
-    """One step of the store alone: its operations and outputs."""
+    """One step of the kv alone: its operations and outputs."""
     layers = range(run.toy.geometry.layers)
-    new = [run.toy.qkv(layer, ids, run.store.total) for layer in layers]
-    with unwatched_room(run.store), Watch() as watch, run.store.step(), run.store.layers():
-        outputs = [run.store.attention(i, *new[i], run.toy.specs[i]) for i in layers]
+    new = [run.toy.qkv(layer, ids, run.kv.total) for layer in layers]
+    with unwatched_room(run.kv), Watch() as watch, decode_step(run.kv), forward(run.kv):
+        outputs = [run.kv.attention(i, *new[i], run.toy.specs[i]) for i in layers]
     return watch.seen, outputs
 
 
 @contextmanager
-def unwatched_room(store: Store) -> Iterator[None]:
+def unwatched_room(kv: KVManager) -> Iterator[None]:
     """Before a step slots may be made, and a mode may look how many it needs; no graph holds that."""
-    make_room = store._make_room
+    make_room = kv._make_room
 
     def apart(tokens: int) -> None:
         with _disable_current_modes():
             make_room(tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_make_room", apart)
+        patch.setattr(kv, "_make_room", apart)
         yield
 
 
@@ -68,24 +70,24 @@ def unwatched_room(store: Store) -> Iterator[None]:
 def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
     mode, params = ROWS[row]
     run, picking = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
-    run.store.ops.skip_unchanged = False
+    run.kv.state.ops.skip_unchanged = False
     for one in (run, picking):
         one.prefill(150)
         one.step()
-    shapes, slots = {}, run.store.slots[0].n
+    shapes, slots = {}, run.kv.state.slots[0].n
     for i in range(40):
         ops, outputs = watched(run, [300 + i])
-        phase = run.store.mode.phase()
+        phase = run.kv.mode.graph_key()
         picking.fresh = 300 + i
         for one, other in zip(outputs, picking.step(), strict=True):
             assert torch.equal(one[:, 0], other)
         for layer in range(run.toy.geometry.layers):
-            assert torch.equal(run.store.attended(layer), picking.store.attended(layer))
-        if run.store.slots[0].n == slots:
+            assert torch.equal(attended(run.kv.state, layer), attended(picking.kv.state, layer))
+        if run.kv.state.slots[0].n == slots:
             assert shapes.setdefault(phase, ops) == ops
         else:
-            shapes, slots = {phase: ops}, run.store.slots[0].n
-    run.store.check_integrity()
+            shapes, slots = {phase: ops}, run.kv.state.slots[0].n
+    check_integrity(run.kv.state)
 
 
 def test_the_watch_would_notice():
@@ -100,12 +102,12 @@ def test_a_step_reads_no_host_memory_beyond_what_is_stored(row, monkeypatch):
     """What is not committed yet is not pinned: a GPU that reads it ends the process."""
     mode, params = ROWS[row]
     run = Run(toy(MIXED, page=8), mode, **params)
-    run.store.ops.skip_unchanged = False
+    run.kv.state.ops.skip_unchanged = False
     run.prefill(150)
     gathered, g = [], run.toy.geometry
 
     def within(view, index):
-        stored = g.pages(run.store.total + 1) * g.kv_heads * 2 * g.page * g.d // view.shape[1]
+        stored = g.pages(run.kv.total + 1) * g.kv_heads * 2 * g.page * g.d // view.shape[1]
         gathered.append(int(index.max()) < stored)
         return host_pool.gather(view, index)
 

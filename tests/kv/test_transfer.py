@@ -33,8 +33,8 @@ def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
 
     monkeypatch.setattr(TorchOps, "_copy", shuffled)
     run.prefill(150)
-    moved = run.store.transfer.moved_bytes()
+    moved = run.kv.state.transfer.moved_bytes()
     for step in expected:
         assert all(torch.equal(a, b) for a, b in zip(step, run.step(), strict=True))
     run.check()
-    assert run.store.transfer.moved_bytes() > moved
+    assert run.kv.state.transfer.moved_bytes() > moved

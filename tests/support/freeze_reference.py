@@ -33,7 +33,7 @@ class Simulation:
     """Freeze timers of tokens that share slots, one token at a time; ``scores`` come from the caller.
 
     Positions stand for tokens; ``p`` are the mode's parameters. ``c`` counts detections, ``d`` the steps that a frozen
-    token has still to stay away (0 or less: it waits for room to return). ``theirs`` are the tokens that the store has
+    token has still to stay away (0 or less: it waits for room to return). ``theirs`` are the tokens that the kv has
     frozen, asked only where ranks are equal.
     """
 
@@ -131,13 +131,13 @@ class FreezeReference(FullReference):
     def end(self) -> None:
         for i, simulation in enumerate(self.simulations):
             simulation.total = len(self.run.ids)
-            room = self.run.store.slots[i].n - RESIZE_INTERVAL
+            room = self.run.kv.state.slots[i].n - RESIZE_INTERVAL
             if self.p["max_active"]:
                 room = min(room, self.p["max_active"] - 1)
             simulation.step(self._scores(i, simulation.active(), simulation.score), room, self._theirs(i))
 
     def _theirs(self, i: int) -> set[int]:
-        return set(self.run.store.mode.timers[i].frozen[: len(self.run.ids)].nonzero().flatten().tolist())
+        return set(self.run.kv.mode.timers[i].frozen[: len(self.run.ids)].nonzero().flatten().tolist())
 
     def _mask(self, tokens: set[int]) -> Tensor:
         mask = torch.zeros(self.run.toy.geometry.kv_heads, len(self.run.ids), dtype=torch.bool)
@@ -158,7 +158,7 @@ class FreezeReference(FullReference):
         for j in tokens:
             if (earlier := (before or {}).get(j, 0.0)) > 0:
                 scores[j] += self.p["smooth"] * (earlier - scores[j])
-        theirs = self.run.store.mode.timers[i].score[: len(self.run.ids)].double()
+        theirs = self.run.kv.mode.timers[i].score[: len(self.run.ids)].double()
         if self.run.exact:
             torch.testing.assert_close(theirs[mask[0]], scores[mask[0]], atol=1e-5, rtol=1e-4)
         return {j: float(theirs[j]) for j in tokens}

@@ -1,15 +1,17 @@
-"""A store in freeze mode that decodes random K/V, with the mode's relevance score computed a second time."""
+"""A kv in freeze mode that decodes random K/V, with the mode's relevance score computed a second time."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from support.kv_steps import decode_step, forward, prefill
 
 from kvchat.config.modes import parse
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.manager import Store
+from kvchat.kv.inspect import check_integrity
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 
@@ -23,13 +25,13 @@ def spec(layer: int, windowed: bool) -> AttentionSpec:
 
 
 class FreezeRun:
-    """A store in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked."""
+    """A kv in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked."""
 
     def __init__(self, strength: float = 0.3, windowed: bool = False, seed: int = 0, page: int = 8, **params: Any):
         self.geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, page)
         self.random = torch.Generator().manual_seed(seed)
         self.strength, self.windowed = strength, windowed
-        self.store = Store(self.geometry, torch.device("cpu"), self.mode(**params))
+        self.kv = KVManager(self.geometry, torch.device("cpu"), self.mode(**params))
         self.keys = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
         self.query: list[torch.Tensor] = []
 
@@ -38,44 +40,44 @@ class FreezeRun:
 
     def prefill(self, n: int, pinned: tuple[int, ...] = ()) -> None:
         with torch.inference_mode():
-            with self.store.prefill(n, pinned):
+            with prefill(self.kv, n, pinned):
                 self._forward(n)
-            self.store.settle()
+            self.kv.refill(fresh=True)
 
     def step(self, n: int = 1) -> None:
         for _ in range(n):
-            with torch.inference_mode(), self.store.step(), self.store.layers():
+            with torch.inference_mode(), decode_step(self.kv), forward(self.kv):
                 self._forward(1)
 
     def truncate(self, n: int) -> None:
         with torch.inference_mode():
-            self.store.truncate(n)
+            self.kv.truncate(n)
         self.keys = [keys[:, :n] for keys in self.keys]
 
     def relax(self, level: str) -> None:
         with torch.inference_mode():
-            self.store.mode.recover(level)
+            self.kv.mode.recover(level)
 
     def switch(self, name: str, **params: Any) -> None:
         with torch.inference_mode():
-            self.store.switch(self.mode(name, **params))
+            self.kv.switch(self.mode(name, **params))
 
     def active(self) -> set[int]:
-        (table,) = {tuple(slots.table.flatten().tolist()) for slots in self.store.slots}
+        (table,) = {tuple(slots.table.flatten().tolist()) for slots in self.kv.state.slots}
         return {position for position in table if position >= 0}
 
     def check(self) -> None:
-        self.store.check_integrity()
-        for slots, timers in zip(self.store.slots, self.store.mode.timers, strict=True):
+        check_integrity(self.kv.state)
+        for slots, timers in zip(self.kv.state.slots, self.kv.mode.timers, strict=True):
             held = slots.table[slots.table >= 0].tolist()
             assert len(held) == len(set(held))
-            active = (~timers.frozen[: self.store.total]).nonzero().flatten().tolist()
+            active = (~timers.frozen[: self.kv.total]).nonzero().flatten().tolist()
             assert sorted(held) == active
 
     def relevance(self, read: set[int], sink: int) -> dict[int, float]:
         """``prob_rel`` of the tokens the last step read: mean over heads, then over the layers that can see them."""
         sums: dict[int, list[float]] = {}
-        total = self.store.total
+        total = self.kv.total
         for layer in range(LAYERS):
             window = spec(layer, self.windowed).window
             seen = sorted(j for j in read if window is None or j > total - 1 - window)
@@ -94,4 +96,4 @@ class FreezeRun:
             k = k * self.strength
             self.keys[layer] = torch.cat((self.keys[layer], k), 1)
             self.query.append(q[:, -1].view(HEADS, GROUP, D))
-            self.store.attention(layer, q, k, v, spec(layer, self.windowed))
+            self.kv.attention(layer, q, k, v, spec(layer, self.windowed))

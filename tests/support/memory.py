@@ -7,8 +7,8 @@ import mmap
 
 import torch
 
-from kvchat.kv.manager import Store
-from kvchat.kv.memory.host_pool import PinnedRegion
+from kvchat.kv.manager import KVManager
+from kvchat.kv.memory.pinned import PinnedRegion
 
 
 class Pins:
@@ -52,9 +52,9 @@ def resident(region: PinnedRegion) -> int:
     return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
 
 
-def tensors_of(store: Store) -> set[int]:
-    """Return size by address of every storage reachable from the store, except specs and rotations."""
-    found, seen, todo = {}, {id(store)}, [store]
+def tensors_of(kv: KVManager) -> set[int]:
+    """Return size by address of every storage reachable from the kv, except specs and rotations."""
+    found, seen, todo = {}, {id(kv)}, [kv]
     while todo:
         thing = todo.pop()
         if isinstance(thing, torch.Tensor):

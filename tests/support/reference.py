@@ -15,7 +15,7 @@ from support.dense_attention import rotated, softmax
 from support.toy_model import Toy, calibration
 from torch import Tensor
 
-from kvchat.kv.manager import Store
+from kvchat.kv.manager import KVManager
 
 
 class Conversation(Protocol):
@@ -25,7 +25,7 @@ class Conversation(Protocol):
     ids: list[int]
     keys: list[Tensor]
     query: list[Tensor]
-    store: Store
+    kv: KVManager
     exact: bool
 
 

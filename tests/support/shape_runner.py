@@ -13,7 +13,7 @@ from kvchat.kv.modes import build
 def filled(model, mode, tokens):
     """A runner with random K/V, in ``mode``."""
     runner = ModelRunner(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
-    model_shapes.fill(runner.store, tokens)
+    model_shapes.fill(runner.kv, tokens)
     with torch.inference_mode():
-        runner.store.switch(mode)
+        runner.kv.switch(mode)
     return runner

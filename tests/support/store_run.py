@@ -1,4 +1,4 @@
-"""A conversation with the toy model: drives a store and checks every output and every set against the reference."""
+"""A conversation with the toy model: drives a kv and checks every output and every set against the reference."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from support.dense_attention import assert_near, dense
 from support.freeze_reference import FreezeReference
+from support.kv_steps import decode_step, forward, prefill
 from support.reference import FullReference, SpeculativeReference, StreamingReference, SyncReference
 from support.toy_model import Toy
 from torch import Tensor
 
 from kvchat.config.modes import parse
-from kvchat.kv.manager import Store
+from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
+from kvchat.kv.modes.streaming import Streaming
 
 REFERENCES: dict[str, type[FullReference]] = {
     "full": FullReference,
@@ -25,7 +28,7 @@ REFERENCES: dict[str, type[FullReference]] = {
 
 
 class Run:
-    """Drives a store with a ``Toy`` and holds every output and every set against the reference.
+    """Drives a kv with a ``Toy`` and holds every output and every set against the reference.
 
     ``exact`` is off for half precision, whose page scores may rank close pages otherwise: the sets are then the
     store's own, and outputs are compared under them.
@@ -40,7 +43,7 @@ class Run:
         self.keys = [torch.empty(g.kv_heads, 0, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
         self.values = [torch.empty(g.kv_heads, 0, g.d_v, dtype=g.dtype) for _ in range(g.layers)]
         self.query = [torch.zeros(g.q_heads, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
-        self.store = Store(g, torch.device("cpu"), self.mode(mode, **params))
+        self.kv = KVManager(g, torch.device("cpu"), self.mode(mode, **params))
         self._refer()
 
     def mode(self, mode: str, **params: Any) -> Any:
@@ -49,29 +52,29 @@ class Run:
     # ---- what a session does
 
     def prefill(self, n: int, chunk: int = 1000) -> None:
-        cached = self.store.mode.num_reachable()
+        cached = self.kv.mode.num_cached() if isinstance(self.kv.mode, Streaming) else self.kv.total
         for low in range(0, n, chunk):
             ids = self._new_ids(min(chunk, n - low))
             start = len(self.ids)
-            with self.store.prefill(len(ids)):
+            with prefill(self.kv, len(ids)):
                 for layer in range(self.toy.geometry.layers):
                     self._prefill_layer(layer, ids, start)
             self.ids += ids
-        self.store.settle(cached + n)
+        self.kv.refill()
         self.reference.enter(cached + n)
 
     def store_only(self, n: int) -> None:
         """Store ``n`` tokens as a prefill does, without its quadratic attention."""
         ids = self._new_ids(n)
-        self.store.host.reserve(n)
+        self.kv.state.host.reserve(n)
         for layer in range(self.toy.geometry.layers):
             q, k, v = self.toy.qkv(layer, ids, 0)
-            self.store.host.append(layer, 0, k, v)
-            self.store.query[layer] = self.query[layer] = q[:, -1]
+            self.kv.state.host.append(layer, 0, k, v)
+            self.kv.state.query[layer] = self.query[layer] = q[:, -1]
             self._keep(layer, k, v)
         self.ids += ids
-        self.store.host.total = n
-        self.store.settle()
+        self.kv.state.host.total = n
+        self.kv.refill(fresh=True)
         self.reference.enter(n)
 
     def step(self, n: int = 1) -> list[Tensor]:
@@ -82,12 +85,12 @@ class Run:
         return outputs
 
     def switch(self, mode: str, **params: Any) -> int:
-        moved = self.store.switch(self.mode(mode, **params))
+        moved = self.kv.switch(self.mode(mode, **params))
         self._refer()
         return moved
 
     def truncate(self, n: int) -> None:
-        self.store.truncate(n)
+        self.kv.truncate(n)
         del self.ids[n:]
         self.keys = [keys[:, :n] for keys in self.keys]
         self.values = [values[:, :n] for values in self.values]
@@ -97,18 +100,18 @@ class Run:
 
     def check(self) -> None:
         """Check that K/V in the host pool and in the slots equal what was projected, bit for bit."""
-        assert self.store.total == len(self.ids)
-        self.store.check_integrity()
+        assert self.kv.total == len(self.ids)
+        check_integrity(self.kv.state)
         for layer in range(self.toy.geometry.layers):
-            keys, values = self.store.host.dense(layer, self.store.total)
+            keys, values = self.kv.state.host.dense(layer, self.kv.total)
             assert torch.equal(keys, self.keys[layer]), f"stored keys of layer {layer}"
             assert torch.equal(values, self.values[layer]), f"stored values of layer {layer}"
 
     def _step(self, ids: list[int]) -> list[Tensor]:
         layers = range(self.toy.geometry.layers)
         new = [self.toy.qkv(layer, ids, len(self.ids)) for layer in layers]
-        with self.store.step(), self.store.layers():
-            outputs = [self.store.attention(i, *new[i], self.toy.specs[i])[:, 0] for i in layers]
+        with decode_step(self.kv), forward(self.kv):
+            outputs = [self.kv.attention(i, *new[i], self.toy.specs[i])[:, 0] for i in layers]
         self.ids += ids
         for layer in layers:
             q, k, v = new[layer]
@@ -120,11 +123,11 @@ class Run:
 
     def _check_step(self, layer: int, query: Tensor, output: Tensor) -> None:
         spec, total = self.toy.specs[layer], len(self.ids)
-        where = f"{self.store.mode.name}, layer {layer}, token {total - 1}"
+        where = f"{self.kv.mode.name}, layer {layer}, token {total - 1}"
         mask = self.reference.reads(layer, query)
         if spec.window is not None:
             mask = mask & (torch.arange(total) > total - 1 - spec.window)
-        seen = self.store.attended(layer)
+        seen = attended(self.kv.state, layer)
         if self.exact:
             for head, token in (seen != mask).nonzero().tolist():
                 does = "reads" if seen[head, token] else "does not read"
@@ -135,7 +138,7 @@ class Run:
     def _prefill_layer(self, layer: int, ids: list[int], start: int) -> None:
         spec = self.toy.specs[layer]
         q, k, v = self.toy.qkv(layer, ids, start)
-        output = self.store.attention(layer, q, k, v, spec)
+        output = self.kv.attention(layer, q, k, v, spec)
         self._keep(layer, k, v)
         self.query[layer] = q[:, -1]
         for i in {0, len(ids) // 2, len(ids) - 1}:
@@ -158,5 +161,5 @@ class Run:
         return [i % count for i in range(self.fresh - n, self.fresh)]
 
     def _refer(self) -> None:
-        mode = self.store.mode
-        self.reference = REFERENCES[mode.name](self, mode.effective_params())
+        mode = self.kv.mode
+        self.reference = REFERENCES[mode.name](self, mode.report().params)

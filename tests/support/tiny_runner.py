@@ -12,6 +12,7 @@ from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.probe import probe
+from kvchat.kv.inspect import attended, check_integrity, read_tokens
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 
@@ -59,10 +60,10 @@ def token_ids(n: int, seed: int = 0) -> list[int]:
 def same_steps(one: ModelRunner, other: ModelRunner, ids: list[int]) -> None:
     for i, token in enumerate(ids):
         assert torch.equal(one.step(token), other.step(token)), f"step {i}"
-    for layer in range(one.store.geometry.layers):
-        assert torch.equal(one.store.attended(layer), other.store.attended(layer))
-        stored = [each.store.host.dense(layer, each.store.total) for each in (one, other)]
+    for layer in range(one.kv.state.geometry.layers):
+        assert torch.equal(attended(one.kv.state, layer), attended(other.kv.state, layer))
+        stored = [each.kv.state.host.dense(layer, each.kv.total) for each in (one, other)]
         assert all(torch.equal(mine, its) for mine, its in zip(*stored, strict=True))
-    assert one.store.transfer.totals.tolist() == other.store.transfer.totals.tolist()
-    assert one.store.active_sum() == other.store.active_sum()
-    one.store.check_integrity()
+    assert one.kv.state.transfer.totals.tolist() == other.kv.state.transfer.totals.tolist()
+    assert read_tokens(one.kv.state) == read_tokens(other.kv.state)
+    check_integrity(one.kv.state)

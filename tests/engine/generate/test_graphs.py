@@ -16,22 +16,22 @@ from kvchat.engine.generate.graphs import CudaRecorder, GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
-from kvchat.kv.manager import Store
+from kvchat.kv.manager import KVManager
 from kvchat.protocol.messages import Preparing, Sampling, Turn
 
 
-def changed_by_steps(store: Store) -> list[torch.Tensor]:
+def changed_by_steps(kv: KVManager) -> list[torch.Tensor]:
     """What the key of a graph tells apart, and the host pool of every layer."""
-    return [*store.buffers(), *map(store.host.rows, range(store.geometry.layers))]
+    return [*kv.graph_buffers(), *map(kv.state.host.rows, range(kv.state.geometry.layers))]
 
 
 def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
     """Return two runners after the same prompt: one by graph, one eager."""
-    recorder = TapeRecorder(lambda: changed_by_steps(one.store))
+    recorder = TapeRecorder(lambda: changed_by_steps(one.kv))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
         # As on a GPU: copies of fixed shape.
-        each.store.ops.skip_unchanged = False
+        each.kv.state.ops.skip_unchanged = False
         prefilled(each, prompt)
     return one, other, recorder
 
@@ -44,8 +44,8 @@ def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
     played = recorder.played
     assert played > 30
     with torch.inference_mode():
-        one.store.truncate(135)
-        other.store.truncate(135)
+        one.kv.truncate(135)
+        other.kv.truncate(135)
     same_steps(one, other, ids[180:190])
     for each in (one, other):
         prefilled(each, ids[200:240])
@@ -68,7 +68,7 @@ def test_entering_a_mode_makes_new_graphs():
         recorded = recorder.recorded
         with torch.inference_mode():
             for each in (one, other):
-                each.store.switch(mode_of(model, row))
+                each.kv.switch(mode_of(model, row))
         assert one.graphs.prepares
         same_steps(one, other, token_ids(20, seed=recorded))
         assert recorder.recorded > recorded
@@ -99,7 +99,7 @@ def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
     same_steps(one, other, token_ids(8, seed=1))
     played = recorder.played
     assert played
-    monkeypatch.setattr(one.store.host, "pageable_reason", "no more memory may be pinned")
+    monkeypatch.setattr(one.kv.state.host, "pageable_reason", "no more memory may be pinned")
     assert not one.graphs.prepares
     same_steps(one, other, token_ids(8, seed=2))
     assert recorder.played == played
@@ -116,10 +116,10 @@ def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
         raise RuntimeError("CUDA error")
 
     replay[kind] = fails, result
-    total = one.store.total
+    total = one.kv.total
     with pytest.raises(RuntimeError, match="CUDA error"):
         one.step(5)
-    assert one.store.total == total
+    assert one.kv.total == total
     replay[kind] = play, result
     for token in token_ids(10, seed=2):
         assert torch.equal(one.step(token), other.step(token))
@@ -144,9 +144,9 @@ def test_a_result_is_the_callers():
 def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
     def answer(recorder: bool) -> tuple[list[str], str]:
         session = Session(model)
-        session._store.ops.skip_unchanged = False
+        session._kv.state.ops.skip_unchanged = False
         if recorder:
-            session._runner.graphs = GraphRunner(session._store, TapeRecorder(lambda: changed_by_steps(session._store)))
+            session._runner.graphs = GraphRunner(session._kv, TapeRecorder(lambda: changed_by_steps(session._kv)))
 
         def between(generated: int) -> None:
             if generated == 12:

@@ -10,6 +10,7 @@ from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.modes import build
 
 ARCHITECTURES = ["llama", "qwen2-window", "gemma2", "gemma3", "gpt_oss", "phi", "cohere2", "deepseek_v3", "gpt2"]
@@ -100,19 +101,19 @@ def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbe
     one, calm = runner_of(model, mode, **MODES[mode]), runner_of(model)
     for each in (one, calm):
         prefilled(each, ids)
-    before = [layer.clone() for layer in one.store.host.layers]
+    before = [layer.clone() for layer in one.kv.state.host.layers]
     names = list(MODES)
     with torch.inference_mode():
         for i, token in enumerate(token_ids(100, seed=2)):
             name = names[i * 7 % 3]
-            one.store.switch(build(parse(name, MODES[name]), geometry_of(model), traits_of(model)))
+            one.kv.switch(build(parse(name, MODES[name]), geometry_of(model), traits_of(model)))
             one.step(token)
             calm.step(token)
     for layer, stored in enumerate(before):
-        now = one.store.host.dense(layer, 200)
+        now = one.kv.state.host.dense(layer, 200)
         then = stored.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :200]
         assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
-    for a, b in zip(one.store.host.dense(0, 300), calm.store.host.dense(0, 300), strict=True):
+    for a, b in zip(one.kv.state.host.dense(0, 300), calm.kv.state.host.dense(0, 300), strict=True):
         assert torch.equal(a, b)
 
 
@@ -125,7 +126,7 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(
     for each in (one, undisturbed):
         prefilled(each, ids)
         each.step(7)
-    attention = one.store.attention
+    attention = one.kv.attention
 
     def fails(layer, *args):
         if layer == 2:
@@ -133,11 +134,11 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(
         return attention(layer, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.store, "attention", fails)
+        patch.setattr(one.kv, "attention", fails)
         with pytest.raises(DoesNotFitError, match=f"ran out of memory while decoding.*{mode} mode holds.*201 stored"):
             one.step(11)
-    assert one.store.total == 201
-    one.store.check_integrity()
+    assert one.kv.total == 201
+    check_integrity(one.kv.state)
     for token in (11, 12, 13):
         torch.testing.assert_close(one.step(token), undisturbed.step(token), atol=2e-5, rtol=0)
 
@@ -146,7 +147,7 @@ def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
     model, ids = loaded("llama"), token_ids(90)
     one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
     one.chunk = 30
-    attention, calls = one.store.attention, []
+    attention, calls = one.kv.attention, []
 
     def fails(layer, *args):
         calls.append(layer)
@@ -155,10 +156,10 @@ def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
         return attention(layer, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.store, "attention", fails)
+        patch.setattr(one.kv, "attention", fails)
         with pytest.raises(DoesNotFitError, match="reading the prompt"):
             prefilled(one, ids)
-    assert one.store.total == 30
+    assert one.kv.total == 30
     torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(undisturbed, ids))
     torch.testing.assert_close(one.step(5), undisturbed.step(5), atol=2e-5, rtol=0)
 
@@ -171,7 +172,7 @@ def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
         next(one.prefill(part))
     prefilled(full, ids)
     torch.testing.assert_close(one.step(5), full.step(5), atol=2e-5, rtol=0)
-    assert one.store.attended(0).all()
+    assert attended(one.kv.state, 0).all()
 
 
 def test_a_prefill_may_be_abandoned_between_two_chunks():
@@ -181,7 +182,7 @@ def test_a_prefill_may_be_abandoned_between_two_chunks():
     pieces = one.prefill(ids)
     chunk, logits = next(pieces)
     pieces.close()
-    assert (list(chunk), logits, one.store.total) == (ids[:30], None, 30)
+    assert (list(chunk), logits, one.kv.total) == (ids[:30], None, 30)
     torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(once, ids))
 
 
@@ -195,5 +196,5 @@ def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored(token)
         one.step(token)
     with pytest.raises(UsageError, match=f"no token {token}"):
         prefilled(one, [5, token])
-    assert one.store.total == 90
+    assert one.kv.total == 90
     torch.testing.assert_close(one.step(5), undisturbed.step(5))

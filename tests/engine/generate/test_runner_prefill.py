@@ -11,7 +11,8 @@ from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.prefill_memory import WithoutAttention, bytes_per_token
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.memory import budget
+from kvchat.kv.inspect import check_integrity
+from kvchat.kv.memory import budget, prefill_plan
 
 
 def ids_of(n: int) -> list[int]:
@@ -20,7 +21,7 @@ def ids_of(n: int) -> list[int]:
 
 def without_room_above(one, most: int, monkeypatch, from_layer: int = 0) -> list[int]:
     """Forwards of more than ``most`` tokens run out of memory in the layer ``from_layer``; the sizes tried."""
-    attention, tried = one.store.attention, []
+    attention, tried = one.kv.attention, []
 
     def limited(layer, query, *args):
         if layer == 0:
@@ -29,7 +30,7 @@ def without_room_above(one, most: int, monkeypatch, from_layer: int = 0) -> list
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return attention(layer, query, *args)
 
-    monkeypatch.setattr(one.store, "attention", limited)
+    monkeypatch.setattr(one.kv, "attention", limited)
     return tried
 
 
@@ -43,7 +44,7 @@ def test_a_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_laye
     tried = without_room_above(one, 60, monkeypatch, from_layer)
     torch.testing.assert_close(prefilled(one, ids), prefilled(undisturbed, ids), atol=2e-5, rtol=0)
     assert tried == [200, 100, 50, 50, 50, 50]
-    one.store.check_integrity()
+    check_integrity(one.kv.state)
     for token in (5, 6, 7):
         torch.testing.assert_close(one.step(token), undisturbed.step(token), atol=2e-5, rtol=0)
 
@@ -59,7 +60,7 @@ def test_the_smallest_chunk_is_the_last_one_tried_and_what_was_stored_is_kept(mo
         with pytest.raises(DoesNotFitError, match="reading the prompt"):
             prefilled(one, ids[70:])
     assert tried == [130, 65, 32, 20]
-    assert one.store.total == 70
+    assert one.kv.total == 70
     torch.testing.assert_close(prefilled(one, ids[70:]), prefilled(undisturbed, ids[70:]), atol=2e-5, rtol=0)
 
 
@@ -76,7 +77,7 @@ def test_where_the_plan_chooses_it_is_asked_before_the_forward(monkeypatch):
     with pytest.raises(DoesNotFitError, match=r"no room to read the prompt.*100 tokens after 100"):
         prefilled(one, ids)
     assert tried == [100]
-    assert one.store.total == 100
+    assert one.kv.total == 100
 
 
 def test_the_measuring_forward_keeps_nothing_and_runs_through_every_layer():
@@ -109,7 +110,7 @@ def test_a_gpu_takes_at_most_what_the_plan_foretells(on_gpu, chunk):
     one.chunk = size = chunk or len(ids)
     new = len(ids) - 600
     last = min(size, new)
-    foretold = budget.prefill_bytes(one.store.geometry, len(ids) - last, last, token_bytes)
+    foretold = prefill_plan.prefill_bytes(one.kv.state.geometry, len(ids) - last, last, token_bytes)
     pieces, peaks = one.prefill(ids[600:]), []
     for _ in range(-(-new // size)):
         torch.cuda.synchronize()

@@ -18,15 +18,15 @@ def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8, **kwargs), mode, **params)
     run.prefill(300)
-    store = run.store
-    allocated = sum(tensors_of(store).values())
+    kv = run.kv
+    allocated = sum(tensors_of(kv).values())
     # The host pool's storages are address space: what counts of them is the memory they hold.
-    for region in store.host._regions:
+    for region in kv.state.host._regions:
         allocated += resident(region) - region.size
-    reported = store.device_bytes + store.host.nbytes
-    small = store.query.nbytes + store.pinned.nbytes + 4096  # last queries, flags by position, counters
+    reported = kv.device_bytes + kv.state.host.nbytes
+    small = kv.state.query.nbytes + kv.state.pinned.nbytes + 4096  # last queries, flags by position, counters
     assert reported <= allocated <= reported * 1.01 + small
-    assert abs(store.mode.nbytes(store.capacity) - store.device_bytes) <= 0.01 * store.device_bytes
+    assert abs(kv.mode.plan(kv.state.capacity).device_bytes(kv.state.geometry) - kv.device_bytes) <= 0.01 * kv.device_bytes
 
 
 @pytest.mark.parametrize("row", CORE)
@@ -34,9 +34,9 @@ def test_device_bytes_stay_flat_once_the_budget_is_full(row):
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(700)
-    before = run.store.device_bytes
+    before = run.kv.device_bytes
     run.step(50)
-    grew = run.store.device_bytes - before
+    grew = run.kv.device_bytes - before
     if mode == "streaming" and params.get("R") != 0:
         assert grew == 0
     assert grew <= 50 * run.toy.geometry.token_bytes * 2

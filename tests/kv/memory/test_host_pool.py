@@ -16,7 +16,8 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory import host_pool as host_module
-from kvchat.kv.memory.host_pool import HostPool, Registrar, gather, scatter
+from kvchat.kv.memory.host_pool import HostPool, gather, scatter
+from kvchat.kv.memory.pinned import Registrar
 
 CPU = torch.device("cpu")
 GiB = 2**30

@@ -12,7 +12,7 @@ import torch
 from support.memory import Pins
 
 from kvchat.kv.memory import host_pool as host_module
-from kvchat.kv.memory.host_pool import CudaRegistrar, PinnedRegion
+from kvchat.kv.memory.pinned import CudaRegistrar, PinnedRegion
 
 
 def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():
@@ -32,7 +32,7 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
 def test_nothing_is_unregistered_at_exit():
     """By then the driver may be gone; the process' end gives everything back."""
     code = (
-        "import mmap, sys\nfrom kvchat.kv.memory.host_pool import PinnedRegion\n"
+        "import mmap, sys\nfrom kvchat.kv.memory.pinned import PinnedRegion\n"
         "class Pins:\n"
         "    def register(self, address, size): pass\n"
         "    def unregister(self, address): sys.stderr.write('unregistered')\n"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.kv_steps import prefill
 from support.mode_rows import ROWS
 from support.store_run import Run
 from support.toy_model import toy
@@ -18,7 +19,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv import manager as store_module
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import budget
+from kvchat.kv.memory import budget, prefill_plan
 from kvchat.kv.memory import prefill_staging as prefill_module
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import DirectPrefill, StagedPrefill, prefill_over
@@ -119,7 +120,7 @@ def test_the_plan_foretells_the_buffers(stored, new):
     host.reserve(stored + new)
     host.total = stored
     made = StagedPrefill(host, new)
-    assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == budget.staging_bytes(g, stored, new)
+    assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == prefill_plan.staging_bytes(g, stored, new)
 
 
 # ---- order: what runs aside and what runs on the main stream may meet only across a join
@@ -204,11 +205,11 @@ def speculative(chunks: tuple[int, ...]) -> Run:
 
 
 def assert_bounds_right(run: Run) -> None:
-    bounds, g = run.store.mode.bounds, run.toy.geometry
+    bounds, g = run.kv.mode.bounds, run.toy.geometry
     anew = PageBounds(g, CPU, bounds.first)
-    anew.refresh(run.store.host)
-    pages = g.pages(run.store.total)
-    assert bounds.tokens == run.store.total
+    anew.refresh(run.kv.state.host)
+    pages = g.pages(run.kv.total)
+    assert bounds.tokens == run.kv.total
     assert torch.equal(bounds.data[:, :, :pages], anew.data[:, :, :pages])
     assert bool((bounds.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
 
@@ -236,14 +237,14 @@ def test_bounds_read_at_most_one_page_back(monkeypatch):
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_bounds_of_a_failed_prefill_are_forgotten(after):
     run = speculative((150,))
-    start = run.store.total
-    with suppress(torch.OutOfMemoryError), run.store.prefill(90):
+    start = run.kv.total
+    with suppress(torch.OutOfMemoryError), prefill(run.kv, 90):
         for layer in range(after + 1):
-            run.store.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.specs[layer])
+            run.kv.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.specs[layer])
         raise torch.OutOfMemoryError("no memory")
-    assert run.store.total == start
+    assert run.kv.total == start
     if after % 2:
-        run.store.settle()
+        run.kv.refill(fresh=True)
         assert_bounds_right(run)
     run.prefill(20)
     assert_bounds_right(run)
@@ -255,15 +256,15 @@ def test_bounds_of_a_failed_prefill_are_forgotten(after):
 def planned(free: int, stored: int = 0, new: int = 20_000, token_bytes: int = 100_000) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "free_bytes", lambda device: free)
-        return budget.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, CPU)
+        return prefill_plan.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, CPU)
 
 
 def test_bytes_of_a_prefill_of_an_8b_model():
     """32K tokens: 134 MB of one layer's K/V, held twice at most, whatever the number of layers."""
     layer = 32768 * 8 * 2 * 128 * 2
-    assert budget.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
-    assert budget.staging_bytes(GEOMETRY_8B, 32768 - 512, 512) == 2 * layer
-    both = budget.prefill_bytes(GEOMETRY_8B, 24576, 8192, 140_000)
+    assert prefill_plan.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
+    assert prefill_plan.staging_bytes(GEOMETRY_8B, 32768 - 512, 512) == 2 * layer
+    both = prefill_plan.prefill_bytes(GEOMETRY_8B, 24576, 8192, 140_000)
     assert both == 2 * layer + 8192 * 140_000 + PREFILL_WORKSPACE
 
 
@@ -279,10 +280,10 @@ def test_a_chunk_fits_or_is_refused(free, stored, new):
     except DoesNotFitError:
         return
     last = min(chunk, new)
-    assert budget.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000) <= free
+    assert prefill_plan.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000) <= free
     # Earlier chunks need less: they come after fewer tokens.
-    first = budget.prefill_bytes(GEOMETRY_8B, stored, last, 100_000)
-    assert first <= budget.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000)
+    first = prefill_plan.prefill_bytes(GEOMETRY_8B, stored, last, 100_000)
+    assert first <= prefill_plan.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000)
 
 
 def test_a_short_prompt_needs_no_more_than_its_tokens():

@@ -9,6 +9,7 @@ from support.store_run import REFERENCES, Run
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names
+from kvchat.kv.inspect import attended
 
 GEOMETRIES = {
     "1x1": {"kv_heads": 1, "group": 1, "page": 4},
@@ -92,18 +93,18 @@ def test_a_budget_above_the_conversation_is_full_mode(row):
     for _ in range(30):
         for one, other in zip(*(run.step() for run in runs), strict=True):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
-    assert all(bool(run.store.attended(layer).all()) for run in runs for layer in (0, 2, 3, 4))
+    assert all(bool(attended(run.kv.state, layer).all()) for run in runs for layer in (0, 2, 3, 4))
 
 
 @pytest.mark.parametrize("row", CORE)
 def test_capacity_grows_several_times_within_one_answer(row):
     mode, params = ROWS[row]
     run = Run(toy(("plain", "plain"), kv_heads=1, group=1, page=16), mode, **params)
-    capacities = {run.store.host.capacity}
+    capacities = {run.kv.state.host.capacity}
     run.prefill(3)
     for _ in range(290):
         run.step()
-        capacities.add(run.store.host.capacity)
+        capacities.add(run.kv.state.host.capacity)
     run.check()
     assert len(capacities) >= 3
 

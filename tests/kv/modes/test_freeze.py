@@ -1,4 +1,4 @@
-"""Freeze mode on a store: its slots and memory, its ceiling and floor, turns, truncation and switches."""
+"""Freeze mode on a kv: its slots and memory, its ceiling and floor, turns, truncation and switches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.freeze_run import EVERYTHING, GROUP, HEADS, LAYERS, MEAN, D, FreezeRun, spec
+from support.kv_steps import decode_step, forward
 
 from kvchat.config.modes import parse
 from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.manager import Store
+from kvchat.kv.inspect import attended
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
-from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.base import ModelTraits, TokenState
 from kvchat.kv.modes.recovery_levels import LEVELS
 
 
@@ -24,7 +26,7 @@ def test_layers_may_freeze_tokens_of_their_own():
     run.prefill(150)
     run.step(30)
     run.check()
-    first, second = (slots.table[slots.table >= 0].tolist() for slots in run.store.slots)
+    first, second = (slots.table[slots.table >= 0].tolist() for slots in run.kv.state.slots)
     assert set(first) != set(second)
 
 
@@ -34,25 +36,25 @@ def test_layers_may_freeze_tokens_of_their_own():
 def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
     run = FreezeRun(**{**EVERYTHING, "score": "always"})
     run.prefill(600)
-    whole = run.store.device_bytes
+    whole = run.kv.device_bytes
     run.step(150)
-    assert run.store.device_bytes < 0.6 * whole
-    (slots,) = run.store.slots
-    assert slots.n < 0.6 * run.store.total
+    assert run.kv.device_bytes < 0.6 * whole
+    (slots,) = run.kv.state.slots
+    assert slots.n < 0.6 * run.kv.total
     run.check()
 
 
 @pytest.mark.parametrize(("headroom", "most"), [(128, 25), (2048, 3)])
 def test_slots_change_less_often_where_each_change_costs_a_graph(headroom, most):
     geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, headroom=headroom)
-    store = Store(geometry, torch.device("cpu"), build(parse("freeze", {"tau": 0.0}), geometry, ModelTraits(4096, ())))
+    kv = KVManager(geometry, torch.device("cpu"), build(parse("freeze", {"tau": 0.0}), geometry, ModelTraits(4096, ())))
     query, key = torch.zeros(HEADS * GROUP, 1, D), torch.zeros(HEADS, 1, D)
-    sizes = [store.slots[0].n]
+    sizes = [kv.state.slots[0].n]
     for _ in range(1000):
-        with torch.inference_mode(), store.step(), store.layers():
+        with torch.inference_mode(), decode_step(kv), forward(kv):
             for layer in range(LAYERS):
-                store.attention(layer, query, key, key, spec(layer, False))
-        sizes.append(store.slots[0].n)
+                kv.attention(layer, query, key, key, spec(layer, False))
+        sizes.append(kv.state.slots[0].n)
     assert sum(one != other for one, other in pairwise(sizes)) <= most
 
 
@@ -61,10 +63,10 @@ def test_the_ceiling_holds_at_every_step():
     run.prefill(300)
     for _ in range(60):
         run.step()
-        assert int(run.store.attended(0).sum(1).max()) <= 90
+        assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
     run.prefill(100)
     run.step(5)
-    assert int(run.store.attended(0).sum(1).max()) <= 90
+    assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
     run.check()
 
 
@@ -85,8 +87,8 @@ def test_returning_tokens_are_counted():
     run = FreezeRun(**EVERYTHING)
     run.prefill(100)
     run.step(10)
-    moved, wanted, _ = run.store.transfer.totals.tolist()
-    assert moved == int(run.store.mode.thawed) * LAYERS * HEADS > 0
+    moved, wanted, _ = run.kv.state.transfer.totals.tolist()
+    assert moved == int(run.kv.mode.thawed) * LAYERS * HEADS > 0
     assert wanted > moved
 
 
@@ -103,7 +105,7 @@ def test_a_floor_above_all_tokens_reads_everything():
     run.prefill(100)
     run.step(50)
     assert run.active() == set(range(150))
-    assert run.store.mode.is_exact(150)
+    assert run.kv.mode.is_exact(150)
 
 
 def test_a_new_turn_wakes_all_tokens():
@@ -153,7 +155,7 @@ def test_an_aborted_step_changes_nothing():
     run.prefill(100)
     run.step(20)
     before = run.active()
-    with pytest.raises(ValueError, match="boom"), torch.inference_mode(), run.store.step(), run.store.layers():
+    with pytest.raises(ValueError, match="boom"), torch.inference_mode(), decode_step(run.kv), forward(run.kv):
         raise ValueError("boom")
     assert run.active() >= before
     run.check()
@@ -165,11 +167,11 @@ def test_covers_is_never_wrongly_true(length):
     run.prefill(length)
     reduced = covered = 0
     for _ in range(80):
-        whole = len(run.active()) == run.store.total
+        whole = len(run.active()) == run.kv.total
         run.step()
         reduced += not whole
-        covered += run.store.mode.is_exact(run.store.total)
-        assert whole or not run.store.mode.is_exact(run.store.total)
+        covered += run.kv.mode.is_exact(run.kv.total)
+        assert whole or not run.kv.mode.is_exact(run.kv.total)
     assert reduced
     assert covered
 
@@ -178,10 +180,10 @@ def test_what_the_screen_shows():
     run = FreezeRun(**EVERYTHING)
     run.prefill(150)
     run.step(30)
-    extras = run.store.mode.stats()
+    extras = run.kv.mode.report().stats
     assert extras["frozen now"] == 180 - len(run.active())
     assert extras["thaws a step"] > 0
-    assert run.store.mode.letter(0.2) == run.store.mode.reach() == "F"
+    assert run.kv.mode.report().absent is TokenState.FROZEN
 
 
 @settings(max_examples=25, deadline=None)
@@ -203,9 +205,9 @@ def test_any_conversation_leaves_a_sound_store(actions, params, page):
     run.prefill(50)
     for action, value in actions:
         if action == "truncate":
-            value = max(1, int(run.store.total * value))
+            value = max(1, int(run.kv.total * value))
         getattr(run, action)(value)
         run.check()
-        assert set(range(max(0, run.store.total - 16), run.store.total)) <= {
-            position for slots in run.store.slots for position in slots.table.flatten().tolist()
+        assert set(range(max(0, run.kv.total - 16), run.kv.total)) <= {
+            position for slots in run.kv.state.slots for position in slots.table.flatten().tolist()
         }

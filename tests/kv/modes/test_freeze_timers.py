@@ -78,7 +78,7 @@ def test_at_most_so_many_return_in_a_step():
     run.step(4)
     before = len(run.active())
     for _ in range(6):
-        frozen = set(range(run.store.total)) - run.active()
+        frozen = set(range(run.kv.total)) - run.active()
         run.step()
         assert len(frozen & run.active()) <= 5
     assert before < 60
@@ -90,7 +90,7 @@ def test_each_level_restores_what_it_says(level):
     run = FreezeRun(**EVERYTHING)
     run.prefill(150)
     run.step(90)
-    (timers,) = run.store.mode.timers
+    (timers,) = run.kv.mode.timers
     frozen = timers.frozen[:240].clone()
     c, d, since = timers.detections[:240].clone(), timers.timer[:240].clone(), timers.since[:240].clone()
     run.relax(level)

@@ -8,6 +8,7 @@ from support.store_run import Run
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.inspect import attended
 
 SMALL = {"budget": 80, "sink": 8, "window": 24}
 
@@ -21,16 +22,16 @@ def run_of(tau: float, steps: int = 60, **kwargs) -> Run:
 
 def test_above_one_every_head_is_corrected_at_every_step():
     run = run_of(2.0, steps=30)
-    assert run.store.transfer.totals[2] == run.reference.corrections == 30 * 2 * 2
+    assert run.kv.state.transfer.totals[2] == run.reference.corrections == 30 * 2 * 2
 
 
 def test_below_minus_one_none_is():
-    assert run_of(-2.0).store.transfer.totals[2] == 0
+    assert run_of(-2.0).kv.state.transfer.totals[2] == 0
 
 
 def test_between_some_heads_are_and_the_counter_says_which():
     run = run_of(0.7, steps=60)
-    assert run.store.transfer.totals[2] == run.reference.corrections
+    assert run.kv.state.transfer.totals[2] == run.reference.corrections
     assert 0 < run.reference.corrections < 60 * 2 * 2
 
 
@@ -38,7 +39,7 @@ def test_between_some_heads_are_and_the_counter_says_which():
 def test_only_the_difference_moves(tau):
     run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)
     run.prefill(200)
-    slots, transfer = run.store.slots[-1], run.store.transfer
+    slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
     for _ in range(50):
         before, moved = [set(row) for row in slots.pages[0].tolist()], int(transfer.totals[0])
         run.step()
@@ -55,9 +56,9 @@ def test_a_step_of_reuse_reads_what_the_step_before_chose():
         run = run_of(-2.0, steps=20)
         run.fresh += other
         run.step()
-        last = run.store.attended(1)
+        last = attended(run.kv.state, 1)
         run.step()
-        sets.append((last, run.store.attended(1)))
+        sets.append((last, attended(run.kv.state, 1)))
     assert torch.equal(sets[0][0], sets[1][0])
     assert not torch.equal(sets[0][1], sets[1][1])
 
@@ -65,11 +66,11 @@ def test_a_step_of_reuse_reads_what_the_step_before_chose():
 def test_nothing_moves_while_every_page_is_chosen():
     run = Run(toy(("plain", "plain"), page=8), "speculative", budget=600, sink=8, window=24)
     run.prefill(200)
-    moved = int(run.store.transfer.totals[0])
+    moved = int(run.kv.state.transfer.totals[0])
     run.step(8)
     g = run.toy.geometry
     # In these eight steps the window begins to leave one page.
-    assert int(run.store.transfer.totals[0]) - moved == g.kv_heads * g.page
+    assert int(run.kv.state.transfer.totals[0]) - moved == g.kv_heads * g.page
 
 
 def test_covers_says_when_a_token_reads_everything():
@@ -77,7 +78,7 @@ def test_covers_says_when_a_token_reads_everything():
     run.prefill(40)
     for _ in range(60):
         run.step()
-        assert run.store.mode.is_exact(run.store.total) == bool(run.store.attended(1).all())
+        assert run.kv.mode.is_exact(run.kv.total) == bool(attended(run.kv.state, 1).all())
 
 
 def test_refusals_name_the_numbers():

@@ -11,6 +11,7 @@ from support.toy_model import toy
 
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.inspect import attended
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.streaming import pruned_length
@@ -46,7 +47,7 @@ def lengths_of(run: Run, steps: int) -> list[int]:
     lengths = []
     for _ in range(steps):
         run.step()
-        lengths.append(int(run.store.attended(0)[0].sum()))
+        lengths.append(int(attended(run.kv.state, 0)[0].sum()))
     return lengths
 
 
@@ -74,7 +75,7 @@ def test_the_saw_tooth_of_real_steps(params, peak, valley):
 def test_a_long_chunk_is_pruned_at_once():
     run = Run(toy(("plain",), kv_heads=1, group=1), "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
     run.prefill(500)
-    assert run.store.mode.num_reachable() == 64 + 8
+    assert run.kv.mode.num_cached() == 64 + 8
     assert lengths_of(run, 10)[:9] == [*range(73, 81), 73]
 
 
@@ -85,7 +86,7 @@ def test_sinks_lie_directly_before_the_first_kept_token(interleaved):
     run.prefill(300)
     run.step(150)
     first = min(run.reference.kept[4:])
-    (slots,) = run.store.slots
+    (slots,) = run.kv.state.slots
     # The content of the sinks, rotated in float64 to where the compacted cache has them.
     expected = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
     torch.testing.assert_close(slots.keys(0)[:, :4], expected, atol=5e-6, rtol=0)
@@ -98,7 +99,7 @@ def test_bfloat16_sinks_are_rounded_once_however_many_prunes_there_were():
     run.prefill(80)
     run.step(300)
     first = min(run.reference.kept[4:])
-    (slots,) = run.store.slots
+    (slots,) = run.kv.state.slots
     exact = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
     assert float((slots.keys(0)[:, :4] - exact).abs().max()) < 0.05
 
@@ -116,7 +117,7 @@ def test_sinks_of_a_system_prompt_and_defaults():
     geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
 
     def resolved(preamble, **params):
-        return build(parse("streaming", params), geometry, traits, preamble).effective_params()
+        return build(parse("streaming", params), geometry, traits, preamble).report().params
 
     assert resolved(0).items() >= {"budget": 256, "sink": 4, "window": 252, "R": 64, "sigma": 64, "delta": 16}.items()
     assert resolved(40)["sink"] == 40

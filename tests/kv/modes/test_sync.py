@@ -10,7 +10,8 @@ from support.toy_model import calibration, toy
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.manager import Store
+from kvchat.kv.inspect import attended
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync import paper_k
@@ -27,9 +28,9 @@ def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params):
 
 
 def moved_in_a_step(run: Run) -> int:
-    before = int(run.store.transfer.totals[0])
+    before = int(run.kv.state.transfer.totals[0])
     run.step()
-    return int(run.store.transfer.totals[0]) - before
+    return int(run.kv.state.transfer.totals[0]) - before
 
 
 # ---- budgets
@@ -63,9 +64,13 @@ def test_a_share_below_the_representatives_is_refused_with_the_floor(mem, heads,
 @pytest.mark.parametrize("tokens", [2_000, 20_000])
 def test_mem_is_the_share_of_fulls_bytes_that_are_allocated(mem, tokens):
     mode = mode_of(mem=mem)
-    full = build(parse("full", {}), mode.geometry, mode.traits).nbytes(tokens)
+    full = (
+        build(parse("full", {}), mode.geometry, mode.traits)
+        .plan(tokens)
+        .device_bytes(build(parse("full", {}), mode.geometry, mode.traits).geometry)
+    )
     # Rows of K and V; tables, which full has one of and sync one a head, come to 2 % at this head size.
-    assert mem - 0.05 < mode.nbytes(tokens) / full < mem + 0.02
+    assert mem - 0.05 < mode.plan(tokens).device_bytes(mode.geometry) / full < mem + 0.02
 
 
 def test_k_is_what_was_given_or_follows_from_the_budget_or_is_at_least_64():
@@ -90,17 +95,19 @@ def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
 @pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"calibrated": False}])
 def test_with_nobody_to_follow_it_is_full_and_says_so(params):
     mode = mode_of(**params)
-    store = Store(mode.geometry, CPU, mode)
-    assert store.device_bytes == build(parse("full", {}), mode.geometry, mode.traits).nbytes(128)
-    assert "as full" in mode.stats()["representative heads"]
+    kv = KVManager(mode.geometry, CPU, mode)
+    assert kv.device_bytes == build(parse("full", {}), mode.geometry, mode.traits).plan(128).device_bytes(
+        build(parse("full", {}), mode.geometry, mode.traits).geometry
+    )
+    assert "as full" in mode.report().stats["representative heads"]
     assert mode.needs_calibration == (params == {"calibrated": False})
     assert mode.is_exact(10**6)
 
 
 def test_one_head_is_full():
     mode = mode_of(1)
-    Store(mode.geometry, CPU, mode)
-    assert mode.stats() == {"representative heads": "all 1: as full (the model has one)"}
+    KVManager(mode.geometry, CPU, mode)
+    assert mode.report().stats == {"representative heads": "all 1: as full (the model has one)"}
 
 
 # ---- the schedule
@@ -111,7 +118,7 @@ def test_tokens_move_at_every_m_th_step_only():
     run.prefill(200)
     moved = [moved_in_a_step(run) for _ in range(25)]
     assert [t for t, n in enumerate(moved, 1) if n] == [5, 10, 15, 20, 25]
-    assert run.store.mode.stats()["anticipation steps"] == 5
+    assert run.kv.mode.report().stats["anticipation steps"] == 5
 
 
 def test_staggered_layers_take_turns():
@@ -132,13 +139,13 @@ def test_a_turn_begins_the_count_anew():
 def test_what_is_chosen_at_a_step_is_read_at_the_next():
     run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
     run.prefill(200)
-    (leader,) = run.store.mode.roles[0].representatives
-    follower = run.store.mode.roles[0].followers[0]
+    (leader,) = run.kv.mode.roles[0].representatives
+    follower = run.kv.mode.roles[0].followers[0]
     sets = []
     for _ in range(12):
         run.step()
-        sets.append(frozenset(run.store.attended(0)[follower, :180].nonzero().flatten().tolist()))
-        assert bool(run.store.attended(0)[leader].all())
+        sets.append(frozenset(attended(run.kv.state, 0)[follower, :180].nonzero().flatten().tolist()))
+        assert bool(attended(run.kv.state, 0)[leader].all())
     assert len(set(sets[:5])) == len(set(sets[5:10])) == len(set(sets[10:])) == 1
     assert len({sets[4], sets[5], sets[10]}) == 3
 
@@ -146,15 +153,15 @@ def test_what_is_chosen_at_a_step_is_read_at_the_next():
 def test_followers_of_a_cluster_read_the_same_tokens_and_static_ones_stay():
     run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, clusters=2, rho=0.5)
     run.prefill(200)
-    static = run.store.mode.held[:, :, : run.store.mode.static].clone()
+    static = run.kv.mode.held[:, :, : run.kv.mode.static].clone()
     for _ in range(11):
         run.step()
-    assert torch.equal(run.store.mode.held[:, :, : run.store.mode.static], static)
-    for layer, roles in enumerate(run.store.mode.roles):
-        seen = run.store.attended(layer)
+    assert torch.equal(run.kv.mode.held[:, :, : run.kv.mode.static], static)
+    for layer, roles in enumerate(run.kv.mode.roles):
+        seen = attended(run.kv.state, layer)
         assert len(roles.followers) == 2
         for head, group in zip(roles.followers, roles.follows, strict=True):
-            expected = run.store.mode.held[layer, group]
+            expected = run.kv.mode.held[layer, group]
             assert bool(seen[head][expected[expected >= 0]].all())
 
 
@@ -163,19 +170,19 @@ def test_no_token_is_out_of_reach_between_the_ring_and_the_next_choice():
     run.prefill(60)
     for _ in range(80):
         run.step()
-        assert bool(run.store.attended(1).all())
-        assert run.store.mode.is_exact(run.store.total)
+        assert bool(attended(run.kv.state, 1).all())
+        assert run.kv.mode.is_exact(run.kv.total)
 
 
 def test_overlap_is_counted_from_one_anticipation_to_the_next():
     run = Run(toy(("plain",) * 2, **FOUR), "sync", **SMALL)
     run.prefill(200)
     run.step(5)
-    mode = run.store.mode
+    mode = run.kv.mode
     kept, chosen = mode.overlap.tolist()
     assert chosen == 2 * (mode.k_of(10**6) - 4 - mode.static)
-    assert mode.stats()["set overlap"] == f"{kept / chosen:.0%}"
-    assert 3 * (chosen - kept) == int(run.store.transfer.totals[0])
+    assert mode.report().stats["set overlap"] == f"{kept / chosen:.0%}"
+    assert 3 * (chosen - kept) == int(run.kv.state.transfer.totals[0])
 
 
 # ---- without offload
@@ -189,6 +196,6 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
         for one, other in zip(*(run.step() for run in runs), strict=True):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
         for layer in range(3):
-            assert torch.equal(*(run.store.attended(layer) for run in runs))
-    assert int(runs[1].store.transfer.totals[0]) == 0
-    assert runs[1].store.device_bytes > 2 * runs[0].store.device_bytes
+            assert torch.equal(*(attended(run.kv.state, layer) for run in runs))
+    assert int(runs[1].kv.state.transfer.totals[0]) == 0
+    assert runs[1].kv.device_bytes > 2 * runs[0].kv.device_bytes

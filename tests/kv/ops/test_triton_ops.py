@@ -1,4 +1,4 @@
-"""Every mode with the kernels against the independent reference, step by step, with the invariants of the store."""
+"""Every mode with the kernels against the independent reference, step by step, with the invariants of the kv."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 import torch
 from support.dense_attention import assert_near, dense
+from support.kv_steps import decode_step, forward, prefill
 from support.mode_rows import FIRST, ROWS
 from support.store_run import Run
 from support.toy_model import toy
 
 from kvchat.config.modes import parse
-from kvchat.kv.manager import Store
+from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.ops.triton_ops import TritonOps
 
@@ -22,9 +24,9 @@ CASES = [*FIRST.values(), "speculative-sync", "freeze-layers"]
 
 
 def with_kernels(run):
-    ops = TritonOps(run.store.geometry, run.store.host, CPU)
+    ops = TritonOps(run.kv.state.geometry, run.kv.state.host, CPU)
     ops.ctas, ops.programs = 2, 4
-    run.store.ops = run.store.transfer.ops = ops
+    run.kv.state.ops = run.kv.state.transfer.ops = ops
     return run
 
 
@@ -40,7 +42,7 @@ def test_sets_and_outputs_are_the_references(row):
     run.step(4)
     run.check()
     moves = mode not in ("full", "streaming")
-    assert bool(run.store.transfer.totals[0] > 0) == moves
+    assert bool(run.kv.state.transfer.totals[0] > 0) == moves
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -69,7 +71,7 @@ WIDE = {
 
 
 class Gpu:
-    """A store on the GPU that decodes the tokens of a ``Toy``; its recall may run on the model's stream, too."""
+    """A kv on the GPU that decodes the tokens of a ``Toy``; its recall may run on the model's stream, too."""
 
     def __init__(self, made, mode, one_stream=False):
         self.made, g = made, made.geometry
@@ -80,10 +82,10 @@ class Gpu:
             spec if spec.sinks is None else dataclasses.replace(spec, sinks=spec.sinks.to(self.device))
             for spec in made.spec
         ]
-        self.store = Store(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
-        assert self.store.ops.name == "triton"
+        self.kv = KVManager(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
+        assert self.kv.state.ops.name == "triton"
         if one_stream:
-            self.store.transfer.side_stream._stream = None
+            self.kv.state.transfer.side_stream._stream = None
         self.total = 0
 
     def qkv(self, layer, ids):
@@ -92,16 +94,16 @@ class Gpu:
 
     def prefill(self, n):
         ids = list(range(self.total, self.total + n))
-        with self.store.prefill(n):
+        with prefill(self.kv, n):
             for layer, spec in enumerate(self.specs):
-                self.store.attention(layer, *self.qkv(layer, ids), spec)
+                self.kv.attention(layer, *self.qkv(layer, ids), spec)
         self.total += n
-        self.store.settle()
+        self.kv.refill(fresh=True)
 
     def step(self):
         ids = [self.total]
-        with self.store.step(), self.store.layers():
-            out = [self.store.attention(i, *self.qkv(i, ids), spec) for i, spec in enumerate(self.specs)]
+        with decode_step(self.kv), forward(self.kv):
+            out = [self.kv.attention(i, *self.qkv(i, ids), spec) for i, spec in enumerate(self.specs)]
         self.total += 1
         return torch.stack(out)
 
@@ -114,8 +116,8 @@ def check_outputs(gpu, outputs):
     """Dense attention over what was read, in float64."""
     for layer, spec in enumerate(gpu.spec):
         query, _, _ = gpu.qkv(layer, [gpu.total - 1])
-        keys, values = gpu.store.host.dense(layer, gpu.total)
-        expected = dense(query[:, 0], keys, values, gpu.store.attended(layer), spec)
+        keys, values = gpu.kv.state.host.dense(layer, gpu.total)
+        expected = dense(query[:, 0], keys, values, attended(gpu.kv.state, layer), spec)
         assert_near(outputs[layer][:, 0], expected, gpu.made.geometry.dtype, f"layer {layer}")
 
 
@@ -129,7 +131,7 @@ def test_a_long_answer_on_the_gpu(mode, dtype):
         outputs = gpu.step()
         if step % 40 == 0 and mode != "streaming":  # which rotates its sinks
             check_outputs(gpu, outputs)
-    gpu.store.check_integrity()
+    check_integrity(gpu.kv.state)
 
 
 @pytest.mark.cuda
@@ -142,7 +144,7 @@ def test_a_stream_beside_the_models_changes_no_bit(mode):
     for step in range(STEPS):
         forked, alone = (gpu.step() for gpu in both)
         assert torch.equal(forked, alone), f"step {step}"
-    one, other = (gpu.store for gpu in both)
+    one, other = (gpu.kv for gpu in both)
     assert torch.equal(one.transfer.totals, other.transfer.totals)
     assert int(one.transfer.totals[0]) > 0
     for mine, theirs in zip(one.slots, other.slots, strict=True):

@@ -20,7 +20,7 @@ from support.fake_cuda.device import Everywhere, Numbered, gpu
 from torch.nn.attention import bias
 
 from kvchat.kv import attention as dense_attention
-from kvchat.kv.memory import host_pool
+from kvchat.kv.memory import host_pool, pinned
 
 
 def install() -> None:
@@ -31,7 +31,7 @@ def install() -> None:
     torch.Generator = runtime.Generator
     torch.as_tensor = _with_aliases(torch.as_tensor)
     torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's class changes where its data do
-    host_pool._device_address = lambda address: address
+    pinned._device_address = lambda address: address
     for module in (bias, dense_attention):
         module.can_use_flash_attention = attention.may_flash
         module.can_use_efficient_attention = attention.may_be_efficient

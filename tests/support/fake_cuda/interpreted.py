@@ -1,4 +1,4 @@
-"""Triton kernels on the fake CUDA device: interpreted, with every address that they load and store recorded."""
+"""Triton kernels on the fake CUDA device: interpreted, with every address that they load and kv recorded."""
 
 from __future__ import annotations
 
