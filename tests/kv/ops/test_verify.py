@@ -68,4 +68,5 @@ def test_what_triton_raises_is_told(device, monkeypatch):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
     monkeypatch.setattr(append, "append", fails)
-    assert verify.kernel_failure(geometry_of("plain", torch.float16), device) == "RuntimeError: Failed to find C compiler."
+    failure = verify.kernel_failure(geometry_of("plain", torch.float16), device)
+    assert failure == "RuntimeError: Failed to find C compiler."
