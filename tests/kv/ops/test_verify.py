@@ -12,15 +12,15 @@ from kvchat.kv.ops.triton import append, attend, recall, select
 
 @pytest.fixture(autouse=True)
 def tried_anew():
-    verify.failure.cache_clear()
+    verify.kernel_failure.cache_clear()
     yield
-    verify.failure.cache_clear()
+    verify.kernel_failure.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_right_kernels_pass(shape, dtype, device):
-    assert verify.failure(geometry_of(shape, dtype), device) == ""
+    assert verify.kernel_failure(geometry_of(shape, dtype), device) == ""
 
 
 def nothing(*_args, **_options):
@@ -40,7 +40,7 @@ def nothing(*_args, **_options):
 )
 def test_a_kernel_that_does_nothing_is_named(module, kernel, named, device, monkeypatch):
     monkeypatch.setattr(module, kernel, nothing)
-    failure = verify.failure(geometry_of("plain", torch.float16), device)
+    failure = verify.kernel_failure(geometry_of("plain", torch.float16), device)
     assert failure.startswith("wrong results on this machine: ")
     assert named in failure
 
@@ -49,7 +49,7 @@ def test_a_kernel_that_does_nothing_is_named(module, kernel, named, device, monk
 def test_a_wrong_choice_is_named(verb, device, monkeypatch):
     right = getattr(select, verb)
     monkeypatch.setattr(select, verb, lambda *args: right(*args) * 0)
-    assert verb in verify.failure(geometry_of("wide", torch.float16), device)
+    assert verb in verify.kernel_failure(geometry_of("wide", torch.float16), device)
 
 
 def test_wrong_attention_is_named(device, monkeypatch):
@@ -59,7 +59,7 @@ def test_wrong_attention_is_named(device, monkeypatch):
         return right(slots, layer, position, query.roll(1, 0), spec, *rest)
 
     monkeypatch.setattr(attend, "attend", late)
-    failure = verify.failure(geometry_of("wide", torch.bfloat16), device)
+    failure = verify.kernel_failure(geometry_of("wide", torch.bfloat16), device)
     assert failure.startswith("wrong results on this machine: attend")
 
 
@@ -68,4 +68,5 @@ def test_what_triton_raises_is_told(device, monkeypatch):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
     monkeypatch.setattr(append, "append", fails)
-    assert verify.failure(geometry_of("plain", torch.float16), device) == "RuntimeError: Failed to find C compiler."
+    failure = verify.kernel_failure(geometry_of("plain", torch.float16), device)
+    assert failure == "RuntimeError: Failed to find C compiler."
