@@ -57,7 +57,7 @@ ACTIONS = (
     Action(id="prompt.send", keys="enter", action="send", scope="prompt", hint="send", doc="send"),
     Action(
         id="prompt.newline", keys="ctrl+j,shift+enter,alt+enter", action="newline", scope="prompt", hint="newline",
-        doc="newline (Shift+Enter and Alt+Enter only where the terminal reports them)",
+        doc="newline (the last two only where the terminal reports them)",
     ),
     Action(id="prompt.history", keys="up,down", doc="earlier and later prompts, at the first and last line"),
     Action(id="focus", keys="tab", doc="focus the transcript, the ribbon and the prompt in turn"),

@@ -75,14 +75,18 @@ class EngineClient:
                 start_new_session=True,  # the terminal's Ctrl+C is for the application alone
             )
         except OSError as error:
-            raise EngineError("The engine cannot be started.", f"{self.command[0]}: {error.strerror}.") from None
+            raise EngineError(
+                "The engine cannot be started.",
+                f"{self.command[0]}: {error.strerror}.",
+                "Repair the installation; /restart tries again.",
+            ) from None
         finally:
             if log:
                 log.close()
         self._reader = asyncio.create_task(self._read(self._process))
 
     def send(self, command: messages.Command) -> None:
-        """Hand a command to the child; dropped where none runs, whose ``Crashed`` says so.
+        """Send a command to the child; dropped when it has ended, which ``Crashed`` reports.
 
         Raises:
             UsageError: the command is longer than the protocol carries.
@@ -91,13 +95,14 @@ class EngineClient:
         if len(message) > wire.MAX_MESSAGE_BYTES:
             raise UsageError(
                 "The conversation is too long to send.",
-                f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be handed to the engine.",
+                f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be sent to the engine.",
+                "Shorten the question, or begin a new conversation with /new.",
             )
         if self._process and self._process.stdin and self.alive:
             self._process.stdin.write(message)
 
     async def receive(self) -> list[Report]:
-        """All that arrived since the last call, coalesced; waits for the first."""
+        """Wait for events and return all that arrived since the last call, coalesced."""
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._inbox = self._inbox, []
@@ -119,7 +124,7 @@ class EngineClient:
             reader.cancel()
 
     async def restart(self) -> None:
-        """A fresh child; events of the old one are forgotten.
+        """Replace the child; events of the old one are dropped.
 
         Raises:
             EngineError: it cannot be started.
@@ -182,7 +187,7 @@ class EngineClient:
 
 
 def coalesce(reports: Iterable[Report]) -> list[Report]:
-    """Neighboring pieces of text merged, and only the latest snapshot and progress kept, at its own place."""
+    """Merge neighboring pieces of text; keep only the latest snapshot and progress, at its own place."""
     kept: list[Report] = []
     latest: dict[type, int] = {}
     for report in reports:

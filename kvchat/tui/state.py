@@ -100,7 +100,7 @@ class ChatState:
             parts.append(f"TTFT {figure(s.ttft_s, 's', 2)}")
         parts.append(modes)
         if s.active_tokens is not None:
-            parts.append(f"read {count(s.active_tokens)} of {count(s.total_tokens)} stored")
+            parts.append(f"mean read {count(s.active_tokens)} of {count(s.total_tokens)}")
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from textual.pilot import Pilot
+from textual import events
+from textual.app import App
 from textual.widgets import Static
 
 from kvchat.tui.app import KvchatApp
@@ -39,14 +41,20 @@ def finished(app: KvchatApp, count: int = 1) -> bool:
     return len(state.stats) == count and state.phase is Phase.READY and answers(app)[-1].finished
 
 
-async def typed(pilot: Pilot[None], text: str) -> None:
-    """A line in the prompt and Enter; single key presses cost the pilot 50 ms each."""
-    prompt(pilot.app).insert(text)
-    await pilot.press("enter")
+def press(app: App[None], *keys: str) -> None:
+    """Press keys without waiting: the pilot waits for every widget, in vain for one that a stream replaces."""
+    for key in keys:
+        app.post_message(events.Key(key, None))
 
 
-async def wait_for(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+def typed(app: KvchatApp, text: str) -> None:
+    """Put a line into the prompt and press Enter."""
+    prompt(app).insert(text)
+    press(app, "enter")
+
+
+async def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
-        await pilot.pause(0.01)
+        await asyncio.sleep(0.01)

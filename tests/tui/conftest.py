@@ -76,12 +76,8 @@ def running(config: AppConfig) -> Running:
     ) -> AsyncIterator[tuple[KvchatApp, Pilot[None], Until]]:
         app = KvchatApp(config)
         async with app.run_test(size=size) as pilot:
-
-            async def until(condition: Condition) -> None:
-                await wait_for(pilot, condition)
-
             if ready:
-                await until(lambda: app.controller.state.phase is Phase.READY)
-            yield app, pilot, until
+                await wait_for(lambda: app.controller.state.phase is Phase.READY)
+            yield app, pilot, wait_for
 
     return run

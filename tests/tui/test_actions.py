@@ -126,5 +126,5 @@ async def test_a_key_that_is_refused_is_a_toast_and_a_command_an_error(running):
         await pilot.press("f5")
         await until(lambda: any("no question to answer" in notice.message for notice in app._notifications))
         assert not app.chat.query("Problem")
-        await typed(pilot, "/regen")
+        typed(app, "/regen")
         await until(lambda: app.chat.query("Problem"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from support.app_driver import finished, prompt, typed
+from support.app_driver import finished, press, prompt, typed
 
 from kvchat.protocol.messages import Load
 from kvchat.tui.screens.help import HelpScreen
@@ -20,15 +20,15 @@ async def test_settings_that_could_not_be_used_are_told(running, config):
 
 
 async def test_ctrl_c_stops_then_quits_when_pressed_twice(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "hold")
+    async with running() as (app, _pilot, until):
+        typed(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        await pilot.press("ctrl+c")
+        press(app, "ctrl+c")
         await until(lambda: finished(app))
-        await pilot.press("ctrl+c")
+        press(app, "ctrl+c")
         await until(lambda: app._notifications)
         assert app.is_running
-        await pilot.press("ctrl+c")
+        press(app, "ctrl+c")
         await until(lambda: app._exit)
 
 
@@ -54,9 +54,9 @@ async def test_an_engine_that_cannot_be_started_is_told(running, config):
 
 
 async def test_an_unwritable_log_is_told_once(running, config):
-    async with running(replace(config, log_file=Path("/dev/full"))) as (app, pilot, until):
+    async with running(replace(config, log_file=Path("/dev/full"))) as (app, _pilot, until):
         assert any("cannot be written" in notice.message for notice in app._notifications)
-        await typed(pilot, "hello")
+        typed(app, "hello")
         await until(lambda: finished(app))
 
 
@@ -67,12 +67,12 @@ async def test_loading_stages_are_visible(running, monkeypatch):
 
 
 async def test_a_crash_is_shown_and_the_conversation_goes_on(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "hello")
+    async with running() as (app, _pilot, until):
+        typed(app, "hello")
         await until(lambda: finished(app))
-        await typed(pilot, "/mode streaming")
+        typed(app, "/mode streaming")
         await until(lambda: app.controller.state.mode == "streaming")
-        await typed(pilot, "crash")
+        typed(app, "crash")
         await until(lambda: app.chat.query(Problem))
         error = app.chat.query_one(Problem).error
         assert error.title == "The engine stopped: exit code 3."
@@ -81,21 +81,21 @@ async def test_a_crash_is_shown_and_the_conversation_goes_on(running):
         assert app.controller.state.mode == "streaming"
         assert len(app.controller.state.conversation.turns) == 2
         prompt(app).load_text("")
-        await typed(pilot, "and now")
+        typed(app, "and now")
         await until(lambda: finished(app, 2))
         assert len(app.controller.state.conversation.turns) == 4
 
 
 async def test_a_restarted_engine_is_given_the_values_of_each_mode(running, monkeypatch):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         await until(lambda: app.controller.state.phase is Phase.READY)
-        await typed(pilot, "/mode speculative tau=0.9 budget=128")
+        typed(app, "/mode speculative tau=0.9 budget=128")
         await until(lambda: app.controller.state.given == {"speculative": {"tau": 0.9, "budget": 128}})
-        await typed(pilot, "/mode streaming sigma=8")
+        typed(app, "/mode streaming sigma=8")
         await until(lambda: app.controller.state.given.get("streaming") == {"sigma": 8})
         sent = []
         monkeypatch.setattr(app.client, "send", sent.append)
-        await typed(pilot, "/restart")
+        typed(app, "/restart")
         await until(lambda: any(isinstance(command, Load) for command in sent))
         load = next(command for command in sent if isinstance(command, Load))
         assert (load.mode, load.given) == (
@@ -106,18 +106,18 @@ async def test_a_restarted_engine_is_given_the_values_of_each_mode(running, monk
 
 async def test_an_engine_that_keeps_crashing_is_restarted_by_the_next_question(running, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "crash")
-    async with running(ready=False) as (app, pilot, until):
+    async with running(ready=False) as (app, _pilot, until):
         await until(lambda: len(app.chat.query(Problem)) == 2)
         assert app.controller.state.phase is Phase.DOWN
         monkeypatch.delenv("FAKE_LOAD")
-        await typed(pilot, "hello")
+        typed(app, "hello")
         await until(lambda: finished(app))
 
 
 async def test_a_waiting_question_is_given_back_when_the_engine_stays_down(running, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "crash")
     async with running(ready=False) as (app, pilot, until):
-        await typed(pilot, "hello")
+        typed(app, "hello")
         await until(lambda: app.controller.state.phase is Phase.DOWN)
         await until(lambda: prompt(app).text == "hello")
         assert not app.chat.query(Question)
@@ -127,9 +127,9 @@ async def test_a_waiting_question_is_given_back_when_the_engine_stays_down(runni
 
 
 async def test_the_engine_is_restarted_by_command(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         before = app.client.pid
-        await typed(pilot, "/restart")
+        typed(app, "/restart")
         await until(lambda: app.client.pid != before and app.controller.state.phase is Phase.READY)
 
 

@@ -29,17 +29,17 @@ def test_assignments_need_an_equals_sign():
 
 
 async def test_rebuild_says_what_was_computed_anew(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "hello there")
+    async with running() as (app, _pilot, until):
+        typed(app, "hello there")
         await until(lambda: finished(app))
-        await typed(pilot, "/rebuild")
+        typed(app, "/rebuild")
         await until(lambda: any("Recomputed 12 tokens in 250 ms" in text for text in texts(app.chat.query(Note))))
         await until(lambda: app.controller.state.phase is Phase.READY)
 
 
 async def test_a_refused_switch_says_why_and_changes_nothing(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "/mode speculative budget=64")
+    async with running() as (app, _pilot, until):
+        typed(app, "/mode speculative budget=64")
         await until(lambda: app.chat.query(Problem))
         assert "smaller than sink 16 plus window 64" in app.chat.query_one(Problem).error.detail
         assert app.controller.state.mode == "full"
@@ -47,74 +47,74 @@ async def test_a_refused_switch_says_why_and_changes_nothing(running):
 
 @pytest.mark.parametrize("mode", registered())
 async def test_every_mode_is_listed_and_can_be_entered(running, mode):
-    async with running() as (app, pilot, until):
-        await typed(pilot, f"/mode {mode}")
+    async with running() as (app, _pilot, until):
+        typed(app, f"/mode {mode}")
         await until(lambda: app.chat.query(SwitchNote))
         await until(lambda: app.controller.state.mode == mode)
-        await typed(pilot, "/mode")
+        typed(app, "/mode")
         await until(lambda: any(f"● {mode} " in text and registered()[mode].title in text for text in notes(app)))
 
 
 async def test_mode_parameters_by_command(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "/mode speculative tau=0.7")
+    async with running() as (app, _pilot, until):
+        typed(app, "/mode speculative tau=0.7")
         await until(lambda: app.controller.state.params.get("tau") == 0.7)
-        await typed(pilot, "/budget 1024")
+        typed(app, "/budget 1024")
         await until(lambda: app.controller.state.params["budget"] == 1024)
-        await typed(pilot, "/sink 32")
+        typed(app, "/sink 32")
         await until(lambda: app.controller.state.params["sink"] == 32)
-        await typed(pilot, "/window 128")
+        typed(app, "/window 128")
         await until(lambda: app.controller.state.params["window"] == 128)
-        await typed(pilot, "/set tau 0.9")
+        typed(app, "/set tau 0.9")
         await until(lambda: app.controller.state.params["tau"] == 0.9)
         assert app.chat.query_one(ModeBar).params["budget"] == 1024
 
 
 async def test_sampling_by_command(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "/set temperature 0.2")
+    async with running() as (app, _pilot, until):
+        typed(app, "/set temperature 0.2")
         await until(lambda: app.controller.state.sampling.temperature == 0.2)
-        await typed(pilot, "/set temprature 1")
+        typed(app, "/set temprature 1")
         await until(lambda: app.chat.query(Problem))
         assert 'Did you mean "temperature"?' in app.chat.query_one(Problem).error.detail
 
 
 async def test_unknown_command_names_the_nearest(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "/hepl")
+    async with running() as (app, _pilot, until):
+        typed(app, "/hepl")
         await until(lambda: app.chat.query(Problem))
         assert 'Did you mean "help"?' in app.chat.query_one(Problem).error.detail
 
 
 async def test_system_stats_theme_copy_panels(running):
     async with running() as (app, pilot, until):
-        await typed(pilot, "/system be brief")
+        typed(app, "/system be brief")
         await until(lambda: app.controller.state.conversation.system == "be brief")
-        await typed(pilot, "hello")
+        typed(app, "hello")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.command(app.controller.state.sampling).turns[0] == Turn(
             "system", "be brief"
         )
-        await typed(pilot, "/copy")
+        typed(app, "/copy")
         await until(lambda: app.clipboard.startswith("Section 3"))
-        await typed(pilot, "/stats")
+        typed(app, "/stats")
         await until(lambda: any("generated" in text for text in texts(app.chat.query(Note))))
-        await typed(pilot, "/theme kvchat-light")
+        typed(app, "/theme kvchat-light")
         await until(lambda: app.theme == "kvchat-light")
         assert app.chat.query_one(KvColumn).display
-        await typed(pilot, "/panels")
+        typed(app, "/panels")
         await until(lambda: not app.chat.query_one(KvColumn).display)
         await pilot.press("f7")
         await until(lambda: app.chat.query_one(KvColumn).display)
 
 
 async def test_a_budget_given_in_full_counts_from_the_next_mode_on(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         await until(lambda: app.controller.state.phase is Phase.READY)
-        await typed(pilot, "/budget 96")
+        typed(app, "/budget 96")
         await until(lambda: any("96 counts from the next mode" in text for text in texts(app.chat.query(Note))))
         assert not app.chat.query(Problem)
-        await typed(pilot, "/mode streaming")
+        typed(app, "/mode streaming")
         await until(lambda: app.controller.state.mode == "streaming")
         assert app.controller.state.params["budget"] == 96
         assert app.controller.state.later == {}

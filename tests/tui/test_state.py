@@ -23,12 +23,12 @@ def test_values_are_kept_by_the_mode_they_were_given_for_and_the_last_counts():
     assert s.pending == {}
 
 
-def test_a_receipt_counts_what_was_read_and_stored():
+def test_a_receipt_names_both_modes_and_counts():
     s = state("streaming")
     s.first_mode = "full"
     stats = Stats(generated_tokens=1200, total_tokens=14203, active_tokens=512.4, ttft_s=0.41, decode_tokens_per_s=58.2)
     line = s.receipt(Finished("length", "text", stats))
-    assert line == "1,200 tok · 58.2 tok/s · TTFT 0.41 s · full → streaming · read 512 of 14,203 stored · token limit"
+    assert line == "1,200 tok · 58.2 tok/s · TTFT 0.41 s · full → streaming · mean read 512 of 14,203 · token limit"
 
 
 def test_modes_are_listed_with_prices():

@@ -1,4 +1,4 @@
-"""Badges: what is to be known about how the engine runs, such as memory that could not be pinned."""
+"""Badges: warnings about how the engine runs, such as host memory that could not be pinned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STYLE = "bold $warning"
 
 
 def short(badges: Sequence[str], room: int) -> Content:
-    """The badges without their reasons in ``room`` cells; their number where there is not enough."""
+    """Return the badges without their reasons, or only their number where ``room`` cells are too few."""
     words = f" {GLYPH} {' · '.join(badge.partition(':')[0] for badge in badges)} "
     if len(words) > room:
         words = f" {GLYPH} {len(badges)} "
@@ -21,13 +21,13 @@ def short(badges: Sequence[str], room: int) -> Content:
 
 
 class Badges(Static):
-    """All badges with their reasons, a paragraph each; not there where there are none."""
+    """All badges with their reasons, a paragraph each; hidden while there are none."""
 
     DEFAULT_CSS = "Badges { display: none; height: auto; padding: 0 1; }"
 
     badges: reactive[tuple[str, ...]] = reactive(())
 
     def watch_badges(self, badges: tuple[str, ...]) -> None:
-        """They change once in a session, if at all."""
+        """Show the badges."""
         self.display = bool(badges)
         self.update(Content("\n").join(Content.assemble((f"{GLYPH} {badge}", STYLE)) for badge in badges))

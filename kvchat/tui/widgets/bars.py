@@ -29,7 +29,7 @@ DOTS = {
 
 
 def spread(left: Content, right: Content, width: int) -> Content:
-    """``left`` and ``right`` at the two ends of ``width`` cells; the left one is cut where they meet."""
+    """Join ``left`` and ``right`` at the two ends of ``width`` cells; the left one is cut where they meet."""
     room = width - right.cell_length
     if room <= 0:
         return right.truncate(width)
@@ -48,7 +48,7 @@ class ModeBar(Widget):
     params: reactive[Params] = reactive(dict)
 
     def render(self) -> Content:
-        """Model at the left, mode and state at the right; a narrow bar leaves out the words."""
+        """Show the model at the left, mode and state at the right; a narrow bar leaves out the words."""
         wide = self.size.width >= 72
         left = Content.assemble((" kvchat  ", "bold $primary"), (self._model(wide), "$foreground"))
         return spread(left, self._mode(wide) + self._state(wide), self.size.width)
@@ -65,8 +65,8 @@ class ModeBar(Widget):
 
     def _state(self, wide: bool) -> Content:
         dot, style, word = DOTS[self.phase]
-        said = self.stage if self.phase is Phase.LOADING and self.stage else word
-        return Content.assemble("  ", (dot, f"bold {style}"), f" {said} " if wide else " ")
+        text = self.stage if self.phase is Phase.LOADING and self.stage else word
+        return Content.assemble("  ", (dot, f"bold {style}"), f" {text} " if wide else " ")
 
 
 class StatusBar(Widget):
@@ -81,13 +81,13 @@ class StatusBar(Widget):
         self._speeds: deque[float] = deque(maxlen=SPARK_POINTS)
 
     def add(self, snapshot: Snapshot, answering: bool) -> None:
-        """The latest numbers; only a running answer moves the course of the speed."""
+        """Show the latest numbers; the speed is plotted only during an answer."""
         if answering and snapshot.tokens_per_s is not None:
             self._speeds.append(snapshot.tokens_per_s)
         self.snapshot = snapshot
 
     def render(self) -> Content:
-        """What is not measured yet and what does not fit is left out."""
+        """Show what is measured and fits."""
         s = self.snapshot
         if s is None:
             return Content("")

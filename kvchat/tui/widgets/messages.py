@@ -1,4 +1,4 @@
-"""What the transcript holds: questions, streamed answers, notes and error blocks."""
+"""The parts of the transcript: questions, streamed answers, notes and error blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTLED_TOKENS = 64
 
 
 class Question(Static):
-    """What the user said; a very long text shows its beginning and its size."""
+    """A question of the user; a very long one shows its beginning and its size."""
 
     DEFAULT_CSS = """
     Question { margin: 1 1 0 1; color: $accent; text-style: bold; }
@@ -41,7 +41,7 @@ class Question(Static):
         self.update(self._content())
 
     def send(self) -> None:
-        """It waits no longer."""
+        """Show that the question is no longer queued."""
         self.queued = False
         self.remove_class("queued")
         self.update(self._content())
@@ -76,7 +76,7 @@ class SwitchNote(Note):
         super().__init__(self._line(None))
 
     def count(self, tokens: int, now: float) -> None:
-        """Tokens that came since; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
+        """Count tokens after the switch; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
         if self.settled:
             return
         if self._begun is None:
@@ -87,7 +87,7 @@ class SwitchNote(Note):
             self.close(now)
 
     def close(self, now: float) -> None:
-        """Fill in the speed from what came so far; without any token the note stays open for the next answer."""
+        """Show the speed of the tokens so far; without any the note stays open for the next answer."""
         if not self.settled and self._begun is not None and self._tokens and now > self._begun:
             self.settled = True
             self.update(self._line(self._tokens / (now - self._begun)))
@@ -103,12 +103,12 @@ class SwitchNote(Note):
         if s.moved_bytes:
             parts.append(f"moved {size(s.moved_bytes)}")
         if s.reduced_tokens:
-            parts.append(f"{count(s.reduced_tokens)} tok computed with less context, /rebuild computes them anew")
+            parts.append(f"{count(s.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
         return f"── {' · '.join(parts)} ──"
 
 
 class Problem(Static):
-    """Something failed: title, detail, hint."""
+    """An error: title, detail, hint."""
 
     DEFAULT_CSS = "Problem { margin: 1 1 0 1; padding: 0 1; border-left: outer $error; }"
 
@@ -163,19 +163,19 @@ class Answer(Vertical):
         yield receipt
 
     def wait(self, words: str) -> None:
-        """Say what is being done before the first word comes."""
+        """Show what the engine does before the first word."""
         if not self.text:
             self._show_tail(words, waiting=True)
 
     def feed(self, text: str) -> None:
-        """More text; it is drawn at the next flush."""
+        """Append text; the next flush draws it."""
         self.text += text
         self._pending += text
         if self._timer is None:
             self._timer = self.set_timer(flush.SHORTEST_S, self._flush)
 
     async def withdraw(self, chars: int) -> str:
-        """Take back the last ``chars`` characters, which are returned; what is drawn of them goes."""
+        """Remove the last ``chars`` characters, also from the screen, and return them."""
         kept = len(self.text) - chars
         self.text, withdrawn = self.text[:kept], self.text[kept:]
         self._open, self._pending = flush.OpenBlock(), ""
@@ -184,7 +184,7 @@ class Answer(Vertical):
         return withdrawn
 
     async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
-        """The whole answer at last: parsed once more as one text, with the receipt under it."""
+        """Show the complete answer, parsed once more as one text, with the receipt under it."""
         self.text, self.receipt, self.finished = text, receipt, True
         if self._timer:
             self._timer.stop()

@@ -28,13 +28,13 @@ WIDTH = 32  # of a line in the column, beside a scrollbar
 
 
 def mode_rows(snapshot: Snapshot) -> Rows:
-    """The mode's parameters as they are now; many share lines, so that the column fits 40 lines."""
+    """The mode's parameters in force; more than four share lines, so that the column fits 40 lines."""
     rows = [(name, _value(value)) for name, value in snapshot.params.items()]
     return [*((packed(rows) if len(rows) > 4 else rows) or [("parameters", "none")]), *price_rows(snapshot)]
 
 
 def packed(rows: Rows) -> Rows:
-    """Each on the first line that has room for it, labels before values."""
+    """Put each row on the first line that has room for it, labels before values."""
     lines: Rows = []
     for label, value in rows:
         joined = [(f"{labels} · {label}", f"{values} · {value}") for labels, values in lines]
@@ -54,17 +54,14 @@ def price_rows(snapshot: Snapshot) -> Rows:
 
 
 def context_rows(s: Snapshot) -> Rows:
-    """Active and total tokens, and what is not read."""
-    rows = [
-        ("active", f"{count(s.active)} tok"),
-        ("stored", f"{count(s.total)} of {count(s.context)}"),
-        ("not read", percent(1 - s.active / s.total if s.total else None)),
-    ]
+    """Tokens read by the last step and tokens stored."""
+    share = f" · {percent(s.active / s.total)}" if s.total else ""
+    rows = [("read", f"{count(s.active)} tok{share}"), ("stored", f"{count(s.total)} of {count(s.context)}")]
     return [*rows, ("reduced context", f"{count(s.reduced_tokens)} tok")] if s.reduced_tokens else rows
 
 
 def recall_rows(s: Snapshot) -> Rows:
-    """What moved from host to device."""
+    """Recall from host to device: bytes, hit rate and time."""
     p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
     corrections = [("corrections", count(s.corrections))] if s.corrections else []  # one mode alone corrects
     return [
@@ -77,7 +74,7 @@ def recall_rows(s: Snapshot) -> Rows:
 
 
 def memory_rows(s: Snapshot) -> Rows:
-    """The device as NVML sees it, then torch's own numbers, then what kvchat holds."""
+    """Memory: of the device by NVML, of torch, and of kvchat."""
     return [
         *(gpu_rows(s.gpu) if s.gpu else [("GPU", MISSING)]),
         ("torch", MISSING if s.torch_allocated is None else f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"),
@@ -88,7 +85,7 @@ def memory_rows(s: Snapshot) -> Rows:
 
 
 def gpu_rows(gpu: Gpu) -> Rows:
-    """What NVML reads."""
+    """Readings of NVML."""
     vitals = (figure(gpu.utilization, "%"), figure(gpu.temperature, "°C"), figure(gpu.power, "W"))
     return [
         ("GPU", gpu.name),
@@ -99,7 +96,7 @@ def gpu_rows(gpu: Gpu) -> Rows:
 
 
 def extra_rows(extras: Params) -> Rows:
-    """Numbers that only the mode at hand has."""
+    """Numbers that only the present mode has."""
     return [(name, _value(value)) for name, value in extras.items()]
 
 
@@ -148,7 +145,7 @@ class Rowed(Widget):
 
 
 class KvColumn(VerticalScroll, can_focus=False):
-    """Mode, active against total over time, what only this mode counts, recall and memory.
+    """Mode, tokens read and stored over time, the mode's own numbers, recall and memory.
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
     """
@@ -162,7 +159,7 @@ class KvColumn(VerticalScroll, can_focus=False):
     def compose(self) -> ComposeResult:
         yield Badges()
         yield Rowed("mode", id="mode-rows")
-        yield Rowed("active against stored", id="context-rows")
+        yield Rowed("read and stored", id="context-rows")
         yield Rowed("", id="own-rows")
         yield Timeline()
         yield Rowed("recall", id="recall-rows")
@@ -189,7 +186,7 @@ class KvColumn(VerticalScroll, can_focus=False):
 
 
 class DetailColumn(VerticalScroll, can_focus=False):
-    """What only a large screen has room for: the mode's own numbers, the ribbon's legend and the event log."""
+    """The second column of large screens: the mode's own numbers, the ribbon's legend and the event log."""
 
     DEFAULT_CSS = """
     DetailColumn { width: 42; padding: 0 0 0 1; scrollbar-size-vertical: 1; }

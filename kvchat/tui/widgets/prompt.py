@@ -29,7 +29,7 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user wants this sent, pastes expanded."""
+        """The user sends this text, pastes expanded."""
 
         text: str
 
@@ -42,7 +42,7 @@ class Prompt(TextArea):
         self._pastes: dict[str, str] = {}
 
     def action_send(self) -> None:
-        """Post what is written, folded pastes in full."""
+        """Post the text, folded pastes in full."""
         self.post_message(self.Sent(self.expanded()))
 
     def action_newline(self) -> None:
@@ -57,7 +57,7 @@ class Prompt(TextArea):
         return text
 
     def accept(self) -> None:
-        """The text was taken: remember it and begin an empty one.
+        """Remember the text in the history and empty the prompt.
 
         Raises:
             OSError: the history file cannot be written.
@@ -68,7 +68,7 @@ class Prompt(TextArea):
         self.prompts.add(text)
 
     def restore(self, text: str) -> None:
-        """Give a text back to the user, unless another has been begun."""
+        """Put a text back into the prompt, unless another has been begun."""
         if not self.text:
             self.load_text("")
             self.insert(self._fold(text))
@@ -96,7 +96,7 @@ class Prompt(TextArea):
             await self.run_action(active.binding.action)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        """Literally, newlines and all; a large one as a placeholder that is expanded when sent."""
+        """Insert a paste literally; a large one as a placeholder that is expanded when sent."""
         event.prevent_default()
         event.stop()
         self._replace_via_keyboard(self._fold(event.text.replace("\r\n", "\n").replace("\r", "\n")), *self.selection)

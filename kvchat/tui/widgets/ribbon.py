@@ -93,7 +93,7 @@ class Ribbon(Widget, can_focus=True):
 
     @dataclass
     class Looked(Message):
-        """The cursor stands on these tokens; their text is wanted."""
+        """The cursor is on these tokens; the receiver answers with ``show_text``."""
 
         start: int
         end: int
@@ -108,11 +108,11 @@ class Ribbon(Widget, can_focus=True):
         self.refresh()
 
     def clear(self) -> None:
-        """Forget everything: a new conversation."""
+        """Show an empty ribbon."""
         self.ticks, self.page_text, self.cursor, self.snapshot = [], "", 0, None
 
     def show_text(self, start: int, text: str) -> None:
-        """The text asked for by ``Looked``; an answer for a place the cursor has left is dropped."""
+        """Show the text asked for by ``Looked``; dropped when the cursor has moved on."""
         if start == self._range()[0]:
             self.page_text = text
 

@@ -78,7 +78,7 @@ class Transcript(VerticalScroll):
             await answer.set_collapsed(False)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """The reader moved, or the end did."""
+        """Settle after the reader or the end has moved."""
         super().watch_scroll_y(old_value, new_value)
         if round(old_value) != round(new_value):
             following = self._left_at is None and self.is_vertical_scroll_end
@@ -122,7 +122,7 @@ class NewLines(Static):
     """
 
     class Clicked(Message):
-        """The reader wants to see them."""
+        """The chip was clicked."""
 
     def show(self, lines: int) -> None:
         """Show or hide the chip."""
@@ -134,6 +134,6 @@ class NewLines(Static):
 
 
 class Welcome(Static):
-    """What an empty conversation shows."""
+    """The text of an empty conversation."""
 
     DEFAULT_CSS = "Welcome { margin: 1 2; color: $text-muted; }"

@@ -26,7 +26,9 @@ def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
     reported = kv.device_bytes + kv.state.host.nbytes
     small = kv.state.query.nbytes + kv.state.pinned.nbytes + 4096  # last queries, flags by position, counters
     assert reported <= allocated <= reported * 1.01 + small
-    assert abs(kv.mode.plan(kv.state.capacity).device_bytes(kv.state.geometry) - kv.device_bytes) <= 0.01 * kv.device_bytes
+    assert (
+        abs(kv.mode.plan(kv.state.capacity).device_bytes(kv.state.geometry) - kv.device_bytes) <= 0.01 * kv.device_bytes
+    )
 
 
 @pytest.mark.parametrize("row", CORE)

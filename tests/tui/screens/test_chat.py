@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.app_driver import answers, finished, prompt, texts, typed
+from support.app_driver import answers, finished, press, prompt, texts, typed
 from textual.widgets import Markdown, Static
 
 from kvchat.protocol.messages import Turn
@@ -16,15 +16,15 @@ from kvchat.tui.widgets.transcript import Welcome
 
 
 async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         assert app.chat.query(Welcome)
-        await typed(pilot, "hello there")
+        typed(app, "hello there")
         await until(lambda: finished(app))
         answer = answers(app)[0]
         assert "| 2     |    30.23 |" in answer.query_one(Markdown).source
         assert {"MarkdownFence", "MarkdownTable"} <= {type(block).__name__ for block in answer.query("*")}
         assert answer.receipt.startswith("58 tok · ")
-        assert "TTFT 0.41 s · full · read " in answer.receipt
+        assert "TTFT 0.41 s · full · mean read " in answer.receipt
         assert texts(app.chat.query(Question)) == ["❯ hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
@@ -39,10 +39,10 @@ async def test_an_empty_prompt_is_refused_with_a_message(running):
 
 
 async def test_escape_stops_and_keeps_the_partial_answer(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "hold")
+    async with running() as (app, _pilot, until):
+        typed(app, "hold")
         await until(lambda: answers(app) and answers(app)[0].text == "the ")
-        await pilot.press("escape")
+        press(app, "escape")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns == [Turn("user", "hold"), Turn("assistant", "the ")]
         assert answers(app)[0].receipt.endswith("stopped")
@@ -59,11 +59,11 @@ async def test_ctrl_c_copies_a_selection(running):
 
 
 async def test_f5_answers_the_last_question_again(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "hello")
+    async with running() as (app, _pilot, until):
+        typed(app, "hello")
         await until(lambda: finished(app))
         first = answers(app)[0]
-        await pilot.press("f5")
+        press(app, "f5")
         await until(lambda: finished(app, 2))
         assert len(answers(app)) == 1
         assert answers(app)[0] is not first
@@ -71,8 +71,8 @@ async def test_f5_answers_the_last_question_again(running):
 
 
 async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "waver")
+    async with running() as (app, _pilot, until):
+        typed(app, "waver")
         await until(lambda: finished(app))
         notes = [str(note.content) for note in app.chat.query(Note)]
         assert any("recovery RR at 40 tok: entropy 3.4" in note for note in notes)
@@ -85,16 +85,16 @@ async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
 
 
 async def test_f6_switches_in_the_middle_of_an_answer(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "slow")
+    async with running() as (app, _pilot, until):
+        typed(app, "slow")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        await pilot.press("f6")
+        press(app, "f6")
         await until(lambda: app.controller.state.mode == "freeze")
-        await pilot.press("shift+f6", "shift+f6")
+        press(app, "shift+f6", "shift+f6")
         await until(lambda: app.controller.state.mode == "speculative")
         assert app.controller.state.phase is Phase.ANSWERING
         await until(lambda: app.chat.query(SwitchNote).last().settled)
-        await pilot.press("escape")
+        press(app, "escape")
         await until(lambda: finished(app))
         line = texts(app.chat.query(SwitchNote))[-1]
         assert line.startswith("── full -> speculative · budget 512 · ")
@@ -106,27 +106,27 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
 
 
 async def test_new_conversation_forgets_and_drops_what_still_comes(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "slow")
+    async with running() as (app, _pilot, until):
+        typed(app, "slow")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        await pilot.press("ctrl+n")
-        await until(lambda: app.controller.state.phase is Phase.READY)
+        press(app, "ctrl+n")
+        await until(lambda: app.controller.state.phase is Phase.READY and app.chat.query(Welcome))
         assert app.controller.state.conversation.turns == []
         assert not answers(app)
-        assert app.chat.query(Welcome)
 
 
 async def test_a_prompt_waits_while_the_model_loads_and_while_it_answers(running):
-    async with running(ready=False) as (app, pilot, until):
-        await typed(pilot, "hello")
+    async with running(ready=False) as (app, _pilot, until):
+        typed(app, "hello")
         await until(lambda: finished(app))
-        await typed(pilot, "hold")
+        typed(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        await typed(pilot, "next")
+        typed(app, "next")
         await until(lambda: app.controller.answers.queued)
-        await typed(pilot, "third")
+        typed(app, "third")
+        await until(lambda: any("already waiting" in notice.message for notice in app._notifications))
         assert prompt(app).text == "third"
-        await pilot.press("escape")
+        press(app, "escape")
         await until(lambda: finished(app, 3))
         assert [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"] == [
             "hello",
@@ -136,8 +136,8 @@ async def test_a_prompt_waits_while_the_model_loads_and_while_it_answers(running
 
 
 async def test_what_the_engine_refuses_is_shown_and_given_back(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "fail")
+    async with running() as (app, _pilot, until):
+        typed(app, "fail")
         await until(lambda: app.chat.query(Problem))
         assert app.chat.query_one(Problem).error.hint == "Shorten it."
         assert app.controller.state.conversation.turns == []
@@ -148,7 +148,7 @@ async def test_what_the_engine_refuses_is_shown_and_given_back(running):
 
 async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
     async with running(size=(200, 60)) as (app, pilot, until):
-        await typed(pilot, "hello")
+        typed(app, "hello")
         await until(lambda: finished(app))
         prompt(app).load_text("draft")
         shown = {(200, 60): (True, True), (120, 40): (True, False), (80, 24): (False, False), (40, 12): (False, False)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.app_driver import typed
 
 from kvchat.tui.widgets.badges import GLYPH, STYLE, Badges, short
 from kvchat.tui.widgets.bars import StatusBar
@@ -25,11 +26,10 @@ def test_without_room_they_are_counted_and_never_coloured_only():
 )
 async def test_the_status_bar_shows_them_at_every_width_while_it_answers(running, monkeypatch, width, words):
     monkeypatch.setenv("FAKE_BADGES", f"{PAGEABLE}|{EAGER}")
-    async with running(size=(width, 24)) as (app, pilot, until):
+    async with running(size=(width, 24)) as (app, _pilot, until):
         bar = app.chat.query_one(StatusBar)
         await until(lambda: words in bar.render().plain)
-        app.chat.query_one("Prompt").insert("slow")
-        await pilot.press("enter")
+        typed(app, "slow")
         await until(lambda: "tok/s" in bar.render().plain)
         assert words in bar.render().plain
         assert bar.render().plain.rstrip().endswith("%")

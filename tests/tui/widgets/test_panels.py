@@ -52,10 +52,10 @@ def test_many_parameters_share_lines_that_fit():
         assert len(rows) <= 8
 
 
-def test_what_is_not_read_and_what_was_computed_with_less():
+def test_what_is_read_and_what_was_computed_with_less():
     rows = as_dict(context_rows(snapshot(active=512.0, total=2048, context=16384, reduced_tokens=120)))
     assert rows["stored"] == "2,048 of 16,384"
-    assert rows["not read"] == "75 %"
+    assert rows["read"] == "512 tok · 25 %"
     assert rows["reduced context"] == "120 tok"
     assert "reduced context" not in as_dict(context_rows(snapshot(total=1)))
 
@@ -76,21 +76,21 @@ def test_extras_are_shown_as_they_come():
 
 
 async def test_the_next_modes_price_is_shown_before_f6(running):
-    async with running() as (app, pilot, until):
-        await typed(pilot, "hello there")
+    async with running() as (app, _pilot, until):
+        typed(app, "hello there")
         await until(lambda: finished(app))
         rows = dict(app.chat.query_one("#mode-rows", Rowed).rows)
         assert rows["next → freeze"] == "3.0 MiB · 4 ms"
-        await typed(pilot, "/mode")
+        typed(app, "/mode")
         await until(lambda: any("(3.0 MiB · 4 ms)" in text for text in texts(app.chat.query(Note))))
 
 
 async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
-    async with running(size=(200, 60)) as (app, pilot, until):
-        await typed(pilot, "/mode speculative")
+    async with running(size=(200, 60)) as (app, _pilot, until):
+        typed(app, "/mode speculative")
         await until(lambda: app.controller.state.mode == "speculative")
-        await typed(pilot, "hello")
+        typed(app, "hello")
         await until(lambda: finished(app))
         memory = dict(app.chat.query_one("#memory-rows", Rowed).rows)
         assert memory["GPU"] == "NVIDIA H200"
@@ -109,9 +109,9 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
 async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(120, 40)) as (app, pilot, until):
-        await typed(pilot, "/mode speculative")
+        typed(app, "/mode speculative")
         await until(lambda: app.controller.state.mode == "speculative")
-        await typed(pilot, "hello")
+        typed(app, "hello")
         await until(lambda: finished(app))
         column, own = app.chat.query_one(KvColumn), app.chat.query_one("#own-rows", Rowed)
         snapshot = replace(

@@ -65,7 +65,7 @@ def test_nothing_stored_has_no_tokens():
 async def test_the_ribbon_shows_the_text_under_its_cursor(running, monkeypatch):
     monkeypatch.setenv("FAKE_REPEAT", "100")
     async with running() as (app, pilot, until):
-        await typed(pilot, "alpha beta")
+        typed(app, "alpha beta")
         await until(lambda: finished(app))
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvchat.tui.widgets.timeline import MARK, MAX_POINTS, STORED, Point, Timeline, column, thin
 
 
-def test_a_column_shows_active_below_stored():
+def test_a_column_shows_read_below_stored():
     assert column(Point(50, 100), 100, 5) == [" ", STORED, STORED, "█", "█"]
     assert column(Point(0, 100), 100, 3) == [" ", STORED, STORED]
     assert column(Point(12.5, 25), 100, 5)[-1] == "▄"

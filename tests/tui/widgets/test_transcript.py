@@ -1,15 +1,15 @@
-"""How many answers stay alive."""
+"""How many answers stay alive, and the chip for new lines."""
 
 from __future__ import annotations
 
-from support.app_driver import finished, texts, typed
+from support.app_driver import answers, finished, press, texts, typed
 
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.messages import Answer
 from kvchat.tui.widgets.transcript import LIVE_ANSWERS, LIVE_WIDGETS, NewLines, Transcript, recent
 
 
-def answers(*weights: int) -> list[Answer]:
+def weighted(*weights: int) -> list[Answer]:
     made = [Answer() for _ in weights]
     for answer, weight in zip(made, weights, strict=True):
         answer.weight = weight
@@ -17,30 +17,30 @@ def answers(*weights: int) -> list[Answer]:
 
 
 def test_short_answers_stay_up_to_a_number():
-    assert recent(answers(*[1] * 100)) == LIVE_ANSWERS
-    assert recent(answers(1, 1)) == 2
+    assert recent(weighted(*[1] * 100)) == LIVE_ANSWERS
+    assert recent(weighted(1, 1)) == 2
     assert recent([]) == 0
 
 
 def test_heavy_answers_stay_up_to_a_weight_but_two_at_least():
-    assert recent(answers(*[LIVE_WIDGETS // 4] * 10)) == 4
-    assert recent(answers(*[LIVE_WIDGETS * 2] * 10)) == 2
+    assert recent(weighted(*[LIVE_WIDGETS // 4] * 10)) == 4
+    assert recent(weighted(*[LIVE_WIDGETS * 2] * 10)) == 2
 
 
 async def test_new_lines_below_while_the_reader_is_elsewhere(running):
-    async with running(size=(80, 24)) as (app, pilot, until):
-        await typed(pilot, "hello")
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        typed(app, "hello")
         await until(lambda: finished(app))
-        await typed(pilot, "slow")
+        typed(app, "slow")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        await pilot.press("pageup")
+        press(app, "pageup")
         chip = app.chat.query_one(NewLines)
         await until(lambda: chip.display)
         place = app.chat.query_one(Transcript).scroll_y
         before = texts([chip])
         await until(lambda: texts([chip]) != before)
         assert app.chat.query_one(Transcript).scroll_y == place
-        await pilot.press("ctrl+end")
+        press(app, "ctrl+end")
         await until(lambda: not chip.display)
 
 

@@ -1,0 +1,20 @@
+"""Help lists every key, command and mode."""
+
+from __future__ import annotations
+
+from kvchat.config.modes import mode_infos, registered
+from kvchat.tui.actions import ACTIONS
+from kvchat.tui.screens.help import key_rows, mode_rows
+
+
+def test_every_mode_is_listed_with_its_parameters():
+    names = [name for name, _ in mode_rows(mode_infos())]
+    assert [name for name in names if not name.startswith(" ")] == list(registered())
+    assert names[names.index("speculative") + 1 :] == [f"  {name}" for name in registered()["speculative"].model_fields]
+
+
+def test_every_key_is_listed_as_it_is_in_force():
+    rows = dict(key_rows({"panels": "f10,ctrl+t"}))
+    assert "F7" not in rows
+    assert rows["F10 / Ctrl+T"] == "show or hide the panels"
+    assert len(rows) == sum(bool(action.keys) for action in ACTIONS)
