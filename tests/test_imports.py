@@ -1,4 +1,7 @@
-"""Imports go down only: cli -> tui | engine -> kv -> torch; the leaves know nobody above them."""
+"""The import rules: arrows go down only, no circle among files, no file too long.
+
+Every import statement counts, also one inside a function and one for type checkers only.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,80 +17,143 @@ import pytest
 import kvchat
 
 PACKAGE = Path(kvchat.__file__).parent
-LEAVES = {"errors", "paths", "protocol", "units"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 350
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"}
+RESTRICTED = HEAVY | {"textual", "rich", "pynvml", "pydantic"}
 
-# room -> what it may import: other rooms of kvchat, and libraries that others may not.
+# package -> what it may import: packages or single modules of kvchat, and libraries that others may not.
+# The package itself (``kvchat``) is the lazy door to ``kvchat.load``.
+LEAVES = {"errors", "paths", "units"}
+BELOW_ENGINE = LEAVES | {"nvml", "protocol", "config", "kv"}
 MAY = {
-    "leaves": {"leaves"},
-    "nvml": {"leaves", "pynvml"},
-    "config": {"leaves", "nvml", "config"},
-    "kv": {"leaves", "config", "kv", "torch", "numpy", "triton"},
-    "engine": {"leaves", "nvml", "config", "kv", "engine", *HEAVY},
-    "tui": {"leaves", "config", "tui", "textual", "rich"},
-    "doctor": {"leaves", "nvml", "config", "kv", "doctor"},
-    "bench": {"leaves", "nvml", "config", "kv", "engine", "bench", *HEAVY},
-    "cli": {"leaves", "config", "engine", "doctor", "tui", "bench", "cli"},
+    "errors": set(),
+    "paths": set(),
+    "units": set(),
+    "nvml": {*LEAVES, "pynvml"},
+    "protocol": {*LEAVES, "protocol", "pydantic"},
+    "config": {*LEAVES, "config", "pydantic"},
+    "config.schema": {"protocol"},
+    "config.profiles": {"nvml"},
+    "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "triton"},
+    "engine": {*BELOW_ENGINE, "engine", *HEAVY},
+    "tui": {*LEAVES, "config", "protocol", "tui", "textual", "rich"},
+    "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
+    "bench": {*BELOW_ENGINE, "engine", "bench", "kvchat", *HEAVY},
+    "cli": {*BELOW_ENGINE, "engine", "tui", "doctor", "bench", "cli", "kvchat"},
+    "__main__": {"cli"},
+    "kvchat": {"engine"},
 }
-ROOMS = {name: name for name in ("nvml", "config", "kv", "engine", "tui", "doctor", "bench")}
-RESTRICTED = HEAVY | {"textual", "rich", "pynvml"} | set(MAY)
 
 
-def room(module: str) -> str:
-    """The room of ``kvchat.x.y``; the package itself is a leaf, its lazy ``load`` aside."""
-    parts = module.split(".")
-    if len(parts) == 1 or parts[1] in LEAVES:
-        return "leaves"
-    return ROOMS.get(parts[1], "cli")
+@cache
+def modules() -> dict[str, Path]:
+    """Every module by its name without ``kvchat.``; the package itself is ``kvchat``."""
+    names = {}
+    for path in FILES:
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        names[".".join(part for part in parts if part != "__init__") or "kvchat"] = path
+    return names
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Modules imported anywhere in a file, also inside functions; those for type checkers only do not count."""
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """What a file imports: the module and the name taken from it, "" for the module itself."""
     for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            # `from kvchat import paths` imports a module, `from kvchat.errors import UsageError` a name of one
-            yield from (
-                (f"kvchat.{alias.name}" for alias in node.names) if node.module == "kvchat" else [node.module or ""]
-            )
+            yield from ((node.module or "", alias.name) for alias in node.names)
 
 
-def kind_of(name: str) -> str:
-    """The room or library an imported name belongs to."""
-    top = name.split(".")[0]
-    if top != "kvchat":
-        return top
-    if name in ("kvchat.load", "kvchat.Session"):
-        return "engine"
-    return room(name)
+def targets(tree: ast.AST) -> Iterator[str]:
+    """The modules of kvchat that a file imports, without ``kvchat.``, and the restricted libraries."""
+    for module, name in imported(tree):
+        top, _, inner = module.partition(".")
+        if top != "kvchat":
+            yield from {top} & RESTRICTED
+        elif (submodule := f"{inner}.{name}".strip(".")) in modules() and name:
+            yield submodule
+        else:
+            yield inner or "kvchat"
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    return {name: frozenset(targets(ast.parse(path.read_text("utf-8")))) for name, path in modules().items()}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_imports_go_down_only(path: Path) -> None:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    if path == PACKAGE / "__init__.py":
-        return  # its `__getattr__` is the one door from above to the engine
-    here = room(".".join(parts))
-    wrong = {
-        name
-        for name in imports(ast.parse(path.read_text()))
-        if (kind := kind_of(name)) in RESTRICTED and kind not in MAY[here]
-    }
-    assert not wrong, f"{here} may not import {sorted(wrong)}"
+def allowed(name: str) -> set[str]:
+    """What the module may import, by its package and by its own name."""
+    return MAY.get(name.split(".")[0], set()) | MAY.get(name, set())
+
+
+def is_allowed(name: str, target: str) -> bool:
+    return any(target == prefix or target.startswith(f"{prefix}.") for prefix in allowed(name))
+
+
+def circles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
+    """The sets of modules that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        found, todo = set(), [start]
+        while todo:
+            new = graph.get(todo.pop(), frozenset()) - found
+            found |= new
+            todo += new
+        return found
+
+    reach = {name: reached(name) for name in graph}
+    found = {frozenset(n for n in graph if n in reach[name] and name in reach[n]) for name in graph}
+    return [set(names) for names in sorted(found, key=sorted) if names]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_go_down_only(name: str) -> None:
+    assert name.split(".")[0] in MAY, f"{name} is in no package of the table"
+    wrong = sorted(target for target in graph()[name] if not is_allowed(name, target))
+    assert not wrong, f"{name} may not import {wrong}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    found = circles(graph())
+    assert not found, "\n".join(" <-> ".join(sorted(names)) for names in found)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_file_is_too_long(path: Path) -> None:
+    lines = len(path.read_text("utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{path.relative_to(PACKAGE)} has {lines} lines"
+
+
+def test_every_kind_of_import_is_seen() -> None:
+    text = """
+import torch.nn as nn
+from kvchat import paths
+from kvchat.config import schema
+from kvchat.kv.modes import build
+if TYPE_CHECKING:
+    from kvchat.tui.app import run
+def f():
+    import kvchat
+    from kvchat import load
+    from kvchat.errors import UsageError
+"""
+    expected = ["config.schema", "errors", "kv.modes", "kvchat", "kvchat", "paths", "torch", "tui.app"]
+    assert sorted(targets(ast.parse(text))) == expected
+
+
+def test_every_circle_and_every_arrow_that_runs_up_would_be_seen() -> None:
+    nothing: frozenset[str] = frozenset()
+    tree = {"a": frozenset({"b"}), "b": frozenset({"c", "torch"}), "c": frozenset({"a"}), "d": frozenset({"a"})}
+    assert circles({**tree, "e": nothing}) == [{"a", "b", "c"}]
+    assert circles({"a": frozenset({"b"}), "b": nothing}) == []
+    assert is_allowed("kv.modes.sync", "config.modes")
+    assert not is_allowed("kv.modes.sync", "config.schema")
+    assert not is_allowed("config.modes", "protocol.messages")
+    assert is_allowed("config.schema", "protocol.messages")
+    assert not is_allowed("tui.app", "engine.session")
+    assert not is_allowed("doctor.report", "kv.modes")
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -109,13 +176,6 @@ def test_starting_loads_nothing_heavy(module: str, never: set[str]) -> None:
 
 
 def test_the_kv_store_knows_no_model_and_no_screen() -> None:
-    modules = [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in (PACKAGE / "kv").rglob("*.py")]
-    loaded = loaded_by("\n".join(f"import {module}" for module in modules))
+    loaded = loaded_by("\n".join(f"import kvchat.{name}" for name in modules() if name.split(".")[0] == "kv"))
     assert "torch" in loaded
     assert not loaded & {"textual", "transformers", "tokenizers"}
-
-
-def test_every_forbidden_import_would_be_seen() -> None:
-    tree = ast.parse("def f():\n    from kvchat import load\nimport torch.nn as nn\nfrom kvchat.tui import app")
-    assert sorted(kind_of(name) for name in imports(tree)) == ["engine", "torch", "tui"]
-    assert [*imports(ast.parse("if TYPE_CHECKING:\n    import torch"))] == []

@@ -8,11 +8,23 @@ from typing import Annotated, Any
 import typer
 
 from kvchat.config import sources
-from kvchat.config.modes import registered
+from kvchat.config.modes import parse, registered
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+
+# What each option sets; those of a mode's parameters depend on the value.
+KEYS: dict[str, tuple[Key, ...]] = {
+    "model": (("model", "name"),),
+    "device": (("model", "device"),),
+    "dtype": (("model", "dtype"),),
+    "quantize": (("model", "quantize"),),
+    "system": (("model", "system"),),
+    "mode": (("kv", "mode"),),
+    "theme": (("ui", "theme"),),
+    **{name: (("sampling", name),) for name in SAMPLING},
+}
 
 Model = Annotated[str | None, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")]
@@ -30,32 +42,30 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     Raises:
         UsageError: a ``--param`` is not KEY=VALUE, or no mode has it.
     """
-    given = {name: None if params.get(name) == [] else params.get(name) for name in _keys()}
-    options = {f"--{name.replace('_', '-')}": (keys, given[name]) for name, keys in _keys().items()}
-    return sources.flag_source({**options, **_params(params.get("param") or ())})
+    keys = {**KEYS, "budget": _keys_of("budget", params.get("budget"), params.get("mode"))}
+    given = {name: None if params.get(name) == [] else params.get(name) for name in keys}
+    options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
+    return sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})
 
 
-def _keys() -> dict[str, tuple[Key, ...]]:
-    """What each option sets."""
-    return {
-        "model": (("model", "name"),),
-        "device": (("model", "device"),),
-        "dtype": (("model", "dtype"),),
-        "quantize": (("model", "quantize"),),
-        "system": (("model", "system"),),
-        "mode": (("kv", "mode"),),
-        "budget": _keys_of("budget"),
-        "theme": (("ui", "theme"),),
-        **{name: (("sampling", name),) for name in SAMPLING},
-    }
+def _keys_of(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
+    """Where a mode parameter is set: in ``mode`` and every other mode that accepts the value.
+
+    Modes may give one name different ranges. If no mode accepts the value, ``mode`` or else all modes refuse it.
+    """
+    having = [name for name, cls in registered().items() if parameter in cls.model_fields]
+    accepting = [name for name in having if name == mode or _accepts(name, parameter, value)]
+    return tuple(("kv", name, parameter) for name in accepting or having)
 
 
-def _keys_of(parameter: str) -> tuple[Key, ...]:
-    """Where a mode parameter is set: in every mode that has it."""
-    return tuple(("kv", name, parameter) for name, cls in registered().items() if parameter in cls.model_fields)
+def _accepts(mode: str, parameter: str, value: Any) -> bool:
+    try:
+        return bool(parse(mode, {parameter: value}))
+    except UsageError:
+        return False
 
 
-def _params(given: Iterable[str]) -> dict[str, tuple[tuple[Key, ...], str]]:
+def _params(given: Iterable[str], mode: str | None) -> dict[str, tuple[tuple[Key, ...], str]]:
     known = {key for cls in registered().values() for key in cls.model_fields}
     options = {}
     for text in given:
@@ -64,5 +74,5 @@ def _params(given: Iterable[str]) -> dict[str, tuple[tuple[Key, ...], str]]:
             raise UsageError(f'--param "{text}" is not KEY=VALUE.')
         if name not in known:
             raise UsageError(f'No mode has a parameter "{name}".', did_you_mean(name, known))
-        options[f"--param {name}"] = (_keys_of(name), value)
+        options[f"--param {name}"] = (_keys_of(name, value, mode), value)
     return options

@@ -154,7 +154,8 @@ class FakeEngine:
         seconds = max(time.monotonic() - begun, 1e-6)
         stats = Stats(
             prompt_tokens, 0, len(said), self.total, self.active(), 0.41, 900.0, len(said) / seconds, 2**20, 2**22,
-            self.recalled, 0.94 if self.recalled else None, 3, ({"from": before},) if before != self.mode else (),
+            self.recalled, 0.94 if self.recalled else None, 3,
+            switches=({"from": before},) if before != self.mode else (),
         )  # fmt: skip
         send(self.snapshot())
         send(Finished(reason, "".join(said), stats))

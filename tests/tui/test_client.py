@@ -143,6 +143,6 @@ async def test_a_command_that_does_not_exist(tmp_path):
 
 
 async def test_a_conversation_too_long_for_the_protocol_is_refused(client, monkeypatch):
-    monkeypatch.setattr(client_module.messages, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(client_module.wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(UsageError, match="at most 1,000"):
         client.send(Chat((Turn("user", "x" * 1000),), Sampling()))

@@ -20,7 +20,7 @@ from support.fake_cuda.device import Everywhere, Numbered, gpu
 from torch.nn.attention import bias
 
 from kvchat.kv import attention as dense_attention
-from kvchat.kv.memory import host_pool, pinned
+from kvchat.kv.memory import pinned
 
 
 def install() -> None:

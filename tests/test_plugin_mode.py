@@ -1,0 +1,150 @@
+"""A mode of another package, installed as people install it, in every place where modes show up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvchat import paths
+from kvchat.config.modes import BUILT_IN
+
+pytestmark = pytest.mark.slow
+SOURCE = Path(__file__).parent / "support" / "plugin_mode"
+ROOT = Path(__file__).parents[1]
+GREEDY = ("--temperature", "0", "--max-new-tokens", "12")
+PROMPT = "Tell me a story about a boat. " * 20
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sample package in it, built by its own build system."""
+    source, folder = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("installed")
+    shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
+    command = ["install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", *command, str(source)], check=True, timeout=120)
+    return folder
+
+
+def kvchat(installed: Path, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT))), "TERM": "dumb", **environ}
+    command = [sys.executable, "-m", "kvchat", *args]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, env=env, check=False
+    )
+
+
+def settings(text: str) -> None:
+    paths.config_file().parent.mkdir(exist_ok=True)
+    paths.config_file().write_text(text)
+
+
+def test_it_is_listed_behind_the_built_in_modes(installed: Path) -> None:
+    result = kvchat(installed, "modes", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
+    assert list(listed) == [*(cls.name for cls in BUILT_IN), "recency"]
+    assert listed["recency"]["params"][1] == {
+        "name": "keep",
+        "default": 256,
+        "doc": "most recent tokens, always attended",
+    }
+
+
+def test_listing_modes_does_not_import_its_implementation(installed: Path) -> None:
+    code = (
+        "import sys\nfrom kvchat.cli import main\nprint(sorted(m for m in sys.modules if m.startswith('kvchat_rec')))"
+    )
+    code += "\nassert 'torch' not in sys.modules"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT)))}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=True
+    )
+    assert result.stdout == "['kvchat_recency']\n"
+
+
+def test_it_answers(installed: Path) -> None:
+    result = kvchat(installed, "ask", PROMPT, "--mode", "recency", "--param", "keep=32", "--json", *GREEDY)
+    assert (result.returncode, result.stderr) == (0, "")
+    answer = json.loads(result.stdout)
+    assert answer["mode"] == "recency"
+    assert answer["text"].strip()
+    stats = answer["stats"]
+    assert stats["active_tokens"] == 36 < stats["prompt_tokens"]
+
+
+def test_all_tokens_in_reach_answer_as_full_does(installed: Path) -> None:
+    full, recency = (
+        json.loads(kvchat(installed, "ask", PROMPT, "--json", *GREEDY, *mode).stdout)["token_ids"]
+        for mode in ((), ("--mode", "recency", "--param", "keep=2048"))
+    )
+    assert full == recency
+
+
+def test_it_is_entered_in_the_middle_of_an_answer(installed: Path) -> None:
+    result = kvchat(installed, "ask", PROMPT, "--switch-at", "4:recency,keep=16", "--json", *GREEDY)
+    answer = json.loads(result.stdout)
+    assert [(s["at"], s["mode"]) for s in answer["stats"]["switches"]] == [(4, "recency")]
+
+
+def test_it_has_its_section_of_the_settings(installed: Path) -> None:
+    settings('[kv]\nmode = "recency"\n[kv.recency]\nkeep = 24\n')
+    shown = kvchat(installed, "config", "show", KVCHAT_KV_RECENCY_SINK="2").stdout.splitlines()
+    assert 'kv.mode = "recency"   # config.toml:2' in shown
+    assert "kv.recency.keep = 24   # config.toml:4" in shown
+    assert "kv.recency.sink = 2   # KVCHAT_KV_RECENCY_SINK" in shown
+    answer = json.loads(kvchat(installed, "ask", PROMPT, "--json", *GREEDY).stdout)
+    assert (answer["mode"], answer["stats"]["active_tokens"]) == ("recency", 28)
+    schema = json.loads(kvchat(installed, "config", "schema").stdout)
+    assert schema["$defs"]["RecencyParameters"]["properties"]["keep"]["minimum"] == 1
+    template = installed / "new.toml"
+    assert kvchat(installed, "config", "init", KVCHAT_CONFIG=str(template)).returncode == 0
+    assert "[kv.recency]" in template.read_text()
+
+
+def test_wrong_parameters_are_refused(installed: Path) -> None:
+    result = kvchat(installed, "ask", "Hello", "--mode", "recency", "--param", "keep=0")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == 'kvchat: --param keep: "0" is refused: it must be a whole number of at least 1.\n'
+    settings("[kv.recency]\nkep = 1\n")
+    result = kvchat(installed, "config", "validate")
+    assert result.stderr == (
+        'kvchat: config.toml:2: kv.recency.kep: there is no such setting. Did you mean "keep"?\n  kep = 1\n        ^\n'
+    )
+    assert result.returncode == 2
+
+
+def test_a_parameter_that_modes_share_by_name_only_is_judged_by_the_mode_asked_for(installed: Path) -> None:
+    result = kvchat(installed, "ask", "Hello", "--mode", "sync", "--param", "keep=32")
+    assert result.stderr == 'kvchat: --param keep: "32" is refused: it must be a whole number of at least 64.\n'
+
+
+def test_a_broken_package_is_named_and_stops_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "site"
+    (folder / "broken-1.2.dist-info").mkdir(parents=True)
+    (folder / "broken-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.2\n")
+    (folder / "broken-1.2.dist-info" / "entry_points.txt").write_text("[kvchat.modes]\nworse = broken:Parameters\n")
+    (folder / "broken.py").write_text("raise RuntimeError('It is\\nbroken')")
+    result = kvchat(folder, "modes")
+    assert result.returncode == 0
+    assert result.stdout.startswith("full ")
+    assert result.stderr == 'kvchat: The mode "worse" of broken 1.2 is left out: It is.\n'
+    checks = {check["name"]: check for check in json.loads(kvchat(folder, "doctor", "--json").stdout)["checks"]}
+    assert (checks["modes"]["state"], "broken 1.2" in checks["modes"]["found"]) == ("warning", True)
+
+
+def test_a_mode_whose_implementation_cannot_be_imported_is_refused(installed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "site"
+    shutil.copytree(installed, copy)
+    (copy / "kvchat_recency" / "mode.py").write_text("import nothing_like_it\n")
+    result = kvchat(copy, "ask", "Hello", "--mode", "recency")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "kvchat: The recency mode cannot be imported. kvchat_recency.mode:Recency: ModuleNotFoundError: "
+        "No module named 'nothing_like_it'. Repair or remove the package that provides it.\n"
+    )
