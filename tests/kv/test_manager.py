@@ -67,9 +67,12 @@ def assert_same_memory(one: KVManager, other: KVManager) -> None:
     gc.collect()
     assert one.device_bytes == other.device_bytes
     assert sorted(tensors_of(one).values()) == sorted(tensors_of(other).values())
-    mine = {id(one.geometry), id(other.geometry)}  # other tests of this process may hold stores of their own
+    mine = {
+        id(one.state.geometry),
+        id(other.state.geometry),
+    }  # other tests hold slots too
     alive = [thing for thing in gc.get_objects() if type(thing) is DeviceSlots and id(thing.geometry) in mine]
-    assert len(alive) == len(one.slots) + len(other.slots)
+    assert len(alive) == len(one.state.slots) + len(other.state.slots)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -26,10 +26,10 @@ def decode_step(kv: KVManager, pinned: bool = False) -> Iterator[None]:
     try:
         kv.begin_step(pinned)
         yield
+        kv.commit_step()
     except BaseException:
         kv.rollback_step()
         raise
-    kv.commit_step()
 
 
 @contextmanager

@@ -80,10 +80,10 @@ class ModelRunner:
                 self.kv.begin_step(pinned=token in self._control)
                 self._token.fill_(token)
                 logits = self.graphs.run(self._forward)
+                self.kv.commit_step()
             except BaseException:
                 self.kv.rollback_step()
                 raise
-            self.kv.commit_step()
         return logits
 
     def _forward(self) -> Tensor:

@@ -83,7 +83,7 @@ class Freeze(Mode):
         self._refuse_small_ceiling()
         self.timers: list[Timers] = []
         self._sizes: list[int] = []
-        self._steps = 0
+        self._measured_at = 0
         self._certain = 0
         self._known = 0
 
@@ -173,7 +173,7 @@ class Freeze(Mode):
 
     def _measure(self) -> bool:
         """Note how many slots are wanted for what is active; has it changed?"""
-        self._steps = 0
+        self._measured_at = self.state.steps
         total, first = self.state.total, math.ceil(self.rule.k**2)
         active = [total - int(timers.frozen[:total].sum()) for timers in self.timers]
         sizes = [self._size(slots.n, tokens) for slots, tokens in zip(self.state.slots, active, strict=True)]
@@ -193,8 +193,7 @@ class Freeze(Mode):
     # ---- a step
 
     def prepare_step(self) -> bool:
-        self._steps += 1
-        changed = self._steps >= RESIZE_INTERVAL and self._measure()
+        changed = self.state.steps - self._measured_at >= RESIZE_INTERVAL and self._measure()
         self._known = self.state.total + 1
         for timers in self.timers:
             timers.reserve(self._known)
