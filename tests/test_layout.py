@@ -17,6 +17,7 @@ TEST_FILES = [path for path in FILES if path.name.startswith("test_")]
 EXCEPTIONS = {
     "test_imports": "the layers of the whole package",
     "test_layout": "the tests themselves",
+    "test_plugin_mode": "a KV mode of another package",
     "test_readme": "the README",
     "test_style": "lint, format and types",
     "test_wheel": "the built package",
@@ -25,7 +26,6 @@ EXCEPTIONS = {
     "fake_cuda/test_fake_cuda": "tests/support/fake_cuda",
     "fake_cuda/test_modes_on_fake_cuda": "tests marked cuda, on the fake CUDA device",
     "fake_cuda/test_tape": "tests/support/fake_cuda/tape.py",
-    "kv/memory/test_pinned": "pinned memory, in host_pool.py",
     "kv/modes/test_every_mode": "all modes against the reference",
     "kv/ops/triton/test_compile": "all kernels, compiled for GPUs",
     "kv/test_properties": "all modes over random conversations",

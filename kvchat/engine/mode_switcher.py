@@ -30,7 +30,7 @@ class ModeSwitcher:
 
     Values given at run time (``given``, by mode) override the settings ``mode_params``. ``SHARED`` parameters apply to
     all modes, the others to the mode they were given for. A mode that has to measure the model first does so on the
-    ``stored`` tokens.
+    ``stored`` tokens. ``link_bytes_per_s`` is the measured rate of copies to the device, where a profile has it.
     """
 
     def __init__(
@@ -40,11 +40,13 @@ class ModeSwitcher:
         given: Mapping[str, Params],
         mode_params: Mapping[str, Params],
         stored: Stored,
+        link_bytes_per_s: float | None = None,
     ) -> None:
         self._model = model
         self._given = {name: dict(params) for name, params in given.items()}
         self._mode_params = mode_params
         self._stored = stored
+        self._link_bytes_per_s = link_bytes_per_s
         self._preamble = 0
         self._widened: tuple[Mode, ModeParameters, int] | None = None
         self.calibration = calibration.find(model.revision)
@@ -171,6 +173,6 @@ class ModeSwitcher:
             built = self.build(self.merged(mode, {}))
             if built.limited_by_context:
                 self.check_context(self._kv.total)
-            return Price(mode, *self._kv.check_switch(built))
+            return Price(mode, *self._kv.check_switch(built, self._link_bytes_per_s))
         except KvchatError as error:
             return Price(mode, refusal=str(error))

@@ -74,7 +74,14 @@ def open_session(
         modes.parse(name, params)
     ModeSwitcher.parameters_of(asked.mode, asked.given, asked.mode_params)
     model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, fuse=asked.fast)
-    return Session(model, asked.mode, given=asked.given, mode_params=asked.mode_params, system=system)
+    return Session(
+        model,
+        asked.mode,
+        mode_params=asked.mode_params,
+        system=system,
+        given=asked.given,
+        link_bytes_per_s=asked.link_bytes_per_s,
+    )
 
 
 PRICES_S = 1.0  # switches are priced at most this often
@@ -91,10 +98,13 @@ class Session:
         mode_params: Mapping[str, Params] | None = None,
         system: str | None = None,
         given: Mapping[str, Params] | None = None,
+        link_bytes_per_s: float | None = None,
     ) -> None:
         stored = Stored()
         self._model = model
-        self._switcher = ModeSwitcher(model, mode, given or {mode: params or {}}, mode_params or {}, stored)
+        self._switcher = ModeSwitcher(
+            model, mode, given or {mode: params or {}}, mode_params or {}, stored, link_bytes_per_s
+        )
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
         self._switcher.attach(self._kv)

@@ -247,12 +247,10 @@ class Server:
 
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
-    import kvchat
-
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = _take_streams()
-    server = Server(events, lambda load, progress: kvchat.open_session(load, progress))
+    server = Server(events, _open_session)
     finished = threading.Event()
 
     def read() -> None:
@@ -265,6 +263,12 @@ def main() -> None:
     finished.set()
     with suppress(BrokenPipeError):
         events.close()
+
+
+def _open_session(load: Load, progress: Progress) -> Session:
+    from kvchat.engine.session import open_session  # torch: seconds, after the first event
+
+    return open_session(load, progress)
 
 
 def _take_streams() -> tuple[BinaryIO, BinaryIO]:

@@ -25,7 +25,7 @@ from kvchat.kv.state import KVState
 class SwitchCost(NamedTuple):
     """What entering a mode costs: bytes moved to the device (at most), its device bytes afterwards, and seconds.
 
-    ``seconds`` follows from the rate of earlier fills; None before there was one.
+    ``seconds`` follows from the rate of earlier fills, or of the link; None where neither was measured.
     """
 
     moved_bytes: int
@@ -165,8 +165,8 @@ class KVManager:
 
     # ---- modes
 
-    def check_switch(self, mode: Mode) -> SwitchCost:
-        """Return what entering ``mode`` would cost now.
+    def check_switch(self, mode: Mode, link_bytes_per_s: float | None = None) -> SwitchCost:
+        """Return what entering ``mode`` would cost now; ``link_bytes_per_s`` is used until a fill was timed.
 
         Raises:
             DoesNotFitError: its slots do not fit the device.
@@ -176,9 +176,9 @@ class KVManager:
         plan = mode.plan(capacity)
         needed = plan.device_bytes(state.geometry)
         budget.check_fits(mode.name, needed, capacity, state.device, self.device_bytes)
-        moved, filled = plan.moved_bytes(state.geometry, self.total), state.transfer
-        seconds = moved * filled.filled_seconds / filled.filled_bytes if filled.filled_bytes else None
-        return SwitchCost(moved, needed, seconds)
+        moved = plan.moved_bytes(state.geometry, self.total)
+        rate = state.transfer.fill_rate or link_bytes_per_s
+        return SwitchCost(moved, needed, moved / rate if rate else None)
 
     def switch(self, mode: Mode) -> int:
         """Enter ``mode``; return the bytes moved to the device. What is stored stays as it is, byte for byte.

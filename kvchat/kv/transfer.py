@@ -93,6 +93,11 @@ class Transfer:
         return self.filled_bytes + int(self.totals[0]) * self.pair_bytes
 
     @property
+    def fill_rate(self) -> float:
+        """Bytes per second of the fills so far; 0 before one moved anything."""
+        return self.filled_bytes / self.filled_seconds if self.filled_bytes else 0.0
+
+    @property
     def totals(self) -> Tensor:
         """``[moved, wanted, corrections]``, int64 on the device."""
         return self.counters.sum(0)

@@ -272,8 +272,7 @@ def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFix
 # ---- the process -----------------------------------------------------------------------------------
 
 SERVE_A_FAKE = """
-import os, sys, time
-import kvchat
+import os, sys, time, types
 from support.fake_session import FakeSession
 from kvchat.engine import worker
 
@@ -282,7 +281,8 @@ def on_token(session, n):
     os.write(1, b"a C library prints")
     time.sleep({pause})
 
-kvchat.open_session = FakeSession({pieces}, on_token).open
+session = FakeSession({pieces}, on_token)
+sys.modules["kvchat.engine.session"] = types.SimpleNamespace(open_session=session.open)
 worker.main()
 """
 

@@ -111,7 +111,7 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
     written = filled(pool, 1000)
     before = pool.capacity, pool.nbytes
     monkeypatch.setattr(available, "host_free", lambda: 2**20)
-    with pytest.raises(DoesNotFitError, match=r"K/V of 50,\d+ tokens take 2\d\.\d\d MiB; .* more can be had"):
+    with pytest.raises(DoesNotFitError, match=r"K/V of 50,\d+ tokens take 2\d\.\d\d MiB; .* more are free"):
         pool.reserve(50_000)
     with pytest.raises(DoesNotFitError):
         pool.reserve(200_000)

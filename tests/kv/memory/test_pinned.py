@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.memory import Pins
 
-from kvchat.kv.memory import host_pool as host_module
+from kvchat.kv.memory import pinned
 from kvchat.kv.memory.pinned import CudaRegistrar, PinnedRegion
 
 
@@ -20,7 +20,7 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
     region = PinnedRegion(3 * mmap.PAGESIZE)
     region.register(pins, region.commit(mmap.PAGESIZE))
     region.register(pins, region.commit(3 * mmap.PAGESIZE))
-    seen = host_module._CudaArray(region)  # what a tensor of the device holds
+    seen = pinned.CudaArray(region)  # what a tensor of the device holds
     view = region.bytes[:4]
     del region
     assert len(pins.held) == 2
@@ -59,7 +59,7 @@ def test_the_cuda_runtimes_answers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append(("synchronize",)))
-    monkeypatch.setattr(host_module, "_device_address", lambda address: address)
+    monkeypatch.setattr(pinned, "_device_address", lambda address: address)
     monkeypatch.setattr(CudaRegistrar, "_clear_error", lambda self: said.append(("clear",)))
     registrar = CudaRegistrar(torch.device("cuda", 0))
     registrar.register(4096, 8192)
@@ -72,7 +72,7 @@ def test_the_cuda_runtimes_answers(monkeypatch):
     assert said == [("register", 4096, 8192, 3), ("clear",)]
     said.clear()
     code["register"] = 0
-    monkeypatch.setattr(host_module, "_device_address", lambda address: None)
+    monkeypatch.setattr(pinned, "_device_address", lambda address: None)
     with pytest.raises(RuntimeError, match="does not see"):
         registrar.register(4096, 8192)
     assert said[-1] == ("unregister", 4096)

@@ -12,6 +12,7 @@ from support.toy_model import toy
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
+from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.streaming import pruned_length
@@ -117,7 +118,8 @@ def test_sinks_of_a_system_prompt_and_defaults():
     geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
 
     def resolved(preamble, **params):
-        return build(parse("streaming", params), geometry, traits, preamble).report().params
+        mode = build(parse("streaming", params), geometry, traits, preamble)
+        return KVManager(geometry, torch.device("cpu"), mode).mode.report().params
 
     assert resolved(0).items() >= {"budget": 256, "sink": 4, "window": 252, "R": 64, "sigma": 64, "delta": 16}.items()
     assert resolved(40)["sink"] == 40

@@ -42,7 +42,7 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_digest_widens(shape, dtype, device):
+def test_bounds_widen(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = (PageBounds(g, device) for _ in range(2))
     ops = sides(g, device)
@@ -50,6 +50,6 @@ def test_a_digest_widens(shape, dtype, device):
         bounds.reserve(100)
         for token, page in enumerate((0, 3, 3, 1, 3)):
             keys = noise(token, device, dtype, g.kv_heads, g.d_k)
-            side.ops.update_bounds(bounds, 1, torch.tensor([page], device=device), keys)
+            side.ops.update_bounds(bounds.of(1), torch.tensor([page], device=device), keys)
     assert torch.equal(measured.data, expected.data)
     assert bool((measured.of(1)[:, 3] > -100).all())
