@@ -5,11 +5,9 @@ Shapes: one table ``[1, 1, sink + keep]`` for all layers and heads. Costs: nothi
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.modes.base import Mode, ModelTraits
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, TokenState
 from kvchat_recency import RecencyParameters
 
 
@@ -26,17 +24,12 @@ class Recency(Mode):
         self.sink = parameters.sink
         self.window = parameters.keep
 
-    def layouts(self, capacity: int) -> list[Layout]:
-        return [Layout(0, self.geometry.layers, min(self.sink, capacity), min(self.window, capacity))]
-
-    def num_reachable(self) -> int:
-        return min(self.store.total, self.sink + self.window)
+    def plan(self, capacity: int) -> Plan:
+        return Plan([Layout(0, self.geometry.layers, min(self.sink, capacity), min(self.window, capacity))])
 
     def is_exact(self, tokens: int) -> bool:
         return tokens <= self.sink + self.window
 
-    def reach(self) -> str:
-        return "X"
-
-    def stats(self) -> dict[str, Any]:
-        return {"attended": self.num_reachable()}
+    def report(self) -> ModeReport:
+        read = min(self.state.total, self.sink + self.window)
+        return ModeReport(self.parameters.model_dump(), {"read": read}, TokenState.UNREACHABLE)
