@@ -81,8 +81,12 @@ class KVManager:
     def graph_key(self) -> tuple[object, ...]:
         """Return the CUDA-graph key of this step: equal keys mean the same operations on the same buffers."""
         layouts = (slots.layout for slots in self.state.slots)
-        buffers = (*self.state.graph_buffers(), *self.mode.graph_buffers())
-        return self.mode, self.mode.graph_key(), *layouts, *((t.data_ptr(), t.shape) for t in buffers)
+        buffers = ((t.data_ptr(), t.shape) for t in self.graph_buffers())
+        return self.mode, self.mode.graph_key(), *layouts, *buffers
+
+    def graph_buffers(self) -> list[Tensor]:
+        """Return the tensors that a step reads or changes and that last from step to step."""
+        return [*self.state.graph_buffers(), *self.mode.graph_buffers()]
 
     def forward_begin(self) -> None:
         """Begin the step's forward. From here to ``forward_end`` all is work for the device: a graph can hold it."""

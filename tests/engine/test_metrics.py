@@ -78,7 +78,7 @@ def test_speculative_shows_what_was_recalled_just_now_and_what_is_on_the_host(se
 
 def test_cells_grow_with_the_conversation_and_stay_within_the_limit(session, monkeypatch):
     filled(session, 600)
-    monkeypatch.setattr("kvchat.engine.metrics.MAX_RIBBON_CELLS", 8)
+    monkeypatch.setattr("kvchat.engine.ribbon.MAX_RIBBON_CELLS", 8)
     snapshot = session.snapshot()
     assert (snapshot.cell_tokens, len(snapshot.ribbon)) == (96, 7)
     assert MAX_RIBBON_CELLS == 1024
@@ -132,7 +132,7 @@ def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, mon
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="RTX", uuid="ab"))
     kv = session._kv
     with monkeypatch.context() as patch:
-        patch.setattr(kv, "device", torch.device("cuda"))
+        patch.setattr(kv.state, "device", torch.device("cuda"))
         collector = MetricsCollector(kv, weight_bytes=1, context=2)
     readings = (GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4) if known else ()
     assert collector.snapshot(0).gpu == Gpu("RTX", *readings)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from support.memory import Pins
 
 from kvchat.engine.session import Session
-from kvchat.kv import manager as store_module
+from kvchat.kv import state as state_module
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.choose import triton_refusal
+from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monkeypatch):
     calm, pins = Session(model), Pins()
-    monkeypatch.setattr(store_module, "HostPool", partial(HostPool, registrar=pins))
+    monkeypatch.setattr(state_module, "HostPool", partial(HostPool, registrar=pins))
     session = Session(model)
     assert session.snapshot().badges == ()
     pins.fails_at = pins.calls + 3  # in the third layer, when the pool grows
@@ -39,5 +40,7 @@ def test_a_step_that_cannot_be_captured_has_a_badge(model):
 def test_a_gpu_without_kernels_has_a_badge(model):
     session = Session(model)
     assert session.snapshot().badges == ()
-    session._kv.state.ops._heads = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    state = session._kv.state
+    refusal = triton_refusal(state.geometry, torch.device("cuda"))
+    state.ops = TorchOps(state.geometry, state.host, state.device, refusal)
     assert session.snapshot().badges == ("no Triton kernels: the kernels are for bfloat16 and float16, not float32",)

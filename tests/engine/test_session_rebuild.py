@@ -33,7 +33,7 @@ def logits_after(session: Session, token: int = NEXT) -> torch.Tensor:
 
 def test_a_rebuilt_session_is_a_fresh_full_one(model, reduced):
     fresh = Session(model)
-    fresh.prefill(list(reduced._stored.ids))
+    fresh.prefill(list(reduced._loop.stored.ids))
     exact = logits_after(fresh)
     assert (logits_after(reduced) - exact).abs().max() > 1e-2
     total = reduced.total

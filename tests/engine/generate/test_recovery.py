@@ -23,10 +23,11 @@ class Scripted(Session):
 
     def script(self, unsure: Iterable[int]) -> Scripted:
         self.unsure, self.drawn, self.all_read = set(unsure), 0, []
+        self._genuine_step, self._loop.step = self._loop.step, self._scripted_step
         return self
 
-    def step(self, token: int) -> torch.Tensor:
-        logits = torch.full_like(super().step(token), -torch.inf).clone()
+    def _scripted_step(self, token: int) -> torch.Tensor:
+        logits = torch.full_like(self._genuine_step(token), -torch.inf).clone()
         self.all_read.append(bool(self.attended(0).all()))
         self.drawn += 1
         # No control token may end the answer: the ordinary ones begin at 300.
@@ -143,7 +144,7 @@ def test_what_is_measured():
 
 def test_rewinding_puts_the_sampler_back():
     sampler = Sampler(Sampling(temperature=1.0, seed=5, repetition_penalty=1.5), 50, "cpu")
-    mode = type("Mode", (), {"parameters": type("P", (), {"recovery": True}), "recoveries": ("RR",)})
+    mode = type("Mode", (), {"parameters": type("P", (), {"recovery": True}), "recovery_levels": ("RR",)})
     guard = RecoveryMonitor(sampler)
     for _ in range(20):
         guard.draw(torch.zeros(50), mode)
