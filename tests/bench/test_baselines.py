@@ -17,7 +17,7 @@ def test_baselines_continue_from_the_stored_context(tiny_shape, name):
     """Their logits after the same tokens are full mode's."""
     runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 130)
     ids = [0] * 130
-    baseline = baselines.build(name, tiny_shape, runner.kv, ids, spare=8)
+    baseline = baselines.build(name, tiny_shape, runner.kv.state, ids, spare=8)
     seen = []
     forward = baseline._forward
     baseline._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
