@@ -1,4 +1,4 @@
-"""How the threads that torch computes with wait for each other; used before torch is imported, imports nothing heavy."""
+"""How the threads that torch computes with wait for each other; used before torch is imported."""
 
 from __future__ import annotations
 
