@@ -13,6 +13,7 @@ from kvchat.config.modes import BudgetParameters, ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.generate.prompt import Stored
 from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.engine.memory_errors import explained
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.kv.manager import KVManager
@@ -102,7 +103,7 @@ class ModeSwitcher:
         mode = self.build(chosen)
         if mode.limited_by_context:
             self.check_context(self._kv.total)
-        with torch.inference_mode():
+        with torch.inference_mode(), explained(self._kv, f"entering the {mode.name} mode"):
             moved = self._kv.switch(mode)
         self.parameters = chosen
         return moved + self.calibrate()
@@ -147,8 +148,8 @@ class ModeSwitcher:
         self.narrow()
         mode = self._kv.mode
         if not mode.widens:
-            with torch.inference_mode():
-                mode.recover(level)
+            with torch.inference_mode(), explained(self._kv, "reading more again"):
+                self._kv.recover(level)
         elif level in WIDER:
             narrow = self.parameters
             budget = mode.report().params["budget"] * WIDER[level]

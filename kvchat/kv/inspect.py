@@ -36,8 +36,8 @@ def attended_counts(state: KVState) -> Tensor:
     """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
     alike: Counter[tuple[int, int | None]] = Counter()
     for layer in range(state.geometry.layers):
-        shared = all(slots.layout.shared for slots in state.slots_of[layer])
-        same_as = state.slots_of[layer][0].layout.first if shared else layer
+        held = state.slots_of[layer]
+        same_as = held[0].layout.first if held and all(slots.layout.shared for slots in held) else layer
         spec = state.specs[layer]
         alike[same_as, spec.window if spec else None] += 1
     counts = torch.zeros(state.total, dtype=torch.int64, device=state.device)

@@ -8,6 +8,7 @@ in ``attention`` depends on which mode it is, and a decode step reads nothing ba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import budget
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.state import KVState
 
 
@@ -49,6 +51,8 @@ class KVManager:
         self._stale = False
         # A step or a refill was cut short: tables may name tokens whose K/V never arrived.
         self._dirty = False
+        # Memory ran out while the mode was entered: its slots are not there, or only some of them.
+        self._half_entered = False
         self.mode = mode
         self._enter(mode)
 
@@ -70,7 +74,7 @@ class KVManager:
         Raises:
             DoesNotFitError: the host has no memory for it; nothing changed.
         """
-        if self._stale or self._dirty:
+        if self._stale or self._dirty or self._half_entered:
             self.refill()
         self._make_room(self.total + 1)
         self._dirty = True
@@ -156,7 +160,9 @@ class KVManager:
             fresh: everything stored may be read again, also what the mode had dropped for good.
         """
         state = self.state
-        if self._dirty:
+        if self._half_entered:
+            self._allocate()
+        elif self._dirty:
             for slots in state.slots:
                 slots.truncate(0)
         self._dirty = True
@@ -187,6 +193,8 @@ class KVManager:
     def switch(self, mode: Mode) -> int:
         """Enter ``mode``; return the bytes moved to the device. What is stored stays as it is, byte for byte.
 
+        If memory runs out all the same the old mode is entered again, at the latest before the next step.
+
         Raises:
             DoesNotFitError: there is no room for its slots; the old mode goes on.
         """
@@ -194,10 +202,18 @@ class KVManager:
         before, old = self.state.transfer.moved_bytes(), self.mode
         try:
             self._enter(mode)
-        except Exception:
-            self._enter(old)
+        except BaseException:
+            self.mode, self._half_entered = old, True
+            with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
+                self.refill(fresh=True)
             raise
         return self.state.transfer.moved_bytes() - before
+
+    def recover(self, level: Level) -> None:
+        """Let the mode read more for a while, because the text may have gone wrong."""
+        self._stale = True  # if memory runs out inside, the next step fills the slots first
+        self.mode.recover(level)
+        self._stale = False
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``."""
@@ -239,11 +255,15 @@ class KVManager:
     # ---- inside
 
     def _enter(self, mode: Mode) -> None:
-        self.mode = mode
-        capacity = self.state.geometry.grown(self.total)
-        self.state.allocate(mode.plan(capacity).layouts, capacity)
-        mode.attach(self.state)
+        self.mode, self._half_entered = mode, True
         self.refill(fresh=True)
+
+    def _allocate(self) -> None:
+        """Make the mode's slots; if memory runs out the next refill tries again."""
+        capacity = self.state.geometry.grown(self.total)
+        self.state.allocate(self.mode.plan(capacity).layouts, capacity)
+        self.mode.attach(self.state)
+        self._half_entered = False
 
     def _forget(self, tokens: int) -> None:
         state = self.state

@@ -105,8 +105,7 @@ class KVState:
     def _release_slots(self) -> None:
         """Free the device slots before others are made; what they counted stays counted."""
         self._read_before = self.read_pairs
-        self.slots.clear()
-        self.slots_of.clear()
+        self._use([])
         self.transfer.step_seconds.clear()
 
     def resize(self, layouts: Sequence[Layout], capacity: int) -> None:

@@ -13,6 +13,7 @@ from support.memory import tensors_of
 from support.mode_rows import CORE, MIXED, ROWS
 from support.store_run import Run
 from support.toy_model import toy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import DoesNotFitError
@@ -138,6 +139,52 @@ def test_memory_that_runs_out_in_a_switch_leaves_the_old_mode(row, monkeypatch):
 
 def out_of_memory(*_args, **_kwargs):
     raise torch.OutOfMemoryError("no memory left")
+
+
+class MemoryRunsOut(TorchDispatchMode):
+    """torch's operation number ``at`` raises, or all from there on where memory stays ``short``."""
+
+    def __init__(self, at: int, short: bool) -> None:
+        super().__init__()
+        self.at, self.short, self.count = at, short, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.at or (self.short and self.count > self.at):
+            out_of_memory()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("full", "speculative"),
+        ("streaming", "full"),
+        ("sync", "freeze"),
+        ("speculative", "sync"),
+        ("freeze", "streaming"),
+    ],
+)
+def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short):
+    failed = 0
+    for at in range(1, 1000, 9):
+        run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1])
+        run.prefill(60)
+        run.step(3)
+        target = run.mode(ROWS[new][0], **ROWS[new][1])
+        try:
+            with MemoryRunsOut(at, short):
+                run.kv.switch(target)
+            break
+        except torch.OutOfMemoryError:
+            failed += 1
+        assert run.kv.mode is not target
+        run.reference.enter(len(run.ids))
+        run.step(3)
+        run.check()
+    assert failed > 3
 
 
 # ---- truncation

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from kvchat.engine.generate.graphs import GraphRunner, Recorder, recorder_for
 from kvchat.engine.generate.prompt import control_ids
+from kvchat.engine.memory_errors import explained, is_out_of_memory
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.prefill_memory import bytes_per_token
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration
-from kvchat.units import size
 
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
 # K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
@@ -75,7 +74,7 @@ class ModelRunner:
             DoesNotFitError: memory is short. Nothing is stored then.
         """
         self._check_tokens((token,))
-        with torch.inference_mode(), self._memory_errors_explained("decoding"):
+        with torch.inference_mode(), explained(self.kv, "decoding"):
             try:
                 self.kv.begin_step(pinned=token in self._control)
                 self._token.fill_(token)
@@ -114,26 +113,26 @@ class ModelRunner:
             chunk_size = len(chunk)
             done += chunk_size
             yield chunk, logits
-        with torch.inference_mode(), self._memory_errors_explained("answering"):
+        with torch.inference_mode(), explained(self.kv, "answering"):
             self.kv.refill()
 
     def _planned_chunk(self, tokens: int) -> int:
         """How many of ``tokens`` new ones go through the model at once."""
         if self._token_bytes is None:
-            with self._memory_errors_explained("reading the prompt"):
+            with explained(self.kv, "reading the prompt"):
                 self._token_bytes = bytes_per_token(self.model)
         state = self.kv.state
         return prefill_chunk(state.geometry, state.total, tokens, self._token_bytes, state.device)
 
     def _read_chunk(self, ids: Sequence[int], done: int, tokens: int) -> tuple[Sequence[int], Tensor | None]:
         """Store the next ``tokens`` of ``ids`` after ``done`` of them; half as many whenever memory runs out."""
-        with self._memory_errors_explained("reading the prompt"):
+        with explained(self.kv, "reading the prompt"):
             while True:
                 chunk = ids[done : done + tokens]
                 try:
                     return chunk, self._forward_chunk(chunk, last=done + len(chunk) == len(ids))
-                except torch.OutOfMemoryError:
-                    if len(chunk) <= self.least:
+                except (RuntimeError, MemoryError) as error:
+                    if len(chunk) <= self.least or not is_out_of_memory(error):
                         raise
                 tokens = max(self.least, len(chunk) // 2)
                 # What smaller forwards may use lies scattered in what torch keeps.
@@ -159,7 +158,7 @@ class ModelRunner:
         Raises:
             DoesNotFitError: memory is short; they are forgotten, and the next step fills the slots first.
         """
-        with torch.inference_mode(), self._memory_errors_explained("filling the slots"):
+        with torch.inference_mode(), explained(self.kv, "filling the slots"):
             self.kv.truncate(tokens)
 
     # ---- refusals
@@ -170,21 +169,3 @@ class ModelRunner:
         unknown = next((token for token in ids if not 0 <= token < vocab), None)
         if unknown is not None:
             raise UsageError(f"There is no token {unknown}.", f"{self.model.name} has tokens 0 to {vocab - 1:,}.")
-
-    @contextmanager
-    def _memory_errors_explained(self, doing: str) -> Iterator[None]:
-        """Name what ran out of memory. Nothing of the failed forward is stored.
-
-        Raises:
-            DoesNotFitError: instead of torch's out-of-memory error.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            kv = self.kv
-            raise DoesNotFitError(
-                f"The device ran out of memory while {doing}.",
-                f"The {kv.mode.name} mode holds {size(kv.device_bytes, 2)} of K/V there for {kv.total:,} stored "
-                f"tokens: {str(error).splitlines()[0]}",
-                "Everything stored is kept. Take a smaller budget or the streaming mode, and try again.",
-            ) from error
