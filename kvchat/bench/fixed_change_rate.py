@@ -31,7 +31,7 @@ class FixedChangeRate(Speculative):
         self.rate = rate
 
     def attach(self, state: KVState) -> None:
-        """Attach to the store and draw the order of the pages.
+        """Attach to the state and draw the order of the pages.
 
         Raises:
             UsageError: fewer pages are stored than the rate needs.

@@ -74,7 +74,7 @@ class ModeRun:
         return self._figures
 
     def close(self) -> None:
-        """Do nothing: all memory belongs to the store."""
+        """Do nothing: all memory belongs to the KV manager."""
 
     def _mode(self) -> Mode:
         geometry = geometry_of(self._runner.model)

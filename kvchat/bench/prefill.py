@@ -118,7 +118,7 @@ def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int 
 
 
 def _prepared(runner: ModelRunner, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
-    """Read the prompt once without measuring: the tokens of its largest forward, and the peak the plan foretells."""
+    """Read the prompt once without measuring: the tokens of its largest forward, and the peak prefill_plan predicts."""
     _forget(runner)
     chunk = _read(runner, prompt)
     _forget(runner)

@@ -168,6 +168,9 @@ class SyncParameters(ModeParameters):
     """false keeps all K/V on the device and only masks it"""
 
 
+# These mean the same in every mode; tau or k of one mode is unrelated to that of another.
+SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.model_fields)
+
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,
     FreezeParameters,
@@ -190,6 +193,21 @@ def problems() -> tuple[str, ...]:
 def mode_names() -> list[str]:
     """Names of all modes, in the order F6 visits them."""
     return list(registered())
+
+
+def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
+    """Note values given at run time for ``mode`` in ``given``; a shared one replaces what any mode was given."""
+    for params in given.values():
+        for name in SHARED & changes.keys():
+            params.pop(name, None)
+    given.setdefault(mode, {}).update(changes)
+
+
+def given_for(given: Mapping[str, Params], mode: str) -> tuple[Params, Params]:
+    """The values given at run time that count in ``mode``: shared ones of any mode, and its own."""
+    shared = {name: value for params in given.values() for name, value in params.items() if name in SHARED}
+    own = {name: value for name, value in given.get(mode, {}).items() if name not in SHARED}
+    return shared, own
 
 
 def parse(mode: str, params: Params) -> ModeParameters:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from kvchat.config import modes
-from kvchat.config.modes import BudgetParameters, ModeParameters
+from kvchat.config.modes import ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.generate.prompt import Stored
 from kvchat.engine.generate.runner import geometry_of, traits_of
@@ -22,15 +22,12 @@ from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.protocol.messages import Params, Price
 
-# These mean the same in every mode; tau or k of one mode is unrelated to that of another.
-SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.model_fields)
-
 
 class ModeSwitcher:
     """Builds modes from parameters and lets the KV manager enter them.
 
-    Values given at run time (``given``, by mode) override the settings ``mode_params``. ``SHARED`` parameters apply to
-    all modes, the others to the mode they were given for. A mode that has to measure the model first does so on the
+    Values given at run time (``given``, by mode) override the settings ``mode_params``. ``modes.SHARED`` parameters
+    apply to all modes, the others to the mode they were given for. A mode that has to measure the model first does so on the
     ``stored`` tokens. ``link_bytes_per_s`` is the measured rate of copies to the device, where a profile has it.
     """
 
@@ -74,9 +71,8 @@ class ModeSwitcher:
         Raises:
             UsageError: an unknown mode or parameter, or a value out of range.
         """
-        shared = {name: value for params in given.values() for name, value in params.items() if name in SHARED}
+        shared, own = modes.given_for(given, mode)
         kept = {**mode_params.get(mode, {}), **shared}
-        own = {name: value for name, value in given.get(mode, {}).items() if name not in SHARED}
         return modes.merge(kept, mode, {**own, **(changes or {})})
 
     def build(self, chosen: ModeParameters) -> Mode:
@@ -95,7 +91,7 @@ class ModeSwitcher:
             UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
         """
         moved = self.enter(self.merged(mode, changes))
-        self._remember(mode, changes)
+        modes.remember(self._given, mode, changes)
         return moved
 
     def enter(self, chosen: ModeParameters) -> int:
@@ -165,15 +161,11 @@ class ModeSwitcher:
             if self._kv.mode is mode:
                 self.enter(narrow)
 
-    def _remember(self, mode: str, given: Params) -> None:
-        # Behind all others, so that of values given for several modes the last one counts.
-        self._given[mode] = {**self._given.pop(mode, {}), **given}
-
     def _price(self, mode: str) -> Price:
         try:
             built = self.build(self.merged(mode, {}))
             if built.limited_by_context:
                 self.check_context(self._kv.total)
-            return Price(mode, *self._kv.check_switch(built, self._link_bytes_per_s))
+            return Price(mode, **self._kv.check_switch(built, self._link_bytes_per_s)._asdict())
         except KvchatError as error:
             return Price(mode, refusal=str(error))

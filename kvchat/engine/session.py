@@ -103,7 +103,7 @@ class Session:
         stored = Stored()
         self._model = model
         self._switcher = ModeSwitcher(
-            model, mode, given or {mode: params or {}}, mode_params or {}, stored, link_bytes_per_s
+            model, mode, {mode: params or {}, **(given or {})}, mode_params or {}, stored, link_bytes_per_s
         )
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
@@ -285,7 +285,8 @@ class Session:
 
     def close(self) -> None:
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""
-        for name in ("_loop", "_runner", "_kv", "_metrics", "_switcher", "_model"):
+        self._loop.release()
+        for name in ("_runner", "_kv", "_metrics", "_switcher", "_model"):
             self.__dict__.pop(name, None)
         gc.collect()  # a model's layers and what was fused in them refer to each other
         if torch.cuda.is_available():

@@ -53,7 +53,7 @@ class Geometry:
         return -(-tokens // self.page)
 
     def grown(self, tokens: int) -> int:
-        """Capacity to reserve for a store of ``tokens`` that goes on growing."""
+        """Capacity to reserve for a conversation of ``tokens`` tokens that goes on growing."""
         return grown(tokens, self.headroom)
 
     def round_up(self, tokens: int) -> int:
@@ -62,7 +62,7 @@ class Geometry:
 
 
 def grown(tokens: int, headroom: int = GROWTH_HEADROOM) -> int:
-    """Capacity to reserve for a store of ``tokens`` that goes on growing.
+    """Capacity to reserve for a conversation of ``tokens`` tokens that goes on growing.
 
     A sixteenth ahead: full mode's attention reads the unused slots too, so more would cost every step.
     """

@@ -40,7 +40,7 @@ class KVManager:
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
     ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or
-    ``rollback_prefill``, as often as there are chunks, and ``refill`` before the next step.
+    ``rollback_prefill``, as often as there are chunks. ``refill`` fills the slots at once, else the next step does.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
@@ -51,6 +51,8 @@ class KVManager:
         self._stale = False
         # A step or a refill was cut short: tables may name tokens whose K/V never arrived.
         self._dirty = False
+        # The next refill may read everything again.
+        self._fresh = False
         # Memory ran out while the mode was entered: its slots are not there, or only some of them.
         self._half_entered = False
         self.mode = mode
@@ -72,8 +74,10 @@ class KVManager:
         """Make room for one token; ``pinned`` asks modes to keep it.
 
         Raises:
-            DoesNotFitError: the host has no memory for it; nothing changed.
+            DoesNotFitError: the host has no memory for it; nothing changed. After any other error ``rollback_step``
+                is due.
         """
+        self._end_prefill()
         if self._stale or self._dirty or self._half_entered:
             self.refill()
         self._make_room(self.total + 1)
@@ -133,6 +137,7 @@ class KVManager:
             DoesNotFitError: the host has no memory for them; nothing changed.
         """
         self.state.reserve(self.total + tokens)
+        self._stale = True
         self._prefill = prefill_over(self.state.host, tokens)
 
     def commit_prefill(self, tokens: int, pinned: Sequence[int] = ()) -> None:
@@ -142,16 +147,15 @@ class KVManager:
             self.state.pinned[self.total + torch.tensor(pinned, device=self.state.device)] = True
         self.state.host.total += tokens
         self.state.after_step = False
-        self._stale = True
 
     def rollback_prefill(self) -> None:
         """Undo a forward that raised: nothing of it is stored."""
         self._end_prefill()
 
     def _end_prefill(self) -> None:
-        if self._prefill is not None:
-            self._prefill.close()
-            self._prefill = None
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            prefill.close()
 
     def refill(self, fresh: bool = False) -> None:
         """Let the mode fill its slots for the next token.
@@ -165,13 +169,13 @@ class KVManager:
         elif self._dirty:
             for slots in state.slots:
                 slots.truncate(0)
-        self._dirty = True
+        self._dirty, self._fresh = True, fresh or self._fresh
         state.position.fill_(self.total)
         self._make_room(self.total + 1)
-        self.mode.fill(fresh)
+        self.mode.fill(self._fresh)
         for slots in state.slots:
             slots.attended.copy_(slots.table)
-        self._stale = self._dirty = False
+        self._stale = self._dirty = self._fresh = False
 
     # ---- modes
 
@@ -216,9 +220,13 @@ class KVManager:
         self._stale = False
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``."""
-        self._forget(tokens)
-        self.refill(fresh=True)
+        """Forget all but the first ``tokens``; if filling the slots fails the next step fills them first."""
+        try:
+            self._forget(tokens)
+            self.refill(fresh=True)
+        except BaseException:
+            self._dirty = self._fresh = True
+            raise
 
     # ---- called by the model's attention
 

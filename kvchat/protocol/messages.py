@@ -246,7 +246,7 @@ class Rebuilt:
 class Price:
     """What entering ``mode`` would cost now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
 
-    ``seconds`` is an estimate from what was moved so far; ``refusal`` says why the mode cannot be entered.
+    ``seconds`` is an estimate from earlier fills or the link's rate; ``refusal`` says why it cannot be entered.
     """
 
     mode: str

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
 from kvchat.protocol.messages import Finished, Loaded, Params, Price, Sampling, Snapshot, Stats
 from kvchat.tui.conversation import Conversation
@@ -78,8 +79,8 @@ class ChatState:
     def accept(self, mode: str, params: Params) -> None:
         """Keep those pending values that the engine took, as given for ``mode``."""
         taken = {name: value for name, value in self.pending.items() if params.get(name) == value}
-        # Behind all others: of values given for several modes the last one counts.
-        self.given[mode] = {**self.given.pop(mode, {}), **taken}
+        if taken:
+            modes.remember(self.given, mode, taken)
         self.pending.clear()
 
     def take_later(self, mode: str) -> Params:

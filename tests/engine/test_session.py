@@ -314,3 +314,22 @@ def test_of_shared_values_the_last_given_counts(model) -> None:
     assert session.switch("speculative", budget=192).params["budget"] == 192
     assert session.switch("streaming").params["budget"] == 192
     session.close()
+
+
+def test_a_later_shared_value_is_not_undone_by_a_plain_switch(model) -> None:
+    session = Session(model, "speculative", {"budget": 128})
+    session.switch("streaming", budget=256)
+    assert session.switch("speculative").params["budget"] == 256
+    assert session.switch("streaming").params["budget"] == 256
+    session.close()
+
+
+def test_closing_frees_the_model_under_a_suspended_answer() -> None:
+    session = load("bundled", device="cpu")
+    kept = ref(session.model.model)
+    answer = session.chat("Hello.", Sampling(temperature=0))
+    next(answer)
+    session.close()
+    assert kept() is None
+    session.cancel()
+    assert session.token_ids

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.inspect import check_integrity
+from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.device_slots import DeviceSlots
@@ -382,4 +382,35 @@ def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch)
     run.step(20)
     assert run.kv.state.ops is not before
     assert run.kv.state.transfer.ops is run.kv.state.ops
+    run.check()
+
+
+# ---- what a failure leaves behind
+
+
+def test_a_truncation_that_fails_reads_everything_again_afterwards(monkeypatch):
+    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming"][1])
+    run.prefill(200)
+    run.step(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "load_table", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.kv.truncate(40)
+    other = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming"][1])
+    other.prefill(200)
+    other.step(20)
+    other.truncate(40)
+    for each in (run, other):
+        with decode_step(each.kv), forward(each.kv):
+            for layer in range(each.toy.geometry.layers):
+                each.kv.attention(layer, *each.toy.qkv(layer, [900], 40), each.toy.specs[layer])
+    assert torch.equal(attended(run.kv.state, 0), attended(other.kv.state, 0))
+    check_integrity(run.kv.state)
+
+
+def test_a_prefill_that_is_cut_short_anywhere_costs_nothing():
+    run = Run(toy(PLAIN, page=8), "full")
+    run.prefill(60)
+    run.kv.begin_prefill(10)  # and no more: interrupted before its forward
+    run.step(5)
     run.check()

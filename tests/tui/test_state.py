@@ -19,7 +19,10 @@ def test_values_are_kept_by_the_mode_they_were_given_for_and_the_last_counts():
     s.accept("streaming", {"budget": 256})
     s.pending = {"budget": 512, "sink": 8}
     s.accept("speculative", {"tau": 0.9, "budget": 512, "sink": 16})
-    assert list(s.given.items()) == [("streaming", {"budget": 256}), ("speculative", {"tau": 0.9, "budget": 512})]
+    assert s.given == {"streaming": {}, "speculative": {"tau": 0.9, "budget": 512}}
+    s.pending = {}
+    s.accept("streaming", {"budget": 512})
+    assert s.given["speculative"]["budget"] == 512
     assert s.pending == {}
 
 

@@ -56,6 +56,11 @@ class AnswerLoop:
         """End the answer after the current token or chunk of the prompt; callable from any thread."""
         self._cancelled.set()
 
+    def release(self) -> None:
+        """Let go of the model and its K/V, also where an answer is suspended; ``token_ids`` stay."""
+        for name in ("_runner", "_model", "_kv", "_switcher", "_metrics"):
+            self.__dict__.pop(name, None)
+
     # ---- one answer
 
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:

@@ -141,15 +141,15 @@ class ModelRunner:
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
         device, total = self.model.device, self.kv.total
         with torch.inference_mode():
-            self.kv.begin_prefill(len(chunk))
             try:
+                self.kv.begin_prefill(len(chunk))
                 positions = torch.arange(total, total + len(chunk), device=device)
                 ids = torch.tensor(chunk, device=device)
                 logits = attention_hook.forward(self.model.model, ids, positions, self.kv, logits=last)
+                self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
             except BaseException:
                 self.kv.rollback_prefill()
                 raise
-            self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
         return logits
 
     def truncate(self, tokens: int) -> None:

@@ -182,7 +182,7 @@ class DeviceSlots:
         return larger
 
     def _resettled(self, layout: Layout) -> DeviceSlots:
-        """The tokens of a unordered layout in as many slots as ``layout`` has, from the first slot on."""
+        """The tokens of an unordered layout in as many slots as ``layout`` has, from the first slot on."""
         other = DeviceSlots(layout, self.geometry, self.table.device)
         n = min(self.n, other.n)
         held, read = (

@@ -16,7 +16,7 @@ CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def staging_bytes(geometry: Geometry, stored: int, new: int) -> int:
-    """Device bytes of the buffers of a prefill (``prefill.StagedPrefill``) of ``new`` tokens after ``stored``."""
+    """Device bytes of ``prefill_staging.StagedPrefill`` for ``new`` tokens after ``stored``."""
     pages = geometry.pages(stored + new)
     changed = pages - stored // geometry.page
     page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes

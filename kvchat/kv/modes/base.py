@@ -148,8 +148,8 @@ class Mode:
     def fill(self, fresh: bool) -> None:
         """Bring to the slots what the next token attends to.
 
-        Called after entering the mode, after a prefill and after truncating; ``fresh`` says that everything stored may
-        be read again, also what the mode had dropped for good.
+        Called after entering the mode, after a prefill, after truncating and after a step that was cut short; ``fresh``
+        says that everything stored may be read again, also what the mode had dropped for good.
         """
         for slots in self.state.slots:
             # One less than the window: the next token takes the slot of the oldest.

@@ -159,7 +159,7 @@ class Freeze(Mode):
     def _bring(self) -> None:
         """Make the slots hold exactly the active tokens."""
         self._measure()
-        self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
+        self._resize()
         for slots, timers in zip(self.state.slots, self.timers, strict=True):
             frozen, table = timers.frozen[: self.state.total], slots.table[0, 0].clone()
             held = table[table != EMPTY].long()
@@ -167,9 +167,20 @@ class Freeze(Mode):
             missing = ~frozen
             missing[held] = False
             positions = missing.nonzero().flatten()
-            vacant = (table == EMPTY).nonzero().flatten()
-            table[vacant[: len(positions)]] = positions.to(torch.int32)
+            free = (table == EMPTY).nonzero().flatten()
+            table[free[: len(positions)]] = positions.to(torch.int32)
             self.state.transfer.load_table(slots, table.expand_as(slots.table))
+
+    def _resize(self) -> None:
+        """Resize the slots; where memory runs out the present ones serve as long as the active tokens have room."""
+        present = [slots.n for slots in self.state.slots]
+        try:
+            self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
+        except torch.OutOfMemoryError:
+            active = [self.state.total - int(t.frozen[: self.state.total].sum()) for t in self.timers]
+            if any(tokens + RESIZE_INTERVAL > n for tokens, n in zip(active, present, strict=True)):
+                raise
+            self._sizes = present
 
     def _measure(self) -> bool:
         """Note how many slots are wanted for what is active; has it changed?"""
@@ -258,7 +269,7 @@ class Freeze(Mode):
         return {
             "frozen now": away // len(frozen),
             "mean timer": round(waits / away, 1) if away else 0.0,
-            "thaws a step": round(int(self.thawed) / len(frozen) / steps, 1) if steps else 0.0,
+            "mean thaws": round(int(self.thawed) / len(frozen) / steps, 1) if steps else 0.0,
         }
 
     def _refuse_small_ceiling(self) -> None:

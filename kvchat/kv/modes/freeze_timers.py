@@ -50,11 +50,6 @@ class Timers:
         self.capacity = 0
         self._allocate(grown(0, headroom))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return sum(t.nbytes for t in (self.detections, self.timer, self.since, self.score, self.frozen))
-
     def reserve(self, tokens: int) -> None:
         """Make room for the state of ``tokens``."""
         if tokens > self.capacity:

@@ -29,11 +29,6 @@ class PageBounds:
         )
 
     @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.data.nbytes
-
-    @property
     def pages(self) -> int:
         """Pages there is room for."""
         return self.data.shape[2]

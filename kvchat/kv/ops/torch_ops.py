@@ -45,11 +45,11 @@ class TorchOps:
 
     # ---- append
 
-    def append(self, places: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
+    def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
         """Write the new token's ``key [H, d_k]`` and ``value [H, d_v]`` to its slots and through to the host pool."""
         kv = self._packed(key, value)
         scatter(self.host.rows(layer), self._host_rows, kv.flatten(0, 1))
-        for slots in places:
+        for slots in held:
             slots.write(layer, kv)
 
     def update_bounds(self, bounds: Tensor, page: Tensor, keys: Tensor) -> None:
@@ -60,7 +60,7 @@ class TorchOps:
     # ---- attend
 
     def attend(
-        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
     ) -> tuple[Tensor, Weights | None]:
         """Attention of the KV heads in ``slots``; notes what was read.
 
@@ -69,7 +69,7 @@ class TorchOps:
             layer: which layer.
             query: ``[H_q, d_k]`` of all heads of the model.
             spec: the layer's attention rule.
-            weigh: whether the weights are wanted.
+            needs_weights: whether the weights are wanted.
 
         Returns:
             ``[H, G, d_v]`` and the weights, None where they are not wanted.
@@ -79,7 +79,7 @@ class TorchOps:
         grouped = slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0)
         sinks = None if spec.sinks is None else slots.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
         attended, weights = attend(grouped, slots.keys(layer), slots.values(layer), bias, spec, sinks)
-        return attended, Weights(weights) if weigh else None
+        return attended, Weights(weights) if needs_weights else None
 
     # ---- select
 

@@ -56,12 +56,12 @@ class TritonOps(TorchOps):
         else:
             super().begin_step(position)
 
-    def append(self, places: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
+    def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
         if not self.host.pinned:
-            super().append(places, layer, key, value)
+            super().append(held, layer, key, value)
             return
         with self._on:
-            for slots in places:
+            for slots in held:
                 append.append(slots, self.host.rows(layer), layer, self.position, key, value, self.geometry)
 
     def update_bounds(self, bounds: Tensor, page: Tensor, keys: Tensor) -> None:
@@ -69,11 +69,11 @@ class TritonOps(TorchOps):
             append.update_bounds(bounds, page, keys)
 
     def attend(
-        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, weigh: bool
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
     ) -> tuple[Tensor, Weights | None]:
         with self._on:
             sizes = self.geometry, self.programs, self.tile
-            return attend.attend(slots, layer, self.position, query, spec, weigh, *sizes)
+            return attend.attend(slots, layer, self.position, query, spec, needs_weights, *sizes)
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
         with self._on:

@@ -182,7 +182,7 @@ def test_what_the_screen_shows():
     run.step(30)
     extras = run.kv.mode.report().stats
     assert extras["frozen now"] == 180 - len(run.active())
-    assert extras["thaws a step"] > 0
+    assert extras["mean thaws"] > 0
     assert run.kv.mode.report().absent is TokenState.FROZEN
 
 

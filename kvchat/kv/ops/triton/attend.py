@@ -240,7 +240,7 @@ def attend(
     position: Tensor,
     query: Tensor,
     spec: AttentionSpec,
-    weigh: bool,
+    needs_weights: bool,
     g: Geometry,
     programs: int,
     tile: int,
@@ -257,21 +257,21 @@ def attend(
     sums = torch.empty((*rows, parts, g.d_v), dtype=torch.float32, device=query.device)
     extremes = sums.new_empty((*rows, parts, 2))
     spread = sums.new_empty(rows)
-    logits = sums.new_empty((*rows, slots.n)) if weigh else spread
+    logits = sums.new_empty((*rows, slots.n)) if needs_weights else spread
     attended = query.new_empty((*rows, g.d_v))
     table, picked = slots.table_of(layer), slots.heads is not None
     scale, cap = _base_two(spec)
     _attend_part[width, parts](
         query, kv, table, slots.attended_of(layer), slots.active, position, heads, logits, sums, extremes,
         slots.n, blocks, spec.window or 0, query.stride(0), scale, cap,
-        picked, spec.window is not None, spec.softcap is not None, weigh, len(table),
+        picked, spec.window is not None, spec.softcap is not None, needs_weights, len(table),
         g.group, g.d, g.d_k, g.d_v, padded(g.group), block, cols_k, cols_v,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
     of_heads = spec.sinks is not None, picked, g.group, g.d_v, cols_v, PARTS
     _join[(width * g.group,)](sums, extremes, sinks, heads, attended, spread, parts, *of_heads, num_warps=4)
-    return attended, TritonWeights(logits, spread) if weigh else None
+    return attended, TritonWeights(logits, spread) if needs_weights else None
 
 
 def tile_of(device: torch.device) -> int:

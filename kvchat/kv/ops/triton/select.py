@@ -41,7 +41,7 @@ def _page_scores(
     col = tl.arange(0, COLS)
     inside = (page < pages)[:, None] & (col < D_K)[None, :]
     highest = bounds + (head * pages + page)[:, None] * (2 * D_K) + col[None, :]
-    # An empty page's bounds is the lowest number there is, which times a query would be infinite.
+    # An empty page's bounds are the lowest number there is, which times a query would be infinite.
     high = tl.maximum(tl.load(highest, mask=inside, other=0.0).to(tl.float32), LOWEST)
     low = tl.maximum(tl.load(highest + D_K, mask=inside, other=0.0).to(tl.float32), LOWEST)
     for g in range(GROUP):
