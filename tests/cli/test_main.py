@@ -19,6 +19,7 @@ import kvchat
 from kvchat import paths
 from kvchat.cli import main
 from kvchat.config.modes import registered
+from kvchat.engine.model import checkpoint
 from kvchat.errors import DoesNotFitError, EngineError
 from kvchat.protocol.messages import Load, Sampling, Turn
 from kvchat.tui import app
@@ -47,6 +48,7 @@ Run = Callable[..., Outcome]
 def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
     monkeypatch.setitem(vars(kvchat), "open_session", session.open)
+    monkeypatch.setattr(checkpoint, "locate", lambda name, progress: None)
     return session
 
 
