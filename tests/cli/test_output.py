@@ -48,7 +48,7 @@ def test_ask_on_a_terminal_writes_no_control_character() -> None:
         assert run.finish() == 3  # the refused switch
     assert not forbidden_in(run.written)
     shown = run.written.decode()
-    for name in ("<stage>", "<note>", "<refusal>", "␛]52;c;aGFja2Vk␛\\", "‹U+009B›31m", MARKUP):
+    for name in ("«stage»", "«note»", "«refusal»", "␛]52;c;aGFja2Vk␛\\", "‹U+009B›31m", MARKUP):
         assert name in shown
 
 
@@ -58,7 +58,7 @@ def test_ask_writes_the_very_bytes_to_a_file_and_stays_clean_on_the_terminal(tmp
         run.finish()
     assert answer.read_bytes() == "".join(PIECES).encode() + b"\n"
     assert not forbidden_in(run.written)
-    assert "<note>" in run.written.decode()
+    assert "«note»" in run.written.decode()
 
 
 @pytest.mark.parametrize(

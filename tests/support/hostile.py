@@ -43,7 +43,7 @@ FORBIDDEN = (
 
 def hostile(name: str) -> str:
     """A text with all sequences and markup that begins with its name."""
-    return f"<{name}>" + "".join(SEQUENCES.values()) + MARKUP
+    return f"«{name}»" + "".join(SEQUENCES.values()) + MARKUP
 
 
 def fill(cls: type, **given: Any) -> Any:
@@ -61,7 +61,7 @@ def _value(hint: Any, name: str) -> Any:
     if hint is str:
         return hostile(name)
     if hint == messages.Params:
-        return {hostile(f"{name} key"): hostile(f"{name} value")}
+        return {hostile(f"{name}.key"): hostile(f"{name}.value")}
     if hint in (int, float, bool):
         return hint(1)
     if dataclasses.is_dataclass(hint):

@@ -195,7 +195,7 @@ def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> No
 # ---- what goes out ---------------------------------------------------------------------------------
 
 DRAWN = (
-    *("Loaded.model", "Loaded.notes", "Snapshot.mode", "Snapshot.badges", "Snapshot.extras key", "Gpu.name"),
+    *("Loaded.model", "Loaded.notes", "Snapshot.mode", "Snapshot.badges", "Snapshot.extras.key", "Gpu.name"),
     *("prose", "heading", "fence", "cell", "link", "tail", "withdrawn", "question"),
     *("Recovered.level", "Switched.mode", "SwitchRefused.message", "Failed.title", "Failed.detail", "Failed.hint"),
 )
@@ -205,16 +205,16 @@ def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
     environ = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(FAKE_ENGINE.parents[1])}
     run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(HOSTILE_ENGINE)], environ)
     try:
-        run.until("<Loaded.notes>")
+        run.until("«Loaded.notes»")
         run.type(b"\x1b[200~" + hostile("question").encode() + b"\x1b[201~\r")
-        run.until("<Failed.hint>")
+        run.until("«Failed.hint»")
         run.type(b"crash\r")
-        run.until("<log>")
+        run.until("«log»")
         run.type(b"\x11")
         assert run.finish() == 0
     finally:
         run.close()
     assert not forbidden_in(run.written)
     shown = run.written.decode()
-    assert not [name for name in DRAWN if f"<{name}>" not in shown]
+    assert not [name for name in DRAWN if f"«{name}»" not in shown]
     assert "[bold]markup[/]" in shown
