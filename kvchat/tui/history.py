@@ -76,7 +76,7 @@ def _load(path: Path, size: int) -> list[str]:
         with path.open("rb") as file:
             start = max(file.seek(0, 2) - size, 0)
             file.seek(start)
-            lines = file.read().split(b"\n")  # not splitlines: JSON leaves U+0085, U+2028 and U+2029 as they are
+            lines = file.read().split(b"\n")[:-1]  # not splitlines: JSON leaves U+2028 and others as they are
     except OSError:
         return []
     whole = lines[1:] if start else lines
