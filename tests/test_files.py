@@ -60,14 +60,9 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(write: str, before: bytes |
     assert [name for name in os.listdir(tmp_path) if name != "file"] == []
 
 
-def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path: Path, full_disk: None) -> None:
     path = tmp_path / "file"
     path.write_bytes(OLD)
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
         files.write(path, b"new")
     assert path.read_bytes() == OLD

@@ -395,6 +395,13 @@ def test_locate_creates_nothing(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_leaves_no_settings_file_behind(run: Run, full_disk: None) -> None:
+    outcome = run("config", "init")
+    assert outcome.code == 2
+    assert "cannot be written: No space left" in outcome.err
+    assert not list(paths.config_dir().iterdir())
+
+
 def test_config_init_show_validate_schema(run: Run) -> None:
     assert run("config", "validate").code == 0
     assert run("config", "init").out == f"{paths.config_file()}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,14 +144,10 @@ def test_a_model_with_a_damaged_calibration_works_in_sync_mode(model):
     assert "".join(session.chat("Hello.", Sampling(max_new_tokens=4)))
 
 
-def test_a_full_disk_leaves_the_old_calibration(model, monkeypatch):
+def test_a_full_disk_leaves_the_old_calibration(model, request):
     shipped = find(model.revision)
     file = save(shipped)
-
-    def fail(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    request.getfixturevalue("full_disk")
     with pytest.raises(UsageError, match="cannot be written"):
         save(replace(shipped, measured_on="other text"))
     assert load(file) == shipped
