@@ -30,7 +30,6 @@ EXCEPTIONS = {
     "kv/ops/triton/test_compile": "all kernels, compiled for GPUs",
     "kv/test_properties": "all modes over random conversations",
     "kv/test_readback": "no step of any mode waits for the device",
-    "tui/test_terminal": "the application in a real terminal",
 }
 
 

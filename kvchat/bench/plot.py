@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvchat import files
 from kvchat.bench.rows import named
 from kvchat.errors import UsageError
 
@@ -123,9 +125,11 @@ def _figure(width: float, height: float) -> Figure:
 def _save(figure: Figure, file: Path) -> None:
     from matplotlib import rc_context
 
+    drawn, form = BytesIO(), file.suffix.lower().removeprefix(".")
+    with rc_context(STYLE):
+        figure.savefig(drawn, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
     try:
-        with rc_context(STYLE):
-            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+        files.write(file, drawn.getvalue())
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvchat
+from kvchat.cli.output import note, progress, write
 from kvchat.engine.generate.hold_back import hold_back
+from kvchat.engine.model import checkpoint
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.messages import Finished, Load, Params, Sampling, Stats, Text, Turn
 
@@ -70,7 +72,7 @@ def ask(question: Question) -> int:
         KvchatError: the model cannot be loaded or the answer cannot be given.
     """
     _quiet()
-    session = kvchat.open_session(question.load)
+    session = _open(question.load)
     for text in session.info.notes:
         note(text)
     switcher = _Switcher(session, question.switches)
@@ -83,9 +85,9 @@ def ask(question: Question) -> int:
 
         finished = _answer(session, question, between)
     if question.as_json:
-        _write(json.dumps(_result(session, question.load.mode, finished)) + "\n")
+        write(json.dumps(_result(session, question.load.mode, finished)) + "\n")
     elif not finished.text.endswith("\n"):
-        _write("\n")
+        write("\n")
     for switch in switcher.pending:
         note(f"the answer ended before the switch to {switch.mode} after {switch.after} tokens.")
     if question.show_stats:
@@ -94,9 +96,13 @@ def ask(question: Question) -> int:
     return INTERRUPTED if interrupted else switcher.exit_code
 
 
-def note(text: str) -> None:
-    """One line for the person, on stderr."""
-    sys.stderr.write(f"kvchat: {text}\n")
+def _open(load: Load) -> Session:
+    try:
+        checkpoint.locate(load.model, progress)  # refuses a wrong name before torch is imported, which takes seconds
+        progress("Starting torch")
+        return kvchat.open_session(load, progress)
+    finally:
+        progress("")
 
 
 def stats_table(stats: Stats) -> str:
@@ -128,7 +134,7 @@ def _answer(session: Session, question: Question, between: Callable[[int], None]
     events = session.answer(question.turns, question.sampling, between)
     for event in hold_back(events, lambda: session.withdrawable):
         if isinstance(event, Text) and not question.as_json:
-            _write(event.text)
+            write(event.text)
         elif isinstance(event, Finished):
             return event
     raise AssertionError("an answer ends with Finished")
@@ -143,11 +149,6 @@ def _result(session: Session, mode: str, finished: Finished) -> Params:
         "finish_reason": finished.reason,
         "stats": dataclasses.asdict(finished.stats),
     }
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _cell(value: float | None) -> str:

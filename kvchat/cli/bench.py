@@ -6,12 +6,13 @@ Imports no torch: every command imports what it runs.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvchat import files
+from kvchat.cli.output import echo, report
 from kvchat.errors import UsageError
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
@@ -37,7 +38,7 @@ def passkey_command(
     from kvchat.bench import passkey
 
     variants = mode or passkey.STANDARD
-    result = passkey.run(variants, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=_report)
+    result = passkey.run(variants, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=report)
     _print(result, as_json)
 
 
@@ -60,7 +61,7 @@ def perplexity_command(
 
     variants = mode or perplexity.STANDARD
     result = perplexity.run(
-        variants, texts=text or (), model=model, device=device, tokens=tokens, limit=passages, report=_report
+        variants, texts=text or (), model=model, device=device, tokens=tokens, limit=passages, report=report
     )
     _print(result, as_json)
 
@@ -125,14 +126,14 @@ def decode_command(
         else tuple(name for name in baselines.split(",") if name not in ("", "none")),
         prefill=prefill,
     )
-    result = decode.run(settings, _report)
+    result = decode.run(settings, report)
     _print(result, as_json)
     _save(result, out)
     if plot:
         plots.decode(result, plot)
-        _report(str(plot))
+        report(str(plot))
     if save_profile:
-        _report(f"profile {profiles.save(profiles.Measured(**result['roofline']), device)}")
+        report(f"profile {profiles.save(profiles.Measured(**result['roofline']), device)}")
 
 
 @app.command("prefill")
@@ -155,7 +156,7 @@ def prefill_command(
     from kvchat.bench import prefill  # imports torch, so after the check
 
     lengths = tuple(length or prefill.Settings().lengths)
-    result = prefill.run(prefill.Settings(model, shape, device, dtype, lengths, turn, mode, rounds), _report)
+    result = prefill.run(prefill.Settings(model, shape, device, dtype, lengths, turn, mode, rounds), report)
     _print(result, as_json)
     _save(result, out)
 
@@ -170,16 +171,12 @@ def long_run_command(
     """Device memory and time per step over a long generation."""
     from kvchat.bench import long_run
 
-    _print(long_run.run(tokens, mode, budget, _report), as_json)
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    _print(long_run.run(tokens, mode, budget, report), as_json)
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(result, indent=2))
+        echo(json.dumps(result, indent=2))
 
 
 def _check_folder(file: Path | None) -> None:
@@ -192,7 +189,7 @@ def _save(result: dict[str, Any], file: Path | None) -> None:
     if file is None:
         return
     try:
-        file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        files.write(file, (json.dumps(result, indent=2) + "\n").encode())
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
-    _report(str(file))
+    report(str(file))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvchat import paths
 from kvchat.bench import plot as plots
+from kvchat.cli.output import echo, note, progress
 from kvchat.config.modes import parse
 
 
@@ -32,27 +32,21 @@ def calibrate(
     from kvchat.engine import calibration as engine
     from kvchat.engine.model.load import load_model
 
-    loaded = load_model(model, device, "auto", _progress)
+    loaded = load_model(model, device, "auto", progress)
     samples = engine.file_samples(loaded, texts) if texts else engine.default_samples(loaded)
     read = f"{len(samples)} parts of {', '.join(t.name for t in texts)}" if texts else f"{len(samples)} generated texts"
     measured = engine.calibrate(
-        loaded, samples, read, clusters, lambda done, total: _progress(f"Reading text {done} of {total}")
+        loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")
     )
-    _progress("")
+    progress("")
     chosen = engine.representatives(measured, rule)
     file = engine.save(measured, out)
     for layer, (heads, scores) in enumerate(zip(chosen, measured.retrieval, strict=True)):
         listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)
-        sys.stdout.write(f"layer {layer:>3}: representative KV heads {listed}\n")
-    sys.stdout.write(f"calibration {file}\n")
+        echo(f"layer {layer:>3}: representative KV heads {listed}")
+    echo(f"calibration {file}")
     if plot:
         plots.calibration(measured.similarity, chosen, plot)
-        sys.stdout.write(f"plot        {plot}\n")
+        echo(f"plot        {plot}")
     if out and file != paths.calibration_dir() / f"{measured.revision}.json":
-        sys.stderr.write(f"kvchat: sync mode reads calibrations in {paths.calibration_dir()}, named by revision.\n")
-
-
-def _progress(stage: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{stage}")
-        sys.stderr.flush()
+        note(f"sync mode reads calibrations in {paths.calibration_dir()}, named by revision.")

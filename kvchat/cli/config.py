@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvchat import paths
+from kvchat import files, paths
+from kvchat.cli.output import echo
 from kvchat.config import profiles, schema, sources
 from kvchat.errors import UsageError
 
@@ -18,7 +20,7 @@ app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings
 @app.command()
 def show() -> None:
     """Print every setting with where it was set."""
-    typer.echo("\n".join(sources.load(profiles=profiles.sources).lines()))
+    echo("\n".join(sources.load(profiles=profiles.sources).lines()))
 
 
 @app.command()
@@ -28,25 +30,23 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.")
     sources.resolve(sources.file_source(path))
-    typer.echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
+    echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
 
 
 @app.command()
 def init() -> None:
     """Write a settings file in which every setting is explained."""
     path = paths.config_file()
+    if os.path.lexists(path):
+        raise UsageError(f"{path} is there already and stays as it is.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(sources.template())
-    except FileExistsError:
-        raise UsageError(f"{path} is there already and stays as it is.") from None
+        files.write(path, sources.template().encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
-    typer.echo(path)
+    echo(str(path))
 
 
 @app.command("schema")
 def print_schema() -> None:
     """Print the JSON schema of the settings file."""
-    typer.echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
+    echo(json.dumps(schema.Settings.model_json_schema(), indent=2))

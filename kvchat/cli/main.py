@@ -18,11 +18,12 @@ import typer
 from typer.core import TyperGroup
 
 import kvchat
-from kvchat import paths
+from kvchat import files, paths
 from kvchat.cli import bench, config, options
-from kvchat.cli.ask import Question, SwitchAt, ask, compose, note
+from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Quantize, System
+from kvchat.cli.output import echo, note, report
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved, SettingsSource
@@ -189,7 +190,7 @@ def locate() -> None:
         "bundled profiles": paths.bundled_profiles_dir(),
     }
     for name, path in places.items():
-        typer.echo(f"{name:<17} {path}{'' if path.exists() else '   (not there yet)'}")
+        echo(f"{name:<17} {path}{'' if path.exists() else '   (not there yet)'}")
 
 
 # ---- pieces ----------------------------------------------------------------------------------------
@@ -277,10 +278,8 @@ def _log_traceback() -> str:
     """Append the exception being handled to the log; the sentence that says so."""
     log = paths.log_file()
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a", encoding="utf-8", errors="replace") as file:
-            traceback.print_exc(file=file)
+        files.append(log, traceback.format_exc().encode("utf-8", "replace"))
     except OSError as error:
-        traceback.print_exc()
+        report(traceback.format_exc())
         return f"(the log {log} cannot be written: {error.strerror})"
     return f"(the traceback is in {log})"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import typer
-
-from kvchat.cli.ask import note
+from kvchat.cli.output import echo, note
 from kvchat.config import modes
 from kvchat.config.modes import ModeInfo
 
@@ -16,9 +14,9 @@ def list_modes(as_json: bool) -> None:
     """Print every mode on stdout, and on stderr what was left out."""
     infos = modes.mode_infos()
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2))
+        echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2))
     else:
-        typer.echo("\n".join(_describe(info) for info in infos))
+        echo("\n".join(_describe(info) for info in infos))
     for problem in modes.problems():
         note(problem)
 

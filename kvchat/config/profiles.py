@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvchat import nvml, paths
+from kvchat import files, nvml, paths
 from kvchat.config import schema
 from kvchat.config.schema import Section
 from kvchat.config.sources import SettingsSource, check, file_source
@@ -153,8 +153,7 @@ def save(measured: Measured, device: str = "auto") -> Path:
         document = tomlkit.parse(file.read_text("utf-8")) if file.exists() else tomlkit.document()
         document["match"] = {key: value for key, value in _match_of(gpu).items() if value is not None}
         document["measured"] = {key: value for key, value in measured.model_dump().items() if value not in (None, "")}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(tomlkit.dumps(document), "utf-8")
+        files.write(file, tomlkit.dumps(document).encode())
     except (OSError, ParseError) as error:
         raise UsageError(f"The profile {file} cannot be written.", f"{error}.") from None
     return file

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from kvchat import nvml
 from kvchat.doctor import gpu, installation, libraries, machine
 from kvchat.doctor.check import Check
+from kvchat.foreign_text import visible
 
 GLYPHS = {"ok": "✓", "warning": "!", "problem": "✗"}
 
@@ -44,7 +45,7 @@ def checks(load: libraries.Importer = importlib.import_module) -> Iterator[Check
 
 def _line(check: Check) -> str:
     advice = f"\n{'':<25}→ {check.advice}" if check.advice else ""
-    return f"{GLYPHS[check.state]} {check.state:<8} {check.name:<13} {check.found}{advice}\n"
+    return visible(f"{GLYPHS[check.state]} {check.state:<8} {check.name:<13} {check.found}{advice}\n")
 
 
 def _verdict(found: list[Check]) -> str:

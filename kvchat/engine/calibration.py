@@ -11,6 +11,7 @@ Decision: steps with fewer than 2k tokens before them are left out of S, because
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat import paths
+from kvchat import files, paths
 from kvchat.engine.model import attention_hook, dense_attention
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.synthetic_text import sentences
@@ -212,16 +213,18 @@ def representatives(calibration: Calibration, rule: str) -> list[tuple[int, ...]
 # ---- files ------------------------------------------------------------------------------------------
 
 
-def find(revision: str) -> Calibration | None:
+def find(revision: str, problem: Callable[[UsageError], object] = lambda error: None) -> Calibration | None:
     """The calibration of a model's revision: the person's own, else the one shipped, else None.
 
-    Raises:
-        UsageError: the file is damaged.
+    A damaged file is left out; ``problem`` is called with its refusal.
     """
     for folder in (paths.calibration_dir(), paths.bundled_calibration_dir()):
         file = folder / f"{revision}.json"
-        if file.is_file():
-            return load(file)
+        try:
+            if file.is_file():
+                return load(file)
+        except UsageError as error:
+            problem(error)
     return None
 
 
@@ -240,8 +243,7 @@ def save(calibration: Calibration, file: Path | None = None) -> Path:
     """
     file = file or paths.calibration_dir() / f"{calibration.revision}.json"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(calibration), indent=1) + "\n", "utf-8")
+        files.write(file, (json.dumps(asdict(calibration), indent=1) + "\n").encode())
     except OSError as error:
         raise UsageError(f"{file} cannot be written.", str(error)) from error
     return file
@@ -257,8 +259,22 @@ def load(file: Path) -> Calibration:
         fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
         similarity = tuple(tuple(tuple(map(float, row)) for row in layer) for layer in fields.pop("similarity"))
         retrieval = tuple(tuple(map(float, layer)) for layer in fields.pop("retrieval"))
-        return Calibration(**fields, similarity=similarity, retrieval=retrieval)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return _checked(Calibration(**fields, similarity=similarity, retrieval=retrieval))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{file} is no calibration.", str(error), "Delete it, or run kvchat calibrate again."
         ) from error
+
+
+def _checked(calibration: Calibration) -> Calibration:
+    """Return the calibration if every layer has the same number of heads and every score is a number."""
+    layers = list(zip(calibration.similarity, calibration.retrieval, strict=True))
+    heads = len(calibration.retrieval[0]) if layers else 0
+    rows = [row for similarity, retrieval in layers for row in (*similarity, retrieval)]
+    if any(len(row) != heads for row in rows) or len(rows) != len(layers) * (heads + 1):
+        raise ValueError("The layers have different numbers of heads.")
+    if not all(math.isfinite(score) for row in rows for score in row):
+        raise ValueError("A score is no number.")
+    if not 1 <= calibration.clusters <= heads:
+        raise ValueError(f"{calibration.clusters} clusters of {heads} heads are impossible.")
+    return calibration

@@ -15,7 +15,7 @@ from kvchat.engine.generate.prompt import Stored
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.model.load import LoadedModel
-from kvchat.errors import DoesNotFitError, KvchatError
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
@@ -47,7 +47,8 @@ class ModeSwitcher:
         self._link_bytes_per_s = link_bytes_per_s
         self._preamble = 0
         self._widened: tuple[Mode, ModeParameters, int] | None = None
-        self.calibration = calibration.find(model.revision)
+        self.calibration_problems: list[UsageError] = []
+        self.calibration = calibration.find(model.revision, self.calibration_problems.append)
         self.parameters = self.merged(mode, {})
 
     def attach(self, kv: KVManager) -> None:

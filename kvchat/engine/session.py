@@ -278,7 +278,11 @@ class Session:
             kv_bytes_per_token=kv.state.geometry.token_bytes,
             mode=kv.mode.name,
             params=kv.mode.report().params,
-            notes=(*m.notes, *calibration.notes(m, self._switcher.calibration)),
+            notes=(
+                *m.notes,
+                *map(str, self._switcher.calibration_problems),
+                *calibration.notes(m, self._switcher.calibration),
+            ),
             weights=m.weights,
             fast=m.fused,
         )

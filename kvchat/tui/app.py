@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from textual.app import App
 from textual.binding import BindingType
+from textual.driver import Driver
+from textual.filter import LineFilter
+from textual.notifications import SeverityLevel
 
 from kvchat.config.modes import mode_infos
 from kvchat.errors import UsageError, did_you_mean
+from kvchat.foreign_text import visible
 from kvchat.tui import themes
 from kvchat.tui.actions import bindings, check_keys
 from kvchat.tui.client import EngineClient
@@ -17,6 +21,7 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.palette import CommandProvider
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.help import HelpScreen
+from kvchat.tui.terminal import VisibleText, decode_leniently
 
 
 def run(config: AppConfig) -> int:
@@ -42,6 +47,7 @@ class KvchatApp(App[None]):
 
     def __init__(self, config: AppConfig) -> None:
         super().__init__()
+        self._visible_text = VisibleText()
         self.config = config
         self.client = EngineClient(config.engine_command, config.log_file)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
@@ -52,6 +58,26 @@ class KvchatApp(App[None]):
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The ribbon's colors where a theme leaves them out."""
         return themes.RIBBON_DEFAULTS
+
+    def get_driver_class(self) -> type[Driver]:
+        """The driver of this platform, which survives bytes that are not UTF-8."""
+        return decode_leniently(super().get_driver_class())
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's filters, and the one for control characters."""
+        return (*super().get_line_filters(), self._visible_text)
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:
+        """Show a toast; control characters are marks, and markup is text unless asked for."""
+        super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
 
     def on_mount(self) -> None:
         for theme in self.themes.values():
@@ -64,12 +90,12 @@ class KvchatApp(App[None]):
         try:
             self.rebind(self.config.keys)
         except UsageError as refused:
-            self.notify(str(refused), title="Keys", severity="warning", timeout=12, markup=False)
+            self.notify(str(refused), title="Keys", severity="warning", timeout=12)
         self.push_screen(self.chat)
         for wrong in self.config.problems:
-            self.notify(wrong, title="Settings", severity="warning", timeout=12, markup=False)
+            self.notify(wrong, title="Settings", severity="warning", timeout=12)
         for problem in self._theme_problems:
-            self.notify(str(problem), title="Theme", severity="warning", timeout=12, markup=False)
+            self.notify(str(problem), title="Theme", severity="warning", timeout=12)
 
     async def on_unmount(self) -> None:
         await self.client.close()

@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
+from kvchat import files
 from kvchat.errors import EngineError, UsageError
+from kvchat.foreign_text import visible_fields
 from kvchat.protocol import messages, wire
 
 ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
@@ -157,19 +159,19 @@ class EngineClient:
             self._put(Crashed(code, (*self._log_tail(), problem) if problem else self._log_tail()))
 
     def _put(self, report: Report) -> None:
-        self._inbox.append(report)
+        # The text of an answer goes back to the engine with the next question: cleaned where it is drawn.
+        is_answer = isinstance(report, messages.Text | messages.Finished)
+        self._inbox.append(report if is_answer else visible_fields(report))
         self._arrived.set()
 
-    def _open_log(self) -> BinaryIO | None:
+    def _open_log(self) -> FileIO | None:
         """The log, opened and written to (a full disk shows only on writing); None with ``log_problem`` set."""
         try:
-            self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            with self.log_file.open("ab") as log:
-                log.write(time.strftime("--- engine started %Y-%m-%d %H:%M:%S\n").encode())
-                log.flush()
-                self._log_start = log.tell()
+            files.append(self.log_file, time.strftime("--- engine started %Y-%m-%d %H:%M:%S\n").encode())
+            log = files.open_log(self.log_file)
+            self._log_start = log.seek(0, 2)
             self.log_problem = ""
-            return self.log_file.open("ab")
+            return log
         except OSError as error:
             self.log_problem = f"The engine's log {self.log_file} cannot be written: {error.strerror}."
             return None

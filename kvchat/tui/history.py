@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
+
+from kvchat import files
 
 MAX_ENTRIES = 1000
 MAX_CHARACTERS = 64 * 1024
+MAX_BYTES = 2**20
 
 
 class PromptHistory:
-    """Walked with ``older`` and ``newer``; the text being written is the newest entry and is never lost."""
+    """Walked with ``older`` and ``newer``; the text being written is the newest entry and is never lost.
+
+    The file is read when it is first needed. Beyond ``MAX_BYTES`` it is cut to half of that, the newest entries.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.entries = _load(path) if path else []
-        self._index = len(self.entries)
+        self._steps_back = 0
         self._draft = ""
+
+    @cached_property
+    def entries(self) -> list[str]:
+        """The prompts, oldest first."""
+        return _load(self.path, MAX_BYTES) if self.path else []
 
     def add(self, text: str) -> None:
         """Remember a sent prompt; a repeat of the last one and what is longer than 64 KiB are not kept.
@@ -24,48 +35,57 @@ class PromptHistory:
         Raises:
             OSError: the file cannot be written; the prompt is remembered in memory.
         """
+        self._steps_back = 0
         if len(text) <= MAX_CHARACTERS and self.entries[-1:] != [text]:
             self.entries.append(text)
-            self._save(text)
-        self._index = len(self.entries)
+            if self.path:
+                _save(self.path, text)
 
     def older(self, current: str) -> str | None:
         """The entry before the one shown, None at the oldest."""
-        if self._index == 0:
+        if self._steps_back == len(self.entries):
             return None
-        if self._index == len(self.entries):
+        if self._steps_back == 0:
             self._draft = current
-        self._index -= 1
-        return self.entries[self._index]
+        self._steps_back += 1
+        return self.entries[-self._steps_back]
 
     def newer(self) -> str | None:
         """The entry after the one shown, at last the draft; None there."""
-        if self._index == len(self.entries):
+        if self._steps_back == 0:
             return None
-        self._index += 1
-        return self._draft if self._index == len(self.entries) else self.entries[self._index]
-
-    def _save(self, text: str) -> None:
-        if self.path is None:
-            return
-        self._index = len(self.entries)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(json.dumps(text, ensure_ascii=False) + "\n")
+        self._steps_back -= 1
+        return self.entries[-self._steps_back] if self._steps_back else self._draft
 
 
-def _load(path: Path) -> list[str]:
-    """The last entries of the file; unreadable lines and files count as none."""
+def _save(path: Path, text: str) -> None:
+    files.append(path, _line(text))
+    if path.stat().st_size > MAX_BYTES:
+        files.write(path, b"".join(map(_line, _load(path, MAX_BYTES // 2))))
+
+
+def _line(text: str) -> bytes:
+    return (json.dumps(text, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+
+
+def _load(path: Path, size: int) -> list[str]:
+    """The last entries of the file's last ``size`` bytes; unreadable lines and files count as none."""
+    if not path.is_file():
+        return []
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-MAX_ENTRIES:]
+        with path.open("rb") as file:
+            start = max(file.seek(0, 2) - size, 0)
+            file.seek(start)
+            lines = file.read().split(b"\n")[:-1]  # not splitlines: JSON leaves U+2028 and others as they are
     except OSError:
         return []
-    return [entry for entry in map(_entry, lines) if entry]
+    whole = lines[1:] if start else lines
+    return [entry for entry in map(_entry, whole[-MAX_ENTRIES:]) if entry]
 
 
-def _entry(line: str) -> str:
+def _entry(line: bytes) -> str:
     try:
-        entry = json.loads(line)
-    except ValueError:
+        entry = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
         return ""
     return entry if isinstance(entry, str) else ""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.markup import escape
 
 from kvchat.config.modes import mode_names, registered
 from kvchat.tui.actions import COMMANDS, describe_keys
@@ -42,12 +43,15 @@ class Choice(NamedTuple):
 
 
 class CommandProvider(Provider):
-    """Commands that need an argument are typed into the prompt; the others run at once."""
+    """Commands that need an argument are typed into the prompt; the others run at once.
+
+    Textual reads titles and descriptions as markup; those of themes and of other packages' modes are escaped.
+    """
 
     async def discover(self) -> Hits:
         """List all choices, before anything is typed."""
         for choice in self._choices():
-            yield DiscoveryHit(choice.title, choice.run, help=choice.doc)
+            yield DiscoveryHit(escape(choice.title), choice.run, choice.title, escape(choice.doc))
 
     async def search(self, query: str) -> Hits:
         """Find the choices whose title or description matches."""
@@ -55,7 +59,8 @@ class CommandProvider(Provider):
         for choice in self._choices():
             score = max(matcher.match(choice.title), matcher.match(choice.doc) * 0.5)
             if score > 0:
-                yield Hit(score, matcher.highlight(choice.title), choice.run, help=choice.doc)
+                title = matcher.highlight(escape(choice.title))
+                yield Hit(score, title, choice.run, choice.title, escape(choice.doc))
 
     def _choices(self) -> Iterator[Choice]:
         app = cast("PaletteApp", self.app)

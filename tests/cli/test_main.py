@@ -19,6 +19,7 @@ import kvchat
 from kvchat import paths
 from kvchat.cli import main
 from kvchat.config.modes import registered
+from kvchat.engine.model import checkpoint
 from kvchat.errors import DoesNotFitError, EngineError
 from kvchat.protocol.messages import Load, Sampling, Turn
 from kvchat.tui import app
@@ -47,6 +48,7 @@ Run = Callable[..., Outcome]
 def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
     monkeypatch.setitem(vars(kvchat), "open_session", session.open)
+    monkeypatch.setattr(checkpoint, "locate", lambda name, progress: None)
     return session
 
 
@@ -391,6 +393,13 @@ def test_locate_creates_nothing(run: Run, tmp_path: Path) -> None:
     assert str(paths.config_file()) in out
     assert "(not there yet)" in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_settings_file_behind(run: Run, full_disk: None) -> None:
+    outcome = run("config", "init")
+    assert outcome.code == 2
+    assert "cannot be written: No space left" in outcome.err
+    assert not list(paths.config_dir().iterdir())
 
 
 def test_config_init_show_validate_schema(run: Run) -> None:

@@ -290,6 +290,15 @@ def test_a_machine_without_gpu_is_saved_as_such(nvml: Install) -> None:
     assert profiles.find("auto").measured.read is None
 
 
+def test_a_full_disk_leaves_the_old_profile(nvml: Install, request: pytest.FixtureRequest) -> None:
+    file = profiles.save(Measured(read=9.0))
+    request.getfixturevalue("full_disk")
+    with pytest.raises(UsageError, match=r"cpu\.toml cannot be written.*No space left"):
+        profiles.save(Measured(read=1.0))
+    assert profiles.find("auto").measured.read == 9.0
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
 def test_a_profile_that_cannot_be_written_is_named(nvml: Install) -> None:
     own("cpu.toml", "[kv")
     with pytest.raises(UsageError, match=r"cpu\.toml cannot be written"):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from support.fake_libraries import importing, torch_like
 from support.fake_nvml import FakeGpu, FakeNvml
+from support.hostile import forbidden_in, hostile
 
 from kvchat.doctor import report
 from kvchat.doctor.check import Check
@@ -38,6 +39,16 @@ def test_a_line_a_check_with_what_to_do(found, capsys):
     found.append(Check("torch", "problem", "gone"))
     assert report.doctor(as_json=False) == 1
     assert "kvchat cannot run: 1 to solve first." in capsys.readouterr().out
+
+
+def test_names_of_drivers_and_gpus_are_harmless(found, capsys):
+    found += [Check("GPU", "warning", hostile("name"), hostile("advice"))]
+    report.doctor(as_json=False)
+    report.doctor(as_json=True)
+    out = capsys.readouterr().out
+    assert not forbidden_in(out.encode())
+    assert "«name»" in out
+    assert "«advice»" in out
 
 
 def test_as_json(found, capsys):

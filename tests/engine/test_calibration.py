@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import kvchat
 from kvchat import paths
 from kvchat.engine import calibration
 from kvchat.engine.calibration import Recorder, Sample, find, load, representatives, samples_of, save
@@ -21,6 +23,16 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.protocol.messages import Sampling, Turn
 
 SPEC = AttentionSpec(1.0)
+HEAD = '"revision": "r", "measured_on": "", "clusters": '
+DAMAGED = (
+    *("", "{", "[]", "{}", "[" * 100_000, '{"similarity": [[[1]]], "retrieval": [[1]], "what": 1}'),
+    "{" + HEAD + '1, "similarity": [], "retrieval": []}',
+    "{" + HEAD + '1, "similarity": [[[1, 1], [1]]], "retrieval": [[1, 1]]}',
+    "{" + HEAD + '1, "similarity": [[[1]]], "retrieval": [[1], [1]]}',
+    "{" + HEAD + '1, "similarity": [[[NaN]]], "retrieval": [[1]]}',
+    "{" + HEAD + '2, "similarity": [[[1]]], "retrieval": [[1]]}',
+    "{" + HEAD + '"one", "similarity": [[[1]]], "retrieval": [[1]]}',
+)
 
 
 def fake(kv_heads: int = 3, **more) -> LoadedModel:
@@ -105,11 +117,41 @@ def test_what_is_saved_is_found_by_revision_before_what_is_shipped(model):
     assert find("another") is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"similarity": [[[1]]], "retrieval": [[1]], "what": 1}'])
+@pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_file_is_named(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UsageError, match=r"x\.json is no calibration"):
         load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_is_a_note_and_the_shipped_calibration_holds(model, text):
+    file = paths.calibration_dir() / f"{model.revision}.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    problems = []
+    assert find(model.revision, problems.append) == load(paths.bundled_calibration_dir() / file.name)
+    assert [str(file) in str(problem) for problem in problems] == [True]
+
+
+@pytest.mark.slow
+def test_a_model_with_a_damaged_calibration_works_in_sync_mode(model):
+    file = paths.calibration_dir() / f"{model.revision}.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    session = kvchat.load(device="cpu", mode="sync")
+    assert [str(file) in note for note in session.info.notes if "calibration" in note] == [True]
+    assert "".join(session.chat("Hello.", Sampling(max_new_tokens=4)))
+
+
+def test_a_full_disk_leaves_the_old_calibration(model, request):
+    shipped = find(model.revision)
+    file = save(shipped)
+    request.getfixturevalue("full_disk")
+    with pytest.raises(UsageError, match="cannot be written"):
+        save(replace(shipped, measured_on="other text"))
+    assert load(file) == shipped
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_a_folder_that_cannot_be_written_is_named(model, tmp_path):

@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from support.app_driver import finished, press, prompt, typed
+from support.hostile import forbidden_in, hostile
+from textual.widgets import Static
 
+from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Load
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Problem, Question
+from kvchat.tui.widgets.transcript import Transcript
 
 
 async def test_settings_that_could_not_be_used_are_told(running, config):
@@ -148,3 +152,27 @@ async def test_no_engine_survives_quitting(running):
         await pilot.press("ctrl+q")
         await until(lambda: app._exit)
     assert process.returncode is not None
+
+
+async def test_a_widget_that_draws_foreign_text_as_it_is_sends_no_control_character(running):
+    async with running() as (app, _pilot, until):
+        await app.chat.query_one(Transcript).add(Static(hostile("raw"), markup=False))
+
+        def drawn() -> str:
+            lines = app.screen._compositor.render_strips()
+            return "\n".join(segment.text for line in lines for segment in line)
+
+        await until(lambda: "«raw»" in drawn())
+        assert not forbidden_in(drawn().encode())
+        assert "[bold]markup[/]" in drawn()
+
+
+async def test_control_characters_and_markup_of_a_toast_are_text(running, config):
+    problem = hostile("settings")
+    async with running(replace(config, problems=(problem,), keys={problem: "f9"})) as (app, _pilot, until):
+        app.chat.toast(problem, title=problem)
+        await until(lambda: len(app._notifications) == 3)
+        shown = [f"{toast.title}\n{toast.message}" for toast in app._notifications]
+        assert all(visible(problem) in text for text in shown)
+        assert not forbidden_in("".join(shown).encode())
+        assert not any(toast.markup for toast in app._notifications)

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.hostile_engine import ANSWER
 
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.messages import Chat, Load, Loaded, Prefilled, Sampling, Snapshot, Stop, Text, Turn
+from kvchat.protocol.messages import Chat, Finished, Load, Loaded, Prefilled, Sampling, Snapshot, Stop, Text, Turn
 from kvchat.tui import client as client_module
 from kvchat.tui.client import Crashed, EngineClient, Report, coalesce
 
+HOSTILE_ENGINE = Path(__file__).parents[1] / "support" / "hostile_engine.py"
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_engine.py"))
 
 
@@ -61,6 +63,24 @@ async def test_it_loads_and_answers(client):
     assert loaded.model == "kvchat-pocket"
     client.send(Chat((Turn("user", "hello"),), Sampling()))
     assert (await received(client, Text)).text.startswith("Section")
+
+
+async def test_what_the_engine_reports_is_cleaned_except_the_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HOSTILE_ENGINE.parents[1]))
+    client = EngineClient((sys.executable, str(HOSTILE_ENGINE)), tmp_path / "log")
+    await client.start()
+    client.send(Load())
+    assert "␛]52" in (await received(client, Loaded)).notes[0]
+    client.send(Chat((Turn("user", "hello"),), Sampling()))
+    assert (await received(client, Finished)).text == ANSWER
+    client.send(Chat((Turn("user", "crash"),), Sampling()))
+    assert "␛]52" in "".join((await received(client, Crashed)).log)
+    await client.close()
+
+
+async def test_the_log_is_its_owners(client):
+    await client.start()
+    assert (client.log_file.stat().st_mode & 0o777, client.log_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 async def test_a_crash_tells_exit_code_and_last_lines_of_this_run(client):

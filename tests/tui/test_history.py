@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.history import MAX_CHARACTERS, PromptHistory
+from kvchat.tui.history import MAX_BYTES, MAX_CHARACTERS, MAX_ENTRIES, PromptHistory
 
 
 def test_walking_back_and_forth_keeps_the_draft():
@@ -35,3 +35,45 @@ def test_an_unwritable_file_still_remembers_in_memory(tmp_path):
     with pytest.raises(IsADirectoryError):
         history.add("one")
     assert history.older("") == "one"
+
+
+def test_every_line_separator_of_unicode_survives(tmp_path):
+    texts = ["a\u0085b", "a\u2028b", "a\u2029b", "a\x0bb\x0cc\x1dd", "a\r\nb"]
+    history = PromptHistory(tmp_path / "history")
+    for text in texts:
+        history.add(text)
+    assert PromptHistory(tmp_path / "history").entries == texts
+
+
+def test_the_file_is_read_when_it_is_needed(tmp_path):
+    path = tmp_path / "history"
+    history = PromptHistory(path)
+    PromptHistory(path).add("by another")
+    assert history.older("") == "by another"
+
+
+def test_the_file_is_bounded_and_keeps_the_newest(tmp_path):
+    path = tmp_path / "history"
+    history = PromptHistory(path)
+    for number in range(40):
+        history.add(f"{number} " + "x" * (MAX_CHARACTERS - 10))
+        assert path.stat().st_size <= MAX_BYTES
+    kept = PromptHistory(path).entries
+    assert kept == history.entries[-len(kept) :]
+    assert len(kept) >= MAX_BYTES // 2 // MAX_CHARACTERS - 1
+
+
+def test_a_large_file_of_an_older_version_is_cut(tmp_path):
+    path = tmp_path / "history"
+    path.write_bytes(b"".join(b'"%07d"\n' % number for number in range(3 * MAX_BYTES // 10)))
+    history = PromptHistory(path)
+    assert len(history.entries) == MAX_ENTRIES
+    history.add("new")
+    assert path.stat().st_size <= MAX_BYTES // 2
+    assert PromptHistory(path).entries[-2:] == [f"{3 * MAX_BYTES // 10 - 1:07d}", "new"]
+
+
+def test_the_file_is_its_owners(tmp_path):
+    path = tmp_path / "state" / "history"
+    PromptHistory(path).add("secret")
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.hostile import forbidden_in, hostile
+from support.pty_run import PtyRun
+
+from kvchat.tui.terminal import InputDecoder
 
 pytestmark = [pytest.mark.terminal, pytest.mark.skipif(not shutil.which("ps"), reason="no ps")]
 
@@ -26,6 +30,9 @@ folder, engine = Path(sys.argv[1]), (sys.executable, sys.argv[2])
 sys.exit(run(AppConfig(log_file=folder / "log", history_file=folder / "history", engine_command=engine)))
 """
 PATIENCE_S = 30.0
+
+
+HOSTILE_ENGINE = FAKE_ENGINE.with_name("hostile_engine.py")
 
 
 class Terminal:
@@ -148,3 +155,66 @@ def test_the_engine_ends_with_a_killed_application(terminal: Terminal, tmp_path:
     while alive(engine):
         assert time.monotonic() < deadline, "the engine outlived the application"
         time.sleep(0.05)
+
+
+# ---- what comes in ---------------------------------------------------------------------------------
+
+
+def test_bytes_that_are_not_utf8_are_shown_and_end_nothing(terminal: Terminal) -> None:
+    terminal.sees("● ready")
+    terminal.key("-H", "9b")
+    terminal.type("typed")
+    terminal.sees("\ufffdtyped")
+    terminal("load-buffer", "-", stdin="Grüße".encode("latin-1"))
+    terminal("paste-buffer", "-p", "-r")
+    terminal.sees("\ufffdtypedGr\ufffd\ufffde")
+    terminal.key("Enter")
+    terminal.sees("That is all there is to it.")
+    terminal.key("C-q")
+    terminal.sees("left with 0")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 1000])
+def test_a_paste_is_decoded_the_same_in_pieces_of_any_size(size: int) -> None:
+    sent = b"a\x1b[A\x1b[200~one\x1b[2J\x1b[201~b\xff\x1b\x1b[200~\x1b\xc3\xbc\x1b[20\x1b[201~\x1b[C"
+    decoder = InputDecoder()
+    text = "".join(decoder.decode(sent[i : i + size]) for i in range(0, len(sent), size))
+    assert text == "a\x1b[A\x1b[200~one␛[2J\x1b[201~b\ufffd\x1b\x1b[200~␛ü␛[20\x1b[201~\x1b[C"
+
+
+def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> None:
+    terminal.sees("● ready")
+    terminal("load-buffer", "-", stdin=b"one\r\ntwo\x1b[31mred\x07\rthree")
+    terminal("paste-buffer", "-p", "-r")
+    terminal.until(lambda screen: "two␛[31mred␇" in screen and "three" in screen)
+    assert "❯" not in terminal.screen()  # nothing was sent
+    terminal.key("C-q")
+    terminal.sees("left with 0")
+
+
+# ---- what goes out ---------------------------------------------------------------------------------
+
+DRAWN = (
+    *("Loaded.model", "Loaded.notes", "Snapshot.mode", "Snapshot.badges", "Snapshot.extras.key", "Gpu.name"),
+    *("prose", "heading", "fence", "cell", "link", "tail", "withdrawn", "question"),
+    *("Recovered.level", "Switched.mode", "SwitchRefused.message", "Failed.title", "Failed.detail", "Failed.hint"),
+)
+
+
+def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
+    environ = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(FAKE_ENGINE.parents[1])}
+    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(HOSTILE_ENGINE)], environ)
+    try:
+        run.until("«Loaded.notes»")
+        run.type(b"\x1b[200~" + hostile("question").encode() + b"\x1b[201~\r")
+        run.until("«Failed.hint»")
+        run.type(b"crash\r")
+        run.until("«log»")
+        run.type(b"\x11")
+        assert run.finish() == 0
+    finally:
+        run.close()
+    assert not forbidden_in(run.written)
+    shown = run.written.decode()
+    assert not [name for name in DRAWN if f"«{name}»" not in shown]
+    assert "[bold]markup[/]" in shown

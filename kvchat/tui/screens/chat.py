@@ -17,6 +17,7 @@ from textual.widget import MountError, Widget
 from textual.widgets import Static
 
 from kvchat.errors import KvchatError
+from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Snapshot, Switched
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
 from kvchat.tui.client import EngineClient
@@ -185,16 +186,16 @@ class ChatScreen(Screen[None]):
         return await self._transcript.add(SwitchNote(switched, speed))
 
     def add_note(self, text: str, struck: str = "") -> None:
-        self._add(Note(Content.assemble(text, (struck, "strike dim")) if struck else text))
+        self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))
 
     def add_error(self, error: KvchatError) -> None:
         self._add(Problem(error))
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
-        self.app.notify(text, title=title, severity=severity, timeout=timeout, markup=False)
+        self.app.notify(text, title=title, severity=severity, timeout=timeout)
 
     def log_event(self, text: str) -> None:
-        self.query_one(DetailColumn).log_event(text)
+        self.query_one(DetailColumn).log_event(visible(text))
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)

@@ -13,6 +13,7 @@ from textual.timer import Timer
 from textual.widgets import Static
 
 from kvchat.errors import KvchatError
+from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
 from kvchat.tui import flush
 from kvchat.units import count, figure, size
@@ -47,7 +48,7 @@ class Question(Static):
         self.update(self._content())
 
     def _content(self) -> Content:
-        shown = self.text[:SHOWN_CHARACTERS]
+        shown = visible(self.text[:SHOWN_CHARACTERS])
         more = f" … ({size(len(self.text.encode('utf-8', 'replace')))})" if len(self.text) > SHOWN_CHARACTERS else ""
         body = shown.replace("\n", "\n  ") + more + ("  (queued)" if self.queued else "")
         return Content(f"❯ {body}")
@@ -114,14 +115,15 @@ class Problem(Static):
 
     def __init__(self, error: KvchatError) -> None:
         self.error = error
-        parts = [Content.styled(f"✖ {error.title}", "bold $error"), Content(error.detail)]
-        parts.append(Content.styled(error.hint, "dim"))
+        title, detail, hint = map(visible, (error.title, error.detail, error.hint))
+        parts = [Content.styled(f"✖ {title}", "bold $error"), Content(detail), Content.styled(hint, "dim")]
         super().__init__(Content("\n").join(part for part in parts if part), markup=False)
 
 
 class Answer(Vertical):
-    """One answer, streamed as Markdown. It owns its text; ``collapsed`` it is one plain widget of the same height.
+    """One answer, streamed as Markdown. ``collapsed`` it is one plain widget of the same height.
 
+    It owns its text, which is the engine's to the byte; what is drawn of it is ``visible``.
     ``weight`` counts the widgets it is made of while it is not collapsed.
     """
 
@@ -150,11 +152,11 @@ class Answer(Vertical):
 
     def compose(self) -> ComposeResult:
         if self.collapsed:
-            yield Static(self.text, classes="placeholder", markup=False)
+            yield Static(visible(self.text), classes="placeholder", markup=False)
             return
         from textual.widgets import Markdown  # 40 ms that the first paint need not wait for
 
-        yield Markdown(self.text or None, open_links=False)
+        yield Markdown(visible(self.text) or None, open_links=False)
         tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
         tail.display = not self.finished
         yield tail
@@ -170,7 +172,7 @@ class Answer(Vertical):
     def feed(self, text: str) -> None:
         """Append text; the next flush draws it."""
         self.text += text
-        self._pending += text
+        self._pending += visible(text)
         if self._timer is None:
             self._timer = self.set_timer(flush.SHORTEST_S, self._flush)
 
@@ -179,7 +181,7 @@ class Answer(Vertical):
         kept = len(self.text) - chars
         self.text, withdrawn = self.text[:kept], self.text[kept:]
         self._open, self._pending = flush.OpenBlock(), ""
-        await self._markdown.update(self._open.feed(self.text))
+        await self._markdown.update(self._open.feed(visible(self.text)))
         self._show_tail(self._open.tail)
         return withdrawn
 
@@ -189,7 +191,7 @@ class Answer(Vertical):
         if self._timer:
             self._timer.stop()
         self.set_class(stopped, "stopped")
-        await self._markdown.update(text)
+        await self._markdown.update(visible(text))
         self._show_tail("" if text.strip() else "(no text)", waiting=True)
         line = self.query_one(".receipt", Static)
         line.update(receipt)

@@ -174,7 +174,7 @@ class KvColumn(VerticalScroll, can_focus=False):
     def show(self, s: Snapshot) -> None:
         """Draw one snapshot."""
         mode = self.query_one("#mode-rows", Rowed)
-        mode.border_title, mode.rows = f" {s.mode} ", mode_rows(s)
+        mode.border_title, mode.rows = Content(f" {s.mode} "), mode_rows(s)  # a str would be markup
         self.query_one(Badges).badges = s.badges
         self.query_one("#context-rows", Rowed).rows = context_rows(s)
         # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.

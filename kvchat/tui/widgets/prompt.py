@@ -10,6 +10,7 @@ from textual.binding import BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
 from kvchat.tui.history import PromptHistory
 from kvchat.units import size
@@ -18,7 +19,10 @@ FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would bl
 
 
 class Prompt(TextArea):
-    """A multi-line editor that posts ``Sent``; the text stays until the receiver calls ``accept``."""
+    """A multi-line editor that posts ``Sent``; the text stays until the receiver calls ``accept``.
+
+    Control characters become visible marks before they are in the text: what is sent is what was shown.
+    """
 
     DEFAULT_CSS = """
     Prompt { height: auto; min-height: 3; max-height: 10; border: round $foreground 25%; padding: 0 1;
@@ -67,11 +71,15 @@ class Prompt(TextArea):
         self.load_text("")
         self.prompts.add(text)
 
+    def load_text(self, text: str) -> None:
+        """Replace the text; control characters become visible marks."""
+        super().load_text(visible(text))
+
     def restore(self, text: str) -> None:
         """Put a text back into the prompt, unless another has been begun."""
         if not self.text:
             self.load_text("")
-            self.insert(self._fold(text))
+            self.insert(self._fold(visible(text)))
 
     def action_cursor_up(self, select: bool = False) -> None:
         """Up, or the older prompt at the first line."""
@@ -99,7 +107,8 @@ class Prompt(TextArea):
         """Insert a paste literally; a large one as a placeholder that is expanded when sent."""
         event.prevent_default()
         event.stop()
-        self._replace_via_keyboard(self._fold(event.text.replace("\r\n", "\n").replace("\r", "\n")), *self.selection)
+        text = event.text.replace("\r\n", "\n").replace("\r", "\n")  # terminals send a line's end as CR
+        self._replace_via_keyboard(self._fold(visible(text)), *self.selection)
 
     def _fold(self, text: str) -> str:
         if len(text) <= FOLD_CHARACTERS:

@@ -25,6 +25,7 @@ from kvchat.units import count, short
 GLYPHS = {"S": "▓", "W": "▒", "D": "█", "R": "▲", "H": "░", "F": "·", "X": "╌"}
 CLASSES = {"S": "sink", "W": "window", "D": "device", "R": "recalled", "H": "host", "F": "host", "X": "lost"}
 TICK = "┃"
+UNKNOWN = "?"
 LABEL = " KV "
 MAX_TICKS = 64
 
@@ -152,7 +153,7 @@ class Ribbon(Widget, can_focus=True):
         width, base = self._width(), self.rich_style
         letters = squeeze(self.snapshot.ribbon, width) if self.snapshot else ""
         styles = {letter: base + self._style(name) for letter, name in CLASSES.items()}
-        cells = [Segment(GLYPHS[letter], styles[letter]) for letter in letters]
+        cells = [Segment(GLYPHS.get(letter, UNKNOWN), styles.get(letter, base)) for letter in letters]
         for column in self._tick_columns(width):
             if column < len(cells):
                 cells[column] = Segment(TICK, base + self._style("tick"))
@@ -167,7 +168,7 @@ class Ribbon(Widget, can_focus=True):
     def _text_line(self) -> Strip:
         start, end = self._range()
         letter = self.snapshot.ribbon[start // self.snapshot.cell_tokens] if self.snapshot and end > start else ""
-        where = f" {count(start)}–{count(end - 1)} {RIBBON[letter]}  " if letter else " nothing stored yet"
+        where = f" {count(start)}–{count(end - 1)} {RIBBON.get(letter, UNKNOWN)}  " if letter else " nothing stored yet"
         text = " ".join(self.page_text.split())[: self.size.width]
         base = self.rich_style
         return Strip([Segment(where, base + self._style("label")), Segment(text, base + self._style("text"))])

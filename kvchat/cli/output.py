@@ -1,0 +1,36 @@
+"""What a command prints: results on stdout, everything else on stderr, without control characters for a terminal."""
+
+from __future__ import annotations
+
+import sys
+
+from kvchat.foreign_text import visible
+
+
+def echo(text: str) -> None:
+    """Print lines for a person on stdout."""
+    write(f"{visible(text)}\n")
+
+
+def write(text: str) -> None:
+    """Write a text to stdout: unchanged to a file or a pipe, with control characters as marks to a terminal."""
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Print a line that begins with the program's name on stderr."""
+    report(f"kvchat: {text}")
+
+
+def report(text: str) -> None:
+    """Print lines for a person on stderr."""
+    sys.stderr.write(f"{visible(text)}\n")
+    sys.stderr.flush()
+
+
+def progress(stage: str) -> None:
+    """Show a stage on stderr in place of the one before, an empty one to end; only on a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{visible(stage)}")
+        sys.stderr.flush()

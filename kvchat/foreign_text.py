@@ -1,0 +1,43 @@
+"""Text that kvchat did not write, made harmless for a terminal.
+
+A control character becomes a visible mark: U+2400 and the following for C0 and DEL, ‹U+009B› for C1 and bidirectional
+controls, U+FFFD for a lone surrogate. Newline and tab stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+KEPT = "\n\t"
+BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+
+MARKS = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in KEPT},
+    0x7F: "\u2421",
+    **{code: f"‹U+{code:04X}›" for code in (*range(0x80, 0xA0), *BIDI)},
+    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
+}
+_CONTROL = re.compile("[" + "".join(re.escape(chr(code)) for code in MARKS) + "]")
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with a mark for every control character, and CRLF as a newline."""
+    if not _CONTROL.search(text):
+        return text
+    return text.replace("\r\n", "\n").translate(MARKS)
+
+
+def visible_fields(value: Any) -> Any:
+    """Return ``value`` with every string in it ``visible``: in dataclasses, tuples, lists and dicts, also in keys."""
+    match value:
+        case str():
+            return visible(value)
+        case tuple() | list():
+            return type(value)(map(visible_fields, value))
+        case dict():
+            return {visible_fields(key): visible_fields(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{name: visible_fields(item) for name, item in vars(value).items()})
+    return value

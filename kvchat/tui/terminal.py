@@ -1,0 +1,75 @@
+"""What passes between the application and the terminal: any bytes come in, no control character of a text goes out."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+
+from rich.segment import Segment
+from textual.color import Color
+from textual.driver import Driver
+from textual.filter import LineFilter
+
+from kvchat.foreign_text import MARKS, visible
+
+PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
+_HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
+
+
+class VisibleText(LineFilter):
+    """Control characters of a drawn line become visible marks, whichever widget drew it.
+
+    The widgets make texts ``visible`` before they lay them out; a mark made here may push the rest of its line aside.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Return the segments with marks."""
+        return [Segment(visible(text), style, control) for text, style, control in segments]
+
+
+class InputDecoder:
+    """Decodes what the terminal sends: bytes that are not UTF-8 as U+FFFD, ESC inside a paste as a visible mark.
+
+    Textual's own decoder would end the application, and its parser would take the ESC for keys.
+    """
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_paste = False
+        self._emitted = ""  # the last characters outside a paste, where one may begin
+        self._held = ""  # of a paste, where it may end
+
+    def decode(self, data: bytes, final: bool = False) -> str:
+        """Return the text of the bytes read; what may be half an end of a paste comes with the next ones."""
+        text, self._held = self._held + self._utf8.decode(data, final), ""
+        parts = []
+        while text:
+            part, text = self._pasted(text) if self._is_paste else self._typed(text)
+            parts.append(part)
+        return "".join(parts)
+
+    def _typed(self, text: str) -> tuple[str, str]:
+        before, start, rest = (self._emitted + text).partition(PASTE_START)
+        typed = (before + start)[len(self._emitted) :]
+        self._is_paste = bool(start)
+        self._emitted = "" if start else before[1 - len(PASTE_START) :]
+        return typed, rest
+
+    def _pasted(self, text: str) -> tuple[str, str]:
+        paste, end, rest = text.partition(PASTE_END)
+        self._is_paste = not end
+        if not end and (half := _HALF_END.search(paste)):
+            paste, self._held = paste[: half.start()], half[0]
+        return paste.replace("\x1b", MARKS[0x1B]) + end, rest
+
+
+def decode_leniently(driver: type[Driver]) -> type[Driver]:
+    """Return ``driver``, which then reads the terminal by an ``InputDecoder``.
+
+    It makes its decoder inside the loop that reads, by a name of its module.
+    """
+    module = sys.modules[driver.__module__]
+    if hasattr(module, "getincrementaldecoder"):  # a driver without a terminal decodes nothing
+        vars(module)["getincrementaldecoder"] = lambda encoding: InputDecoder
+    return driver

@@ -1,0 +1,72 @@
+"""An engine whose events are hostile in every field that holds text; the prompt ``crash`` ends it with such a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from support.hostile import fill, hostile
+
+from kvchat.protocol import wire
+from kvchat.protocol.messages import (
+    Chat,
+    Failed,
+    Finished,
+    Load,
+    Loaded,
+    Loading,
+    Peek,
+    Peeked,
+    Prefilled,
+    Preparing,
+    Rebuilt,
+    Recovered,
+    Snapshot,
+    Started,
+    Switched,
+    SwitchRefused,
+    Text,
+    Withdrawn,
+)
+
+ANSWER = "\n\n".join(
+    (
+        hostile("prose"),
+        "# " + hostile("heading"),
+        "```" + hostile("info") + "\n" + hostile("fence") + "\n```",
+        "| a | b |\n|---|---|\n| " + hostile("cell") + " | 1 |",
+        "[" + hostile("link") + "](http://" + hostile("target") + ")",
+        "an entity &#x202e; &#27;]0;hacked&#7; &#155;31m &rlm;",
+        hostile("tail"),
+    )
+)
+
+
+def send(*events: object) -> None:
+    for event in events:
+        sys.stdout.buffer.write(wire.encode(event))  # type: ignore[arg-type]
+    sys.stdout.buffer.flush()
+
+
+def answer() -> None:
+    send(fill(Started), fill(Prefilled), fill(Preparing))
+    send(*(Text(letter, 1) for letter in ANSWER), Text("take this back" + hostile("withdrawn"), 9))
+    send(fill(Recovered), Withdrawn(len(hostile("withdrawn")), 3), fill(Switched), fill(SwitchRefused))
+    send(fill(Snapshot), fill(Rebuilt), Finished("eos", ANSWER, fill(Finished).stats), fill(Failed, fatal=False))
+
+
+def serve() -> None:
+    while (command := wire.read(sys.stdin.buffer)) is not None:
+        if isinstance(command, Load):
+            send(fill(Loading), fill(Loaded), fill(Snapshot))
+        elif isinstance(command, Peek):
+            send(fill(Peeked, start=command.start))
+        elif isinstance(command, Chat) and command.turns[-1].content == "crash":
+            os.write(2, (hostile("log") + "\n").encode())
+            os._exit(3)
+        elif isinstance(command, Chat):
+            answer()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,66 @@
+"""A program in a pseudo terminal: what it writes, byte for byte, and keys for it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+PATIENCE_S = 60.0  # for busy machines
+
+
+class PtyRun:
+    """``written`` are the bytes that reached the terminal; stdin, stdout and stderr are the terminal unless given."""
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], width: int = 220, height: int = 160, **streams: int
+    ) -> None:
+        self.written = b""
+        self._terminal, child = os.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        streams = {"stdin": child, "stdout": child, "stderr": child, **streams}
+        self.process = subprocess.Popen(command, env=environ, start_new_session=True, **streams)
+        os.close(child)
+
+    def until(self, text: str) -> None:
+        """Read until a text has been written."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text.encode() not in self.written:
+            assert time.monotonic() < deadline, f"{text} did not come in {self.written[-3000:]!r}"
+            assert self._read() or self.process.poll() is None, f"it ended before {text}: {self.written[-3000:]!r}"
+
+    def type(self, keys: bytes) -> None:
+        """Type bytes."""
+        os.write(self._terminal, keys)
+
+    def finish(self) -> int:
+        """Read to the end; return the exit code."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it does not end: {self.written[-3000:]!r}"
+            self._read()
+        while self._read():
+            pass
+        return self.process.returncode
+
+    def close(self) -> None:
+        """End the program if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._terminal)
+
+    def _read(self) -> bytes:
+        if not select.select([self._terminal], [], [], 0.1)[0]:
+            return b""
+        data = b""
+        with suppress(OSError):  # the terminal of an ended program
+            data = os.read(self._terminal, 65536)
+        self.written += data
+        return data

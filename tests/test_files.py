@@ -1,0 +1,95 @@
+"""Files are written whole or not at all, for their owner alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvchat import files
+
+OLD = b"what was there"
+FULL = """
+import resource, sys
+from pathlib import Path
+from kvchat import files
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    getattr(files, sys.argv[1])(Path(sys.argv[2]), b"x" * 5000)
+except OSError as error:
+    sys.exit(f"refused: {error.strerror}")
+"""
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture(autouse=True)
+def open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("write", [files.write, files.append])
+def test_files_and_folders_are_their_owners(write, tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    write(path, OLD)
+    assert path.read_bytes() == OLD
+    assert (mode(path), mode(path.parent), mode(path.parent.parent)) == (0o600, 0o700, 0o700)
+    path.chmod(0o644)
+    write(path, OLD)
+    assert mode(path) == 0o600
+    assert os.listdir(path.parent) == ["file"]
+
+
+@pytest.mark.parametrize("write", ["write", "append"])
+@pytest.mark.parametrize("before", [OLD, None])
+def test_a_file_that_does_not_fit_leaves_the_old_one(write: str, before: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    result = subprocess.run([sys.executable, "-c", FULL, write, path], capture_output=True, text=True, check=False)
+    assert result.stderr.startswith("refused: ")
+    assert (path.read_bytes() if path.exists() else b"") == (before or b"")
+    assert [name for name in os.listdir(tmp_path) if name != "file"] == []
+
+
+def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path: Path, full_disk: None) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(OLD)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(path, b"new")
+    assert path.read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "file", tmp_path / "link"
+    target.write_bytes(OLD)
+    link.symlink_to(target)
+    files.write(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+
+
+def test_a_device_is_written_to_and_stays_one() -> None:
+    before = os.stat("/dev/null")
+    files.write(Path("/dev/null"), b"gone")
+    files.append(Path("/dev/null"), b"gone")
+    after = os.stat("/dev/null")
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+    with pytest.raises(OSError, match="No space left"):
+        files.append(Path("/dev/full"), b"x")
+
+
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 255)
+    files.write(path, OLD)
+    assert path.read_bytes() == OLD

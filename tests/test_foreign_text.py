@@ -1,0 +1,72 @@
+"""Control characters become visible marks; all other text stays as it is."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import get_args
+
+import pytest
+from support.hostile import FORBIDDEN, MARKUP, SEQUENCES, fill
+
+from kvchat.foreign_text import visible, visible_fields
+from kvchat.protocol.messages import Event
+
+BIDI_CLASSES = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+
+
+@pytest.mark.parametrize("text", SEQUENCES.values(), ids=SEQUENCES)
+def test_no_sequence_stays(text: str) -> None:
+    shown = visible(f"before{text}after")
+    assert shown.startswith("before")
+    assert shown.endswith("after")
+    assert not any(unicodedata.category(character) in ("Cc", "Cf", "Cs") for character in shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[6n", "␛[6n"),
+        ("\x00\x07\x7f", "␀␇␡"),
+        ("\x9b31m", "‹U+009B›31m"),
+        ("\u202e\u200f\u061c\u2066", "‹U+202E›‹U+200F›‹U+061C›‹U+2066›"),
+        ("a\ud800b", "a\ufffdb"),
+        ("one\r\ntwo\rthree\n\tfour", "one\ntwo␍three\n\tfour"),
+    ],
+)
+def test_marks(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+@pytest.mark.parametrize("text", ["", "plain\n\ttext", "Grüße 日本語 👩\u200d💻 é\u0301", "مرحبا", MARKUP])
+def test_other_text_stays(text: str) -> None:
+    assert visible(text) == text
+
+
+def test_every_character_is_kept_or_marked() -> None:
+    for code in range(0x110000):
+        character = chr(code)
+        is_control = unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
+        is_bidi = unicodedata.bidirectional(character) in BIDI_CLASSES or character in "\u200e\u200f\u061c"
+        assert (visible(character) != character) == (is_control or is_bidi), code
+
+
+@pytest.mark.parametrize("cls", get_args(Event), ids=lambda cls: cls.__name__)
+def test_every_field_of_every_event_is_cleaned(cls: type) -> None:
+    event = fill(cls)
+    shown = visible_fields(event)
+    assert type(shown) is cls
+    written = repr_of(shown)
+    assert not [sequence for sequence in FORBIDDEN if sequence in written]
+    assert written.count(MARKUP) == repr_of(event).count(MARKUP)
+
+
+def repr_of(value: object) -> str:
+    """All strings in a value, unescaped."""
+    match value:
+        case str():
+            return value
+        case dict():
+            return "".join(map(repr_of, [*value, *value.values()]))
+        case tuple() | list():
+            return "".join(map(repr_of, value))
+    return "".join(map(repr_of, vars(value).values())) if hasattr(value, "__dict__") else ""
