@@ -24,6 +24,7 @@ class PtyRun:
         self.written = b""
         self._terminal, child = os.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        environ = {name: value for name, value in environ.items() if name not in ("COLUMNS", "LINES")}
         streams = {"stdin": child, "stdout": child, "stderr": child, **streams}
         self.process = subprocess.Popen(command, env=environ, start_new_session=True, **streams)
         os.close(child)
