@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SHOWN_CHARACTERS = 4000
 SETTLED_TOKENS = 64
+TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 
 
 class Question(Static):
@@ -88,8 +89,8 @@ class SwitchNote(Note):
             self.close(now)
 
     def close(self, now: float) -> None:
-        """Show the speed of the tokens so far; without any the note stays open for the next answer."""
-        if not self.settled and self._begun is not None and self._tokens and now > self._begun:
+        """Show the speed of the tokens so far; of too few the note stays open for the next answer."""
+        if not self.settled and self._begun is not None and self._tokens and now - self._begun >= TIMED_S:
             self.settled = True
             self.update(self._line(self._tokens / (now - self._begun)))
 

@@ -30,6 +30,16 @@ def test_an_answer_that_ends_earlier_fills_it_in():
     assert "41 -> 58 tok/s" in str(line.content)
 
 
+def test_text_that_comes_all_at_once_tells_no_speed():
+    line = note()
+    line.count(1, now=10.0)
+    line.count(SETTLED_TOKENS, now=10.00001)
+    line.close(now=10.00002)
+    assert not line.settled
+    assert "tok/s" in str(line.content)
+    assert "->" not in str(line.content).split("tok ·")[1]
+
+
 def test_nothing_known_nothing_said_and_what_was_reduced_is():
     assert str(note(None).content) == "── full -> speculative · 14,203 tok ──"
     assert "120 tok computed with less context" in str(note(reduced_tokens=120).content)
