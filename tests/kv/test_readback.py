@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -55,15 +55,19 @@ def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
 @contextmanager
 def unwatched_room(kv: KVManager) -> Iterator[None]:
     """Before a step slots may be made, and a mode may look how many it needs; no graph holds that."""
-    make_room = kv._make_room
-
-    def apart(tokens: int) -> None:
-        with _disable_current_modes():
-            make_room(tokens)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv, "_make_room", apart)
+        patch.setattr(kv, "_make_room", unwatched(kv._make_room))
+        patch.setattr(kv.mode, "prepare_step", unwatched(kv.mode.prepare_step))
+        patch.setattr(kv.state, "resize", unwatched(kv.state.resize))
         yield
+
+
+def unwatched(do: Callable) -> Callable:
+    def apart(*args):
+        with _disable_current_modes():
+            return do(*args)
+
+    return apart
 
 
 @pytest.mark.parametrize("row", ROWS)

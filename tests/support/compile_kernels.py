@@ -54,7 +54,7 @@ def launch_everything(dtype, d, tokens):
     query, key = (torch.zeros(heads, 1, d, dtype=dtype)[:, 0] for heads in (HEADS * GROUP, HEADS))
     bounds = PageBounds(g, CPU)
     bounds.reserve(tokens)
-    ops.update_bounds(bounds, 0, torch.zeros(1, dtype=torch.int64), key)
+    ops.update_bounds(bounds.of(0), torch.zeros(1, dtype=torch.int64), key)
     scores = ops.page_scores(query, bounds.of(0), 0.1)
     flagged = ops.needs_correction(query, query, 0.8)
     everything = Layout(0, LAYERS, 0, tokens)
