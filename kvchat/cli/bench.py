@@ -19,14 +19,20 @@ app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure spe
 
 Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+Shape = Annotated[
+    str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
+]
+Variants = Annotated[list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")]
+Mode = Annotated[str, typer.Option(help="the KV mode")]
+Budget = Annotated[int, typer.Option(help="tokens per KV head")]
+Out = Annotated[Path | None, typer.Option(help="write the JSON object to this file")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
 
 
 @app.command("passkey")
 def passkey_command(
-    mode: Annotated[
-        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")
-    ] = None,
+    mode: Variants = None,
     cases: Annotated[int, typer.Option(min=1, help="conversations")] = 40,
     tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 3000,
     seed: Annotated[int, typer.Option(help="the same seed gives the same conversations")] = 0,
@@ -44,9 +50,7 @@ def passkey_command(
 
 @app.command("perplexity")
 def perplexity_command(
-    mode: Annotated[
-        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")
-    ] = None,
+    mode: Variants = None,
     text: Annotated[
         list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")
     ] = None,
@@ -68,13 +72,11 @@ def perplexity_command(
 
 @app.command("decode")
 def decode_command(
-    mode: Annotated[
-        list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")
-    ] = None,
+    mode: Variants = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="tokens before the measured ones; repeatable")
     ] = None,
-    budget: Annotated[int, typer.Option(help="tokens per KV head")] = 512,
+    budget: Budget = 512,
     change_rate: Annotated[
         list[str] | None,
         typer.Option(help="share of speculative's pages that is new at each step, or natural; repeatable"),
@@ -85,14 +87,12 @@ def decode_command(
         str | None, typer.Option(help="transformers' dynamic, static, compile, offloaded, generate; by commas, or none")
     ] = None,
     model: Model = "bundled",
-    shape: Annotated[
-        str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
-    ] = "",
+    shape: Shape = "",
     prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Dtype = "auto",
     as_json: Json = False,
-    out: Annotated[Path | None, typer.Option(help="write the JSON object to this file")] = None,
+    out: Out = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="draw the times to .svg or .png (needs kvchat[plot])")
     ] = None,
@@ -121,9 +121,7 @@ def decode_command(
         change_rates=tuple(change_rate or standard.change_rates),
         steps=steps,
         rounds=rounds,
-        baselines=None
-        if baselines is None
-        else tuple(name for name in baselines.split(",") if name not in ("", "none")),
+        baselines=_names(baselines),
         prefill=prefill,
     )
     result = decode.run(settings, report)
@@ -140,16 +138,14 @@ def decode_command(
 def prefill_command(
     length: Annotated[list[int] | None, typer.Option(min=1, help="tokens of a prompt; repeatable")] = None,
     turn: Annotated[int, typer.Option(min=1, help="tokens of a second prompt after it")] = 64,
-    mode: Annotated[str, typer.Option(help="the KV mode")] = "streaming",
+    mode: Mode = "streaming",
     rounds: Annotated[int, typer.Option(min=1, help="rounds in which both have their turn")] = 3,
     model: Model = "bundled",
-    shape: Annotated[
-        str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
-    ] = "",
+    shape: Shape = "",
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Dtype = "auto",
     as_json: Json = False,
-    out: Annotated[Path | None, typer.Option(help="write the JSON object to this file")] = None,
+    out: Out = None,
 ) -> None:
     """Time and peak memory of reading a prompt, against transformers' one forward in the same run."""
     _check_folder(out)
@@ -164,14 +160,19 @@ def prefill_command(
 @app.command("long-run")
 def long_run_command(
     tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,
-    mode: Annotated[str, typer.Option(help="the KV mode")] = "streaming",
-    budget: Annotated[int, typer.Option(help="tokens per KV head")] = 512,
+    mode: Mode = "streaming",
+    budget: Budget = 512,
     as_json: Json = False,
 ) -> None:
     """Device memory and time per step over a long generation."""
     from kvchat.bench import long_run
 
     _print(long_run.run(tokens, mode, budget, report), as_json)
+
+
+def _names(baselines: str | None) -> tuple[str, ...] | None:
+    """The baselines named, by commas; None where nothing was said."""
+    return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:

@@ -84,7 +84,7 @@ class KVManager:
         self._dirty = True
         self.state.pinned.index_fill_(0, self.state.position.view(1), pinned)
         if self.mode.prepare_step():
-            self.state.resize(self.mode.plan(self.state.capacity).layouts, self.state.capacity)
+            self._resize(self.state.capacity)
 
     def graph_key(self) -> tuple[object, ...]:
         """Return the CUDA-graph key of this step: equal keys mean the same operations on the same buffers."""
@@ -285,5 +285,8 @@ class KVManager:
         """Grow the host pool, and the slots that hold everything."""
         self.state.reserve(tokens)
         if tokens > self.state.capacity:
-            capacity = self.state.geometry.grown(tokens)
-            self.state.resize(self.mode.plan(capacity).layouts, capacity)
+            self._resize(self.state.geometry.grown(tokens))
+
+    def _resize(self, capacity: int) -> None:
+        """Let the slots be those that the mode plans for ``capacity`` tokens."""
+        self.state.resize(self.mode.plan(capacity).layouts, capacity)
