@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, config, options
+from kvchat.cli import bench, chats, config, options
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Quantize, System
@@ -70,6 +70,7 @@ app = typer.Typer(
 )
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(chats.app, name="chats")
 
 
 # ---- commands --------------------------------------------------------------------------------------
@@ -87,6 +88,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
     param: Param = None,
     system: System = None,
     theme: Annotated[str | None, typer.Option(help="name of a theme")] = None,
+    resume: Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")] = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat in the terminal with a local model, and switch how its K/V is kept while it answers."""
@@ -95,7 +97,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
         typer.echo(f"kvchat {kvchat.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        raise typer.Exit(_run_application(given))
+        raise typer.Exit(_run_application(given, resume))
     for flag in given.origins.values():
         raise UsageError(f"{flag} stands before the command; put it behind: kvchat {ctx.invoked_subcommand} {flag} ...")
 
@@ -182,6 +184,7 @@ def locate() -> None:
         "own themes": paths.user_themes_dir(),
         "own profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
+        "conversations": paths.database(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),
@@ -196,7 +199,7 @@ def locate() -> None:
 # ---- pieces ----------------------------------------------------------------------------------------
 
 
-def _run_application(flags: SettingsSource) -> int:
+def _run_application(flags: SettingsSource, resume: bool) -> int:
     problems: list[UsageError] = []
 
     def tolerant(device: str) -> Iterable[SettingsSource]:
@@ -224,6 +227,8 @@ def _run_application(flags: SettingsSource) -> int:
         theme_dirs=(paths.user_themes_dir(),),
         log_file=paths.log_file(),
         history_file=paths.history_file() if chosen.ui.history else None,
+        database=paths.database() if chosen.ui.conversations else None,
+        resume=resume,
         problems=(*map(str, problems), *modes.problems()),
     )
     return run(application)

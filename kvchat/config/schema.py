@@ -115,6 +115,8 @@ class UiSettings(Section):
     """name of a bundled or own theme"""
     history: bool = True
     """keep prompts for the next start"""
+    conversations: bool = True
+    """keep conversations on disk; without it they end with the application"""
 
 
 class Settings(Section):

@@ -98,6 +98,7 @@ class KvchatApp(App[None]):
             self.notify(str(problem), title="Theme", severity="warning", timeout=12)
 
     async def on_unmount(self) -> None:
+        await self.controller.close()
         await self.client.close()
 
     def rebind(self, keys: Mapping[str, str]) -> None:

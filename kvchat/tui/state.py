@@ -8,10 +8,11 @@ from enum import Enum, auto
 
 from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
+from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.messages import Finished, Loaded, Params, Price, Sampling, Snapshot, Stats
-from kvchat.tui.conversation import Conversation
 from kvchat.units import count, figure, percent, size
 
+Footed = tuple[Message, str]
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 
 
@@ -36,6 +37,8 @@ class ChatState:
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
     answered yet, ``later`` those kept for the next mode that has them. ``first_mode`` is that of the answer's start.
+    ``edited`` is the id of the question that the next one sent takes the place of. ``is_stored`` says whether the
+    engine's K/V are of this conversation, not of the one before.
     """
 
     conversation: Conversation
@@ -49,9 +52,10 @@ class ChatState:
     first_mode: str = ""
     phase: Phase = Phase.LOADING
     stage: str = ""
+    edited: str | None = None
+    is_stored: bool = False
     info: Loaded | None = None
     snapshot: Snapshot | None = None
-    stats: list[Stats] = field(default_factory=list)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -71,10 +75,20 @@ class ChatState:
         if snapshot.mode == self.mode:
             self.params = snapshot.params
 
-    def clear(self) -> None:
-        """Forget the conversation and its statistics."""
-        self.conversation.clear()
-        self.stats.clear()
+    def exchange(self, conversation: Conversation) -> None:
+        """Go over to another conversation, of which nothing is stored yet."""
+        self.conversation, self.edited, self.is_stored = conversation, None, False
+
+    def footer(self, message: Message) -> str:
+        """The line under a message: the receipt of an answer, and its place among its siblings."""
+        siblings = self.conversation.siblings(message.id)
+        place = f"{siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
+        cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
+        return " · ".join(filter(None, (message.receipt or cut, place)))
+
+    def footed(self) -> list[Footed]:
+        """The messages of the path with their footers."""
+        return [(message, self.footer(message)) for message in self.conversation.path]
 
     def accept(self, mode: str, params: Params) -> None:
         """Keep those pending values that the engine took, as given for ``mode``."""

@@ -38,7 +38,7 @@ def answers(app: KvchatApp) -> list[Answer]:
 def finished(app: KvchatApp, count: int = 1) -> bool:
     """Whether so many answers are complete and the engine is ready."""
     state = app.controller.state
-    return len(state.stats) == count and state.phase is Phase.READY and answers(app)[-1].finished
+    return len(state.conversation.stats) == count and state.phase is Phase.READY and answers(app)[-1].finished
 
 
 def press(app: App[None], *keys: str) -> None:

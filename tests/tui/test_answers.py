@@ -45,7 +45,7 @@ async def test_an_answer_stopped_before_the_first_word_gives_the_question_back(a
     assert (asked.view.prompt, asked.turns) == ("one", [])
     assert asked.view.answers[0].removed
     assert asked.view.questions[0].removed
-    assert asked.controller.state.stats == []
+    assert asked.controller.state.conversation.stats == []
 
 
 async def test_an_abandoned_answer_keeps_its_text(asked):

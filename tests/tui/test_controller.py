@@ -92,19 +92,6 @@ async def test_stopping_is_sent_only_during_an_answer(chat):
     assert chat.client.sent[-1] == Stop()
 
 
-async def test_regenerating_replaces_the_last_answer(chat):
-    await chat.load()
-    with pytest.raises(UsageError, match="no question"):
-        await chat.controller.regenerate()
-    await chat.ask("one")
-    with pytest.raises(UsageError, match="busy"):
-        await chat.controller.regenerate()
-    await chat.controller.handle(DONE)
-    await chat.controller.regenerate()
-    assert [answer.removed for answer in chat.view.answers] == [True, False]
-    assert chat.client.sent[-1].turns == (Turn("user", "one"),)
-
-
 async def test_rebuilding_needs_an_engine_that_is_ready(chat):
     with pytest.raises(UsageError, match="busy"):
         chat.controller.rebuild()
@@ -120,10 +107,10 @@ async def test_a_new_conversation_stops_and_forgets(chat):
     await chat.ask("queued")
     await chat.controller.new()
     assert chat.client.sent[-1] == Stop()
-    assert (chat.turns, chat.view.cleared) == ([], 1)
+    assert (chat.turns, chat.view.shown, chat.view.prompt) == ([], [([], [], None)], "queued")
     await chat.controller.handle(Text("late", 1))
     await chat.controller.handle(DONE)
-    assert (chat.turns, chat.controller.state.stats, chat.phase) == ([], [], Phase.READY)
+    assert (chat.turns, chat.controller.state.conversation.stats, chat.phase) == ([], [], Phase.READY)
     assert chat.view.answers[0].text == ""
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.messages import Finished, Price, Sampling, Snapshot, Stats
-from kvchat.tui.conversation import Conversation
 from kvchat.tui.state import ChatState, describe_modes, describe_price, summarize
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message
+from textual.message import Message as WidgetMessage
 from textual.timer import Timer
 from textual.widgets import Static
 
+from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from textual.widgets import Markdown
 
 SHOWN_CHARACTERS = 4000
+COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
 SETTLED_TOKENS = 64
 TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 
@@ -38,21 +40,34 @@ class Question(Static):
         super().__init__(classes="queued" if queued else "", markup=False)
         self.text = text
         self.queued = queued
+        self.message = ""
+        self._footer = ""
 
     def on_mount(self) -> None:
         self.update(self._content())
 
-    def send(self) -> None:
-        """Show that the question is no longer queued."""
+    def send(self, message: Message, footer: str) -> None:
+        """Show that the question is no longer queued: it is ``message`` now."""
         self.queued = False
+        self.message, self._footer = message.id, footer
         self.remove_class("queued")
-        self.update(self._content())
+        if self.is_mounted:
+            self.update(self._content())
 
     def _content(self) -> Content:
         shown = visible(self.text[:SHOWN_CHARACTERS])
         more = f" … ({size(len(self.text.encode('utf-8', 'replace')))})" if len(self.text) > SHOWN_CHARACTERS else ""
         body = shown.replace("\n", "\n  ") + more + ("  (queued)" if self.queued else "")
-        return Content(f"❯ {body}")
+        return Content.assemble(f"❯ {body}", (f"  {self._footer}" if self._footer else "", "dim not bold"))
+
+
+def past_message(message: Message, footer: str) -> Question | Answer:
+    """The widget of a message that was said before."""
+    if message.role == "assistant":
+        return Answer.past(message, footer)
+    question = Question(message.text)
+    question.send(message, footer)
+    return question
 
 
 class Note(Static):
@@ -137,12 +152,13 @@ class Answer(Vertical):
     Answer > .receipt { color: $text-disabled; }
     """
 
-    class Grew(Message):
+    class Grew(WidgetMessage):
         """More of the answer is on screen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.text = ""
+        self.message = ""
         self.receipt = ""
         self.collapsed = False
         self.finished = False
@@ -186,17 +202,28 @@ class Answer(Vertical):
         self._show_tail(self._open.tail)
         return withdrawn
 
-    async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
-        """Show the complete answer, parsed once more as one text, with the receipt under it."""
-        self.text, self.receipt, self.finished = text, receipt, True
+    @classmethod
+    def past(cls, message: Message, footer: str) -> Answer:
+        """An answer given before, collapsed until the reader comes near."""
+        answer = cls()
+        answer._take(message, footer)
+        answer.collapsed = True
+        return answer
+
+    def _take(self, message: Message, footer: str) -> None:
+        self.message, self.text, self.receipt, self.finished = message.id, message.text, footer, True
+        self.set_class(message.ending not in COMPLETE, "stopped")
+
+    async def finish(self, message: Message, footer: str) -> None:
+        """Show the complete answer, parsed once more as one text, with the line ``footer`` under it."""
+        self._take(message, footer)
         if self._timer:
             self._timer.stop()
-        self.set_class(stopped, "stopped")
-        await self._markdown.update(visible(text))
-        self._show_tail("" if text.strip() else "(no text)", waiting=True)
+        await self._markdown.update(visible(self.text))
+        self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
         line = self.query_one(".receipt", Static)
-        line.update(receipt)
-        line.display = bool(receipt)
+        line.update(footer)
+        line.display = bool(footer)
         self.weight = sum(1 for _ in self.walk_children())
         self.post_message(self.Grew())
 

@@ -75,11 +75,13 @@ class Prompt(TextArea):
         """Replace the text; control characters become visible marks."""
         super().load_text(visible(text))
 
-    def restore(self, text: str) -> None:
-        """Put a text back into the prompt, unless another has been begun."""
-        if not self.text:
-            self.load_text("")
-            self.insert(self._fold(visible(text)))
+    def restore(self, text: str) -> bool:
+        """Put a text back into the prompt, unless another has been begun; whether it was."""
+        if self.text:
+            return False
+        self.load_text("")
+        self.insert(self._fold(visible(text)))
+        return True
 
     def action_cursor_up(self, select: bool = False) -> None:
         """Up, or the older prompt at the first line."""
