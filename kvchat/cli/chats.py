@@ -98,13 +98,15 @@ def _store() -> Iterator[ConversationStore]:
 
 
 def _find(store: ConversationStore, beginning: str) -> str:
-    """The id that begins so; a deleted or unknown one is left to the store to refuse."""
+    """The id that begins so."""
     found = [summary.id for summary in store.recent(limit=-1) if summary.id.startswith(beginning)]
+    if not found:
+        raise UsageError(f'There is no conversation "{beginning}".', hint="`kvchat chats list` shows them.")
     if len(found) > 1:
         raise UsageError(
             f'{len(found)} conversations have an id that begins with "{beginning}".', hint="Give more of it."
         )
-    return found[0] if found else beginning
+    return found[0]
 
 
 def _line(summary: Summary) -> str:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.messages import Chat, Finished, Load, Peek, Rebuild, Stats, Stop, Switch, Switched, Text, Turn
+from kvchat.protocol.messages import (
+    Chat,
+    Finished,
+    Load,
+    Peek,
+    Rebuild,
+    Snapshot,
+    Stats,
+    Stop,
+    Switch,
+    Switched,
+    Text,
+    Turn,
+)
+from kvchat.tui import controller
 from kvchat.tui.client import Crashed
 from kvchat.tui.controller import PEEK_TOKENS
 from kvchat.tui.state import Phase
@@ -182,3 +198,61 @@ async def test_a_command_too_long_for_the_protocol_is_shown(chat):
     chat.controller.rebuild()
     assert chat.view.errors == [chat.client.send_error] * 2
     assert (chat.view.prompt, chat.turns) == ("one", [])
+
+
+async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
+    monkeypatch.setattr(controller, "CHECKPOINT_S", 0.01)
+    assert await chat.controller.open_archive(resume=True) is None
+    assert "no earlier conversation" in chat.view.toasts[0]
+    await chat.load()
+    await chat.ask("one")
+    assert (await chat.controller.archive.latest()).title == "one"
+    await chat.controller.handle(Text("par", 1))
+    keeping = asyncio.create_task(chat.controller.keep())
+    while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
+        await asyncio.sleep(0.01)
+    keeping.cancel()
+    await chat.controller.close()
+
+
+async def test_another_conversation_is_opened_at_the_message_found(chat):
+    await chat.controller.open_archive()
+    await chat.load()
+    with pytest.raises(UsageError, match="no earlier"):
+        await chat.controller.open_last()
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    first = chat.controller.state.conversation
+    await chat.controller.branches.regenerate()
+    await chat.controller.handle(Finished("eos", "hello", Stats(generated_tokens=1)))
+    await chat.controller.new()
+    assert chat.turns == []
+    await chat.controller.open_last()
+    assert chat.turns == ["one", "hello"]
+    assert chat.view.shown[-1][0] == ["one", "hello"]
+    hi = next(message for message in first.messages.values() if message.text == "hi")
+    await chat.controller.open(first.id, hi.id)
+    assert chat.turns == ["one", "hi"]
+    await chat.controller.fork()
+    assert chat.controller.state.conversation.id != first.id
+    await chat.controller.close()
+
+
+async def test_panels_show_nothing_of_the_conversation_before(chat):
+    snapshot = Snapshot("full", {}, 9.0, 9, 100, 1, 1, ribbon="D", attended="9")
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    await chat.controller.handle(snapshot)
+    assert chat.view.snapshots[-1] == snapshot
+    await chat.controller.new()
+    await chat.controller.handle(snapshot)
+    shown = chat.view.snapshots[-1]
+    assert (shown.total, shown.ribbon, shown.kv_host_bytes) == (0, "", 1)
+
+
+async def test_the_system_prompt_given_by_hand_goes_into_new_conversations(chat):
+    await chat.load()
+    chat.controller.set_system("be brief")
+    await chat.controller.new()
+    assert chat.controller.state.conversation.system == "be brief"

@@ -208,6 +208,7 @@ class Answer(Vertical):
         answer = cls()
         answer._take(message, footer)
         answer.collapsed = True
+        answer.weight = 4 + message.text.count("\n")  # a block has a line or more; counted once it is parsed
         return answer
 
     def _take(self, message: Message, footer: str) -> None:
@@ -224,7 +225,7 @@ class Answer(Vertical):
         line = self.query_one(".receipt", Static)
         line.update(footer)
         line.display = bool(footer)
-        self.weight = sum(1 for _ in self.walk_children())
+        self._weigh()
         self.post_message(self.Grew())
 
     async def set_collapsed(self, collapsed: bool) -> None:
@@ -234,6 +235,8 @@ class Answer(Vertical):
         self.styles.height = self.size.height if collapsed else "auto"
         self.collapsed = collapsed
         await self.recompose()
+        if not collapsed:
+            self._weigh()
 
     async def _flush(self) -> None:
         self._timer = None
@@ -258,6 +261,9 @@ class Answer(Vertical):
     def _markdown(self) -> Markdown:
         markdown: Markdown = self.query_one("Markdown")  # type: ignore[assignment]
         return markdown
+
+    def _weigh(self) -> None:
+        self.weight = sum(1 for _ in self.walk_children())
 
     def _show_tail(self, text: str, waiting: bool = False) -> None:
         for tail in self.query(".tail").results(Static):

@@ -7,12 +7,12 @@ from textual.widgets import Markdown, Static
 
 from kvchat.protocol.messages import Turn
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.bars import ModeBar
+from kvchat.tui.widgets.bars import KeyHints, ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import Welcome
+from kvchat.tui.widgets.transcript import Transcript, Welcome
 
 
 async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
@@ -167,3 +167,29 @@ async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
         assert prompt(app).text == "draft"
         assert prompt(app).has_focus
         assert finished(app)
+
+
+async def test_keys_act_on_a_chosen_message_and_typing_goes_to_the_prompt(running):
+    async with running() as (app, pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        transcript = app.chat.query_one(Transcript)
+        transcript.focus()
+        await pilot.press("y")
+        await until(lambda: prompt(app).text == "y" and prompt(app).has_focus)
+        prompt(app).load_text("")
+        transcript.focus()
+        await pilot.press("up")
+        assert app.chat.chosen == answers(app)[0].message
+        hints = app.chat.query_one(KeyHints)
+        await until(lambda: " Y copy " in hints.render().plain and " [ branch " in hints.render().plain)
+        await pilot.press("y")
+        assert app.clipboard.startswith("Section 3")
+        await pilot.press("c")
+        assert app.clipboard.startswith("def interest")
+        await pilot.press("up", "up", "e")
+        await until(lambda: prompt(app).text == "hello")
+        assert "editing" in str(prompt(app).border_title)
+        assert app.chat.chosen is None
+        await pilot.press("escape")
+        assert prompt(app).border_title in ("", None)
