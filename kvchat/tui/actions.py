@@ -121,8 +121,6 @@ ACTIONS = (
            doc="recompute exactly what was computed with less context"),
     Action(id="new", keys="ctrl+n", command="new", run=conversation_commands.new,
            doc="new conversation; the present one is kept"),
-    Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", action="conversations", hint="chats",
-           doc="the conversations kept: search, open, delete"),
     Action(id="last", keys="ctrl+r", command="last", run=conversation_commands.resume_last,
            doc="go on with the conversation before"),
     Action(id="title", command="title", usage="TEXT", run=conversation_commands.set_title,
@@ -139,6 +137,8 @@ ACTIONS = (
     Action(id="copy", command="copy", run=commands.copy_message, doc="copy the last answer to the clipboard"),
     Action(id="code", command="code", run=commands.copy_code, doc="copy the last block of code of the last answer"),
     Action(id="theme", command="theme", usage="NAME", action="app.theme", doc="change the theme; alone: list them"),
+    Action(id="thinking", keys="ctrl+t", command="thinking", action="thinking",
+           doc="show or fold what a model thought before its answers"),
     Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
     Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
@@ -149,6 +149,8 @@ ACTIONS = (
            doc="command palette"),
     Action(id="help", keys="f1", command="help", action="app.help", scope="app", hint="help",
            doc="keys, commands and modes"),
+    Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", action="conversations", hint="chats",
+           doc="the conversations kept: search, open, delete"),
     Action(id="quit", keys="ctrl+q", command="quit", action="app.quit", scope="app", doc="quit"),
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}

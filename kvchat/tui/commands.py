@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Params
-from kvchat.tui import sampling
+from kvchat.tui import sampling, thinking
 from kvchat.tui.controller import ChatController
 from kvchat.tui.state import describe_modes, summarize
 
@@ -136,7 +136,7 @@ def parse_literal(text: str) -> int | float | bool | str:
 def _chosen_text(chat: ChatController) -> str:
     conversation = chat.state.conversation
     chosen = conversation.messages.get(chat.view.chosen or "")
-    text = chosen.text if chosen else conversation.last_answer()
+    text = thinking.split(chosen.text if chosen else conversation.last_answer())[1]
     if not text:
         raise UsageError("There is no answer to copy yet.", hint="Ask something first.")
     return text

@@ -12,7 +12,8 @@ from textual.widgets import Static
 
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.messages import Answer, Note
+from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.messages import Note
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.transcript import Transcript
 

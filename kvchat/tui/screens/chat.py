@@ -28,8 +28,9 @@ from kvchat.tui.history import PromptHistory
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
+from kvchat.tui.widgets.answer import Answer, past_message
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
-from kvchat.tui.widgets.messages import Answer, Note, Problem, Question, SwitchNote, past_message
+from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
@@ -163,6 +164,10 @@ class ChatScreen(Screen[None]):
         shown = bool(self.query_one(KvColumn).display)
         self.set_class(not shown, "panels-on")
         self.set_class(shown, "panels-off")
+
+    def action_thinking(self) -> None:
+        """Show or fold thoughts."""
+        self.toggle_class("thoughts-on")
 
     def action_newest(self) -> None:
         """Scroll to the newest line and follow it."""

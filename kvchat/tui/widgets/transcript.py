@@ -18,7 +18,8 @@ from textual.widgets import Static
 
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
-from kvchat.tui.widgets.messages import Answer, Question
+from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.messages import Question
 
 LIVE_ANSWERS = 30
 LIVE_WIDGETS = 120
