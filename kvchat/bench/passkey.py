@@ -33,7 +33,7 @@ STANDARD = (
     "sync:representatives=centroid",
     "sync:clusters=2,mem=0.7",
     "sync:clusters=2,mem=0.7,representatives=centroid",
-    "sync:keep=128",
+    "sync:budget=260",
 )
 
 

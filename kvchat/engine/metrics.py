@@ -113,6 +113,7 @@ class MetricsCollector:
             recoveries=answer.recoveries,
             withdrawn_tokens=answer.withdrawn,
             switches=tuple(answer.switches),
+            extras=kv.mode.report().stats,
         )
 
     def snapshot(self, reduced_tokens: int) -> Snapshot:
@@ -122,7 +123,9 @@ class MetricsCollector:
         self._note_steps(now)
         report = kv.mode.report()
         cell, letters, shares = self._ribbon.cells(counts, report)
-        p50, p95 = self._recall_ms()
+        recalls = kv.state.transfer.timer.steps
+        p50, p95 = _percentiles_ms([step.total for step in recalls])
+        exposed_p50, exposed_p95 = _percentiles_ms([step.exposed for step in recalls])
         cuda = kv.state.device.type == "cuda"
         return Snapshot(
             mode=kv.mode.name,
@@ -144,6 +147,8 @@ class MetricsCollector:
             corrections=now.corrections,
             recall_ms_p50=p50,
             recall_ms_p95=p95,
+            exposed_ms_p50=exposed_p50,
+            exposed_ms_p95=exposed_p95,
             reduced_tokens=reduced_tokens,
             cell_tokens=cell,
             ribbon=letters,
@@ -163,12 +168,6 @@ class MetricsCollector:
             self._hit_rate = _hit_rate(self._last, now)
             self._last = now
 
-    def _recall_ms(self) -> tuple[float | None, float | None]:
-        seconds = sorted(s for s in self._kv.state.transfer.step_seconds if s > 0)
-        if not seconds:
-            return None, None
-        return tuple(1000 * seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.95))  # type: ignore[return-value]
-
     def _read_gpu(self) -> Gpu | None:
         if self._gpu_reader and time.monotonic() - self._gpu_read >= GPU_S:
             self._gpu = Gpu(self._gpu_name, **asdict(self._gpu_reader.usage()))
@@ -184,6 +183,15 @@ def _gpu_of(device: torch.device) -> tuple[GpuReader | None, str]:
     return GpuReader(str(properties.uuid)), properties.name
 
 
+def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile in milliseconds, None where there is nothing."""
+    if not seconds:
+        return None, None
+    ordered, last = sorted(seconds), len(seconds) - 1
+    return 1000 * ordered[last // 2], 1000 * ordered[int(0.95 * last)]
+
+
 def _hit_rate(before: Counts, now: Counts) -> float | None:
     wanted = now.wanted - before.wanted
-    return 1 - (now.moved - before.moved) / wanted if wanted else None
+    # More moves than is wanted where what was chosen one step ahead is replaced.
+    return max(0.0, 1 - (now.moved - before.moved) / wanted) if wanted else None

@@ -27,7 +27,7 @@ class ModeSwitcher:
     """Builds modes from parameters and lets the KV manager enter them.
 
     Values given at run time (``given``, by mode) override the settings ``mode_params``. ``modes.SHARED`` parameters
-    apply to all modes, the others to the mode they were given for. A mode that has to measure the model first does so
+    apply to all modes, others to the mode they were given for. A mode that has to measure the model first does so
     on the ``stored`` tokens. ``link_bytes_per_s`` is the measured rate of copies to the device, where a profile has it.
     """
 

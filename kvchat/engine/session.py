@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config import modes
+from kvchat.config.modes import ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.hold_back import hold_back
@@ -169,13 +170,26 @@ class Session:
     def switch(self, mode: str = "", **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
-        A parameter once given stays: budget, sink and window for every mode, others for the mode they are given to.
+        A parameter once given stays: budget for every mode, others for the mode they are given to.
 
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
+        before = self._kv.mode.name
+        return self._switched(lambda: self._switcher.switch(mode or before, params))
+
+    def enter(self, parameters: ModeParameters) -> Switched:
+        """Enter a mode with exactly these parameters, whatever was given before; nothing of them is kept for later.
+
+        Raises:
+            UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
+        """
+        return self._switched(lambda: self._switcher.enter(parameters))
+
+    def _switched(self, switch: Callable[[], int]) -> Switched:
+        """Time a switch, which returns the bytes that it moved, and note it."""
         before, began = self._kv.mode.name, time.perf_counter()
-        moved = self._switcher.switch(mode or before, params)
+        moved = switch()
         seconds = time.perf_counter() - began
         self._metrics.note_switch(before, self._kv.mode.name, moved)
         in_force = self._kv.mode.report().params

@@ -78,6 +78,7 @@ class KVManager:
                 is due.
         """
         self._end_prefill()
+        self.state.transfer.timer.begin_step()
         if self._stale or self._dirty or self._half_entered:
             self.refill()
         self._make_room(self.total + 1)
@@ -99,6 +100,7 @@ class KVManager:
     def forward_begin(self) -> None:
         """Begin the step's forward. From here to ``forward_end`` all is work for the device: a graph can hold it."""
         state = self.state
+        state.transfer.timer.begin_forward(self.mode.graph_key())
         for slots in state.slots:
             slots.begin_step()
         self._queries = list(state.query)
@@ -109,13 +111,13 @@ class KVManager:
         """End the step's forward: wait for recall, let the mode look back, advance the position."""
         state = self.state
         torch.stack(self._queries, out=state.query)  # one kernel for all layers
-        state.transfer.side_stream.join()
+        state.transfer.join()
         self.mode.forward_end(state.position)
         state.position.add_(1)
 
     def commit_step(self) -> None:
         """Count the step's token as stored."""
-        self.state.transfer.end_step()
+        self.state.transfer.timer.end_step(self.mode.graph_key())
         self.state.host.total += 1
         self._dirty = False
         self.state.steps += 1

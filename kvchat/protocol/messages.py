@@ -1,7 +1,6 @@
 """Commands and events between the application and the engine: plain frozen data. ``protocol.wire`` sends them.
 
-Commands go to the engine's stdin, events come from its stdout. The engine keeps no conversation: each ``Chat`` carries
-all of it, and the engine reuses the longest prefix it has already stored.
+Commands go to the engine's stdin, events come from its stdout. The engine keeps no conversation: each ``Chat`` has it.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class Stats:
-    """What one answer cost. Seconds, bytes and counts; None where there was nothing to measure."""
+    """What one answer cost, None where nothing was measured; ``extras`` are the mode's figures since it was entered."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -197,6 +196,7 @@ class Stats:
     recoveries: int = 0
     withdrawn_tokens: int = 0
     switches: tuple[Params, ...] = ()
+    extras: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,7 @@ class Finished:
 class Switched:
     """The mode changed between two tokens; no stored byte changed.
 
-    ``moved_bytes`` went from host to device in ``seconds``; ``reduced_tokens`` counts the stored tokens whose
-    K/V were computed while a mode attended to less than everything.
+    ``moved_bytes`` went to the device in ``seconds``; ``reduced_tokens`` are those computed with less context.
     """
 
     before: str
@@ -295,12 +294,11 @@ MAX_RIBBON_CELLS = 1024
 class Snapshot:
     """What the KV manager holds and did, read at most 10 times a second.
 
-    ``active`` is the mean number of tokens the last step attended to over layers and KV heads, ``total`` the tokens
-    stored. ``ribbon`` is one letter of ``RIBBON`` per cell of ``cell_tokens`` stored tokens (at most
-    ``MAX_RIBBON_CELLS``), ``attended`` one digit 0-9 per cell: the share of its (layer, head, token) triples that
-    the last step read. ``recall_ms_*`` are percentiles over the last 256 steps. ``extras`` are figures of the current
-    mode only, in display order. ``prices`` are those of the other modes. ``badges`` warn of how the engine runs: a few
-    words, then a colon and the reason.
+    ``active`` is the mean number of tokens the last step attended to over layers and KV heads. ``ribbon`` is one letter
+    of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
+    (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the last 256 steps' copies,
+    ``exposed_ms_*`` of the time waited for them. ``extras`` are figures of the current mode only, in display order.
+    ``prices`` are those of the other modes. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
     """
 
     mode: str
@@ -322,6 +320,8 @@ class Snapshot:
     corrections: int = 0
     recall_ms_p50: float | None = None
     recall_ms_p95: float | None = None
+    exposed_ms_p50: float | None = None
+    exposed_ms_p95: float | None = None
     reduced_tokens: int = 0
     cell_tokens: int = 32
     ribbon: str = ""

@@ -36,7 +36,7 @@ def test_the_fact_is_told_once_in_an_earlier_turn_and_asked_for_at_the_end(token
 
 
 def test_the_result_is_plain_data_with_a_row_for_each_variant():
-    variants = ["full", "streaming:budget=64,sink=4", "sync:keep=64,window=32", "full"]
+    variants = ["full", "streaming:budget=64,sink=4", "sync:budget=132", "full"]
     lines: list[str] = []
     result = passkey.run(variants, n=1, tokens=300, report=lines.append)
     assert json.loads(json.dumps(result)) == result

@@ -21,10 +21,9 @@ PARAMS = {
     "streaming": ("streaming", {"budget": 64, "R": 8, "sigma": 6, "delta": 5}),
     "speculative": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": 0.7}),
     "speculative-reuse": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": -2.0}),
-    "freeze": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "k": 1.0, "recovery": False}),
-    "freeze-layers": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "per_layer": True, "recovery": False}),
-    "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
-    "sync-staggered": ("sync", {"budget": 80, "window": 16, "m": 4, "staggered": True}),
+    "freeze": ("freeze", {"K": 8, "k": 1.0, "recovery": False}),
+    "freeze-paper": ("freeze", {"profile": "paper", "K": 8}),
+    "sync": ("sync", {"budget": 80, "m": 3}),
 }
 
 

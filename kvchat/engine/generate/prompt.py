@@ -120,6 +120,14 @@ class PromptEncoder:
         reused = kept + common_prefix(stored.ids[kept:], rest)
         return Prompt(ids, min(reused, len(ids) - 1), text)
 
+    def preamble(self, turns: Sequence[Turn]) -> int:
+        """Tokens before the first user turn's text, where the conversation begins with a system prompt; else 0."""
+        if turns[0].role != "system":
+            return 0
+        # What two conversations with this system prompt have in common, the template's own tokens included.
+        one, other = (self._tokenize(self.render((turns[0], Turn("user", text))), anchored=False) for text in "0A")
+        return common_prefix(one, other)
+
     def render(self, turns: Sequence[Turn]) -> str:
         """The text of a conversation up to where the model goes on, with ``ESCAPE`` in would-be control tokens.
 

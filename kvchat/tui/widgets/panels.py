@@ -63,6 +63,9 @@ def context_rows(s: Snapshot) -> Rows:
 def recall_rows(s: Snapshot) -> Rows:
     """Recall from host to device: bytes, hit rate and time."""
     p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
+    exposed = []
+    if s.exposed_ms_p95 not in (None, s.recall_ms_p95):  # without a GPU nothing is hidden
+        exposed = [("exposed", f"{figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}")]
     corrections = [("corrections", count(s.corrections))] if s.corrections else []  # one mode alone corrects
     return [
         ("moved", size(s.recalled_bytes)),
@@ -70,6 +73,7 @@ def recall_rows(s: Snapshot) -> Rows:
         ("hit rate", percent(s.recall_hit_rate)),
         *corrections,
         ("p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}"),
+        *exposed,
     ]
 
 

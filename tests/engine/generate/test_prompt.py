@@ -221,3 +221,14 @@ def test_stored_text_is_known_only_at_marks():
     assert (stored.ids, stored.text, stored.marks) == ([1, 2, 3], "ab", [(2, 2)])
     stored.agree("aX")
     assert (stored.text, stored.marks) == ("aX", [(3, 2)])
+
+
+@pytest.mark.parametrize("template", ["", NO_SYSTEM, None])
+def test_the_preamble_is_all_of_the_system_prompt_with_the_templates_tokens(tokenizer, template):
+    encoder = PromptEncoder(tokenizer) if template == "" else with_template(tokenizer, template)
+    turns = [Turn("system", "You are a clerk. The code is 73519."), user("What is the code?")]
+    preamble = encoder.preamble(turns)
+    ids = encoder.encode(turns, Stored()).ids
+    assert "The code is 73519." in tokenizer.decode(ids[:preamble])
+    assert "What" not in tokenizer.decode(ids[:preamble])
+    assert encoder.preamble(turns[1:]) == 0
