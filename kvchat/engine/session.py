@@ -166,7 +166,7 @@ class Session:
 
     # ---- the KV manager
 
-    def switch(self, mode: str = "", **params: Any) -> Switched:
+    def switch(self, mode: str = "", /, **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
         A parameter once given stays: budget, sink and window for every mode, others for the mode they are given to.

@@ -87,8 +87,8 @@ class FakeEngine:
                 self.between(command)
 
     def _listen(self) -> None:
-        while (message := wire.read(sys.stdin.buffer)) is not None:
-            self.commands.put(message)  # type: ignore[arg-type]
+        while (body := wire.read(sys.stdin.buffer)) is not None:
+            self.commands.put(wire.decode_command(body))
         self.commands.put(None)
 
     def load(self, command: Load) -> None:

@@ -88,7 +88,7 @@ class FakeSession:
     def cancel(self) -> None:
         self.cancelled.set()
 
-    def switch(self, mode: str = "", **params: Any) -> Switched:
+    def switch(self, mode: str = "", /, **params: Any) -> Switched:
         if self.failure:
             raise self.failure
         before, self.mode = self.mode, mode or self.mode

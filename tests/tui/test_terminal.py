@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.environment import environ
 from support.hostile import forbidden_in, hostile
 from support.pty_run import PtyRun
 
@@ -202,8 +203,7 @@ DRAWN = (
 
 
 def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
-    environ = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(FAKE_ENGINE.parents[1])}
-    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(HOSTILE_ENGINE)], environ)
+    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(HOSTILE_ENGINE)], environ(TERM="xterm-256color"))
     try:
         run.until("«Loaded.notes»")
         run.type(b"\x1b[200~" + hostile("question").encode() + b"\x1b[201~\r")
