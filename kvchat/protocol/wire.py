@@ -90,7 +90,8 @@ def _decode(body: bytes, adapter: TypeAdapter[dict[str, Any]]) -> Message:
 def _refusal(body: bytes, error: ValidationError) -> str:
     details = error.errors(include_url=False)[0]
     place = ".".join(map(str, details["loc"]))[:80]
-    return f"no message of kvchat's protocol: {body[:80]!r} ({place + ': ' if place else ''}{details['msg'][:200]})"
+    why = f"{place}: {details['msg'][:200]}" if place else details["msg"][:200]
+    return f"no message of kvchat's protocol: {body[:80]!r} ({why.encode('unicode_escape').decode()})"
 
 
 def _wire_form(cls: type) -> Any:

@@ -25,7 +25,20 @@ from kvchat.engine.model import load
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import ModelError
 from kvchat.protocol import wire
-from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Peek, Stop, Switch, Turn
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Load,
+    Peek,
+    Prefilled,
+    Sampling,
+    Stop,
+    Switch,
+    Turn,
+)
 
 COMMANDS = get_args(Command)
 EVENTS = get_args(Event)
@@ -109,6 +122,15 @@ def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(stream: bytes) 
         server.run()
     assert server._inbox.closed
     assert log.getvalue().count("\n") <= 1
+
+
+def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine: Engine) -> None:
+    ask = wire.encode(Chat((Turn("user", "one two three " * 400),)))
+    first = [type(event) for event in engine.talk(ask, wire.encode(Stop()))]
+    assert Prefilled not in first
+    assert Finished in first
+    second = engine.talk(wire.encode(Stop()), wire.encode(Chat((Turn("user", "Hi"),), Sampling(max_new_tokens=2))))
+    assert [event.reason for event in second if isinstance(event, Finished)] == ["length"]
 
 
 @pytest.mark.parametrize("event", [name.__name__ for name in EVENTS])

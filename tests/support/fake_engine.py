@@ -211,7 +211,7 @@ class FakeEngine:
 
 def ribbon(total: int, mode: str) -> str:
     """A plausible picture: sinks, a window, and between them what the mode does with the rest."""
-    cells = -(-total // 32)
+    cells = min(-(-total // 32), messages.MAX_RIBBON_CELLS)
     if mode == "full":
         return "D" * cells
     middle = "X" if mode == "streaming" else "H"
