@@ -204,7 +204,7 @@ def parse(mode: str, params: Params) -> ModeParameters:
         UsageError: an unknown mode, an unknown parameter or a value out of range.
     """
     if mode not in registered():
-        raise UsageError(f'There is no KV mode "{mode}".', did_you_mean(mode, registered()))
+        raise UsageError(f'There is no KV mode "{mode}".'[:200], did_you_mean(str(mode), registered()))
     cls = registered()[mode]
     try:
         return cls.model_validate(params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
@@ -100,7 +99,9 @@ def checked_sampling(sampling: Sampling, **changes: Any) -> Sampling:
     Raises:
         UsageError: a value is out of range; with its name and range.
     """
-    values = {**dataclasses.asdict(sampling), **changes}
+    if not isinstance(sampling, Sampling):
+        raise UsageError("These are no sampling settings.", f"Given: {sampling!r}."[:200], "Give a Sampling.")
+    values = {**vars(sampling), **changes}
     try:
         return SamplingSettings.model_validate(values).sampling()
     except ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.prompt import Stored
 from kvchat.engine.generate.recovery_signals import REWALK
 from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.guards import Released, whole
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
@@ -88,8 +89,15 @@ def open_session(
 PRICES_S = 1.0  # switches are priced at most this often
 
 
-class Session:
-    """One conversation with one model. Not thread-safe, except for ``cancel``."""
+class Session(Released):
+    """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
+
+    One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
+    ``prefill``, ``step`` and ``truncate`` raise UsageError; between two tokens ``switch`` and ``cancel`` may be called.
+    After ``close`` and in a forked process everything that works with the model raises UsageError.
+    """
+
+    held = ("_runner", "_kv", "_metrics", "_switcher", "_model")
 
     def __init__(
         self,
@@ -113,7 +121,7 @@ class Session:
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
-        self._turns = [Turn("system", system)] if system else []
+        self._turns = (Turn("system", system),) if system else ()
 
     # ---- talking
 
@@ -124,18 +132,20 @@ class Session:
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._turns.append(Turn("user", text))
+        self._loop.ask()
+        return self._chat(text, sampling)
+
+    def _chat(self, text: str, sampling: Sampling) -> Iterator[str]:
+        turns = (*self._turns, Turn("user", text))
         answer = ""
         try:
-            for event in hold_back(self.answer(tuple(self._turns), sampling), lambda: self.withdrawable):
+            for event in hold_back(self._loop.answer(turns, sampling, _nothing), lambda: self.withdrawable):
                 if isinstance(event, Text):
                     answer += event.text
                     yield event.text
         finally:
             if answer:
-                self._turns.append(Turn("assistant", answer))
-            else:
-                self._turns.pop()
+                self._turns = (*turns, Turn("assistant", answer))
 
     def answer(
         self, turns: Sequence[Turn], sampling: Sampling, between: Callable[[int], None] | None = None
@@ -149,10 +159,14 @@ class Session:
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
+        self._loop.ask()
         return self._loop.answer(turns, sampling, between or _nothing)
 
     def cancel(self) -> None:
-        """End the answer after the current token or chunk of the prompt; callable from any thread."""
+        """End the answer after the current token or chunk of the prompt; callable from any thread at any moment.
+
+        An answer that was asked for and has not begun ends at its beginning; without one nothing happens.
+        """
         self._loop.cancel()
 
     @property
@@ -167,7 +181,7 @@ class Session:
 
     # ---- the KV manager
 
-    def switch(self, mode: str = "", **params: Any) -> Switched:
+    def switch(self, mode: str = "", /, **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
         A parameter once given stays: budget for every mode, others for the mode they are given to.
@@ -175,6 +189,9 @@ class Session:
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
+        self._loop.one.check_process()
+        if not isinstance(mode, str):
+            raise UsageError("A mode is given by its name.", f"Given: {mode!r}."[:200], "See kvchat modes.")
         before = self._kv.mode.name
         return self._switched(lambda: self._switcher.switch(mode or before, params))
 
@@ -184,6 +201,7 @@ class Session:
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
+        self._loop.one.check_process()
         return self._switched(lambda: self._switcher.enter(parameters))
 
     def _switched(self, switch: Callable[[], int]) -> Switched:
@@ -205,6 +223,7 @@ class Session:
         Raises:
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
+        self._loop.ask()
         return self._loop.rebuild()
 
     def prices(self) -> tuple[Price, ...]:
@@ -215,11 +234,12 @@ class Session:
         """Store ``ids`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
 
         Raises:
-            UsageError: no ids; DoesNotFitError: longer than the model's context, or memory is short.
+            UsageError: no ids, or one that is no token; DoesNotFitError: longer than the model's context, or memory is
+                short.
         """
-        ids = [int(token) for token in ids]
-        if not ids:
+        if not isinstance(ids, Iterable) or not (ids := [whole(token, "A token id") for token in ids]):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
+        self._loop.one.check_idle()
         self._switcher.check_context(self.total + len(ids))
         logits = self._loop.prefill(ids)
         self._switcher.calibrate()
@@ -229,22 +249,26 @@ class Session:
         """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``.
 
         Raises:
+            UsageError: the model has no such token.
             DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
         """
-        return self._loop.step(int(token))
+        self._loop.one.check_idle()
+        return self._loop.step(whole(token, "A token id"))
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens`` stored tokens.
+        """Forget all but the first ``tokens`` stored tokens; where no more are stored nothing happens.
 
         Raises:
-            UsageError: a negative number.
+            UsageError: a negative number, or none.
         """
+        tokens = whole(tokens, "The number of tokens")
         if tokens < 0:
             raise UsageError(
                 "A conversation cannot be truncated to less than nothing.",
                 f"Given: {tokens} tokens.",
                 "Give 0 or more.",
             )
+        self._loop.one.check_idle()
         self._loop.truncate(tokens)
 
     # ---- what is stored
@@ -255,12 +279,19 @@ class Session:
         return self._kv.total
 
     def attended(self, layer: int) -> Tensor:
-        """Which stored tokens the last token's attention read in ``layer``, bool ``[kv_head, total]``."""
+        """Which stored tokens the last token's attention read in ``layer``, bool ``[kv_head, total]``.
+
+        Raises:
+            UsageError: the model has no such layer.
+        """
+        if not 0 <= whole(layer, "A layer") < self._model.layers:
+            raise UsageError(f"There is no layer {layer}.", f"The model has layers 0 to {self._model.layers - 1}.")
         return attended(self._kv.state, layer)
 
     def text(self, start: int, end: int) -> str:
         """The text of the stored tokens ``start`` to ``end``, control tokens included."""
-        text: str = self._model.tokenizer.decode(self._loop.stored.ids[start:end])
+        ids = self._loop.stored.ids[whole(start, "A position") : whole(end, "A position")]
+        text: str = self._model.tokenizer.decode(ids)
         return text
 
     def snapshot(self) -> Snapshot:
@@ -304,8 +335,7 @@ class Session:
     def close(self) -> None:
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""
         self._loop.release()
-        for name in ("_runner", "_kv", "_metrics", "_switcher", "_model"):
-            self.__dict__.pop(name, None)
+        self.release()
         gc.collect()  # a model's layers and what was fused in them refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ closes, at the latest ``GRACE_S`` after it, so it never outlives the application
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
 from kvchat.errors import EngineError, KvchatError
@@ -28,6 +30,8 @@ TEXT_S = 1 / 30
 SNAPSHOT_S = 1 / 10
 IDLE_SNAPSHOT_S = 1.0
 GRACE_S = 2.0
+MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
+COMMAND_BYTES = 2**10  # what a command takes beside its text
 IN_ANSWER = Stop | Switch | Peek
 Progress = Callable[[str], None]
 
@@ -42,23 +46,39 @@ class Session(Protocol):
     ) -> Iterator[Event]: ...
     def rebuild(self) -> Iterator[Event]: ...
     def cancel(self) -> None: ...
-    def switch(self, mode: str = "", **params: Any) -> messages.Switched: ...
+    def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
     def snapshot(self) -> messages.Snapshot: ...
     def text(self, start: int, end: int) -> str: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Refused:
+    """In place of a command that cannot be read."""
+
+    reason: str
 
 
 class Inbox:
     """Commands in order, filled by the reader thread."""
 
     def __init__(self) -> None:
-        self._commands: deque[Command] = deque()
+        self._commands: deque[tuple[Command | Refused, int]] = deque()
+        self._waiting_bytes = 0
         self._changed = threading.Condition()
         self.closed = False
 
-    def put(self, command: Command) -> None:
+    def put(self, command: Command | Refused, nbytes: int) -> None:
+        """Append a command that was ``nbytes`` long.
+
+        Raises:
+            ValueError: more wait than memory should be spent on.
+        """
         with self._changed:
-            self._commands.append(command)
+            self._waiting_bytes += nbytes + COMMAND_BYTES
+            if self._waiting_bytes > MAX_WAITING_BYTES:
+                raise ValueError(f"{len(self._commands):,} commands wait to be done; no more are taken")
+            self._commands.append((command, nbytes))
             self._changed.notify()
 
     def close(self) -> None:
@@ -67,17 +87,28 @@ class Inbox:
             self.closed = True
             self._changed.notify()
 
-    def get(self, timeout: float) -> Command | None:
+    def get(self, timeout: float) -> Command | Refused | None:
         """The next command; None after ``timeout`` seconds or when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self.closed, timeout)
-            return self._commands.popleft() if self._commands and not self.closed else None
+            return self._pop() if self._commands and not self.closed else None
 
-    def get_in_answer(self) -> IN_ANSWER | None:
+    def get_in_answer(self) -> Command | Refused | None:
         """The next command if it can be done between two tokens; a Load or Chat keeps its place and all behind it."""
         with self._changed:
-            head = self._commands[0] if self._commands else None
-            return self._commands.popleft() if isinstance(head, IN_ANSWER) else None  # type: ignore[return-value]
+            return self._pop() if self._commands and isinstance(self._commands[0][0], IN_ANSWER) else None
+
+    def stops(self) -> bool:
+        """Whether a waiting ``Stop`` is meant for what has just begun: nothing else that it could stop is before it."""
+        with self._changed:
+            commands = (command for command, _ in self._commands)
+            ahead = itertools.takewhile(lambda command: not isinstance(command, Load | Chat | Rebuild), commands)
+            return any(isinstance(command, Stop) for command in ahead)
+
+    def _pop(self) -> Command | Refused:
+        command, nbytes = self._commands.popleft()
+        self._waiting_bytes -= nbytes + COMMAND_BYTES
+        return command
 
 
 class Outbox:
@@ -124,25 +155,31 @@ class Server:
         self._clock = clock
         self._session: Session | None = None
         self._answering = False
+        self._failures: list[Failed] = []
         self._snapshot_at = float("-inf")
 
     # ---- reader thread
 
     def read(self, commands: BinaryIO) -> None:
-        """Take commands until the stream ends or stops speaking the protocol; both end the server."""
+        """Take commands until the stream ends, stops speaking the protocol or sends too many; each ends the server.
+
+        A command that cannot be read is answered by ``Failed`` when its turn comes.
+        """
         try:
-            while (command := wire.read(commands)) is not None:
-                self._inbox.put(command)  # type: ignore[arg-type]  # an event would find no one to do it
+            while (body := wire.read(commands)) is not None:
+                command = _command(body)
+                self._inbox.put(command, len(body))
                 if isinstance(command, Stop):
                     self._cancel()  # at once: during prefill there are no two tokens to wait between
-        except (ValueError, OSError) as error:
-            sys.stderr.write(f"kvchat: {error}\n")
+        except (ValueError, OSError, MemoryError) as error:
+            sys.stderr.write(f"kvchat: {error or 'no memory for a command'}\n")
         self._inbox.close()
         self._cancel()
 
     def _cancel(self) -> None:
-        if self._session and self._answering:
-            self._session.cancel()
+        session = self._session  # the main thread may replace it meanwhile
+        if session and self._answering:
+            session.cancel()
 
     # ---- main thread
 
@@ -153,22 +190,23 @@ class Server:
                 if command := self._inbox.get(IDLE_SNAPSHOT_S):
                     self._do(command)
                 elif not self._inbox.closed:
-                    self._snapshot()
+                    with self._failures_reported():
+                        self._snapshot()
         except BrokenPipeError:
             pass  # the application is gone
         finally:
             if self._session:
                 self._session.close()
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: Command | Refused) -> None:
         with self._failures_reported():
             match command:
                 case Load():
                     self._load(command)
-                case Chat():
-                    self._answer(command)
+                case Chat(turns, sampling):
+                    self._work(lambda session: session.answer(turns, sampling, self._between))
                 case Rebuild():
-                    self._work(self._loaded().rebuild())
+                    self._work(lambda session: session.rebuild())
                 case Switch():
                     self._switch(command)
                 case Peek():
@@ -177,6 +215,8 @@ class Server:
                     )
                 case Stop():
                     pass  # the answer it was meant for is over
+                case Refused(reason):
+                    raise EngineError("The engine got a command that it cannot read.", reason)
 
     def _load(self, command: Load) -> None:
         if self._session:
@@ -187,19 +227,23 @@ class Server:
         self._outbox.send(self._session.info)
         self._snapshot()
 
-    def _answer(self, command: Chat) -> None:
-        self._work(self._loaded().answer(command.turns, command.sampling, self._between))
-
-    def _work(self, events: Iterator[Event]) -> None:
-        """Send what comes of something long, which ``Stop`` can end."""
+    def _work(self, begin: Callable[[Session], Iterator[Event]]) -> None:
+        """Send what comes of something long, which ``Stop`` can end from the moment it was asked for."""
+        session = self._loaded()
         self._answering = True
         try:
+            events = begin(session)
+            if self._inbox.stops():
+                session.cancel()
             for event in events:
                 self._outbox.send(event)
                 self._snapshot(at_most_every=SNAPSHOT_S)
         finally:
             self._answering = False
             self._outbox.flush()
+            failures, self._failures = self._failures, []
+            for failure in failures:
+                self._outbox.send(failure)
         self._snapshot()
 
     def _between(self, _generated: int) -> None:
@@ -213,10 +257,12 @@ class Server:
 
     def _switch(self, command: Switch) -> None:
         session = self._loaded()
+        answer: Event
         try:
-            self._outbox.send(session.switch(command.mode, **command.params))
-        except KvchatError as error:
-            self._outbox.send(messages.SwitchRefused(session.snapshot().mode, str(error)))
+            answer = session.switch(command.mode, **command.params)
+        except Exception as error:  # noqa: BLE001  # the answer in progress goes on in the old mode
+            answer = messages.SwitchRefused(session.info.mode, str(_explained(error)))
+        self._outbox.send(answer)
         self._snapshot()
 
     def _loaded(self) -> Session:
@@ -235,15 +281,32 @@ class Server:
             yield
         except BrokenPipeError:
             raise
-        except KvchatError as error:
-            self._fail(error)
         except Exception as error:  # noqa: BLE001  # the conversation is worth more than this command
-            traceback.print_exc()
-            self._fail(EngineError("The engine failed.", f"{type(error).__name__}: {error}"))
+            self._fail(_explained(error))
 
     def _fail(self, error: KvchatError) -> None:
+        """Report a failure; that of a command done between two tokens after the answer, which it is not about."""
         kind, fatal = type(error).__name__, self._session is None
-        self._outbox.send(Failed(error.title, error.detail, error.hint, kind, fatal))
+        failed = Failed(error.title, error.detail, error.hint, kind, fatal)
+        if self._answering:
+            self._failures.append(failed)
+        else:
+            self._outbox.send(failed)
+
+
+def _command(body: bytes) -> Command | Refused:
+    try:
+        return wire.decode_command(body)
+    except ValueError as error:
+        return Refused(str(error))
+
+
+def _explained(error: Exception) -> KvchatError:
+    """The error if it is for people, else one in its place; what it was goes to the log."""
+    if isinstance(error, KvchatError):
+        return error
+    traceback.print_exception(error)
+    return EngineError("The engine failed.", f"{type(error).__name__}: {error}")
 
 
 def main() -> None:

@@ -6,9 +6,12 @@ Commands go to the engine's stdin, events come from its stdout. The engine keeps
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 Params = dict[str, Any]
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a message arrives
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Load:
     mode_params: dict[str, Params] = field(default_factory=dict)
     quantize: str = "none"
     fast: bool = True
-    link_bytes_per_s: float | None = None
+    link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ class Rebuild:
 class Peek:
     """Ask for the text of the stored tokens ``start`` to ``end``; answered by ``Peeked``."""
 
-    start: int
-    end: int
+    start: Count
+    end: Count
 
 
 @dataclass(frozen=True)
@@ -109,14 +112,14 @@ class Loaded:
 
     model: str
     architecture: str
-    parameters: int
+    parameters: Count
     device: str
     dtype: str
-    context: int
-    layers: int
-    kv_heads: int
-    page: int
-    kv_bytes_per_token: int
+    context: Count
+    layers: Count
+    kv_heads: Count
+    page: Count
+    kv_bytes_per_token: Count
     mode: str
     params: Params
     notes: tuple[str, ...] = ()
@@ -128,16 +131,16 @@ class Loaded:
 class Started:
     """Prefill begins: ``prompt_tokens`` in all, of which ``reused_tokens`` were stored already."""
 
-    prompt_tokens: int
-    reused_tokens: int
+    prompt_tokens: Count
+    reused_tokens: Count
 
 
 @dataclass(frozen=True)
 class Prefilled:
     """Progress of the prefill in tokens."""
 
-    done: int
-    total: int
+    done: Count
+    total: Count
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class Text:
     """Text decoded since the last such event (at most 30 a second), from ``tokens`` tokens."""
 
     text: str
-    tokens: int
+    tokens: Count
 
 
 @dataclass(frozen=True)
@@ -165,36 +168,36 @@ class Recovered:
     level: str
     signal: str
     value: float
-    at: int
+    at: Count
 
 
 @dataclass(frozen=True)
 class Withdrawn:
     """The last ``chars`` characters of the answer's text, from ``tokens`` tokens, are taken back."""
 
-    chars: int
-    tokens: int
+    chars: Count
+    tokens: Count
 
 
 @dataclass(frozen=True)
 class Stats:
     """What one answer cost, None where nothing was measured; ``extras`` are the mode's figures since it was entered."""
 
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    total_tokens: int = 0
+    prompt_tokens: Count = 0
+    reused_tokens: Count = 0
+    generated_tokens: Count = 0
+    total_tokens: Count = 0
     active_tokens: float | None = None
     ttft_s: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
-    kv_device_bytes: int = 0
-    kv_host_bytes: int = 0
-    recalled_bytes: int = 0
+    kv_device_bytes: Count = 0
+    kv_host_bytes: Count = 0
+    recalled_bytes: Count = 0
     recall_hit_rate: float | None = None
-    corrections: int = 0
-    recoveries: int = 0
-    withdrawn_tokens: int = 0
+    corrections: Count = 0
+    recoveries: Count = 0
+    withdrawn_tokens: Count = 0
     switches: tuple[Params, ...] = ()
     extras: Params = field(default_factory=dict)
 
@@ -210,18 +213,18 @@ class Finished:
 
 @dataclass(frozen=True)
 class Switched:
-    """The mode changed between two tokens; no stored byte changed.
+    """The mode changed between two tokens; no stored byte changed. ``moved_bytes`` went to the device in ``seconds``.
 
-    ``moved_bytes`` went to the device in ``seconds``; ``reduced_tokens`` are those computed with less context.
+    ``reduced_tokens`` counts the stored tokens whose K/V were computed while a mode attended to less than everything.
     """
 
     before: str
     mode: str
     params: Params
-    total: int
-    moved_bytes: int
+    total: Count
+    moved_bytes: Count
     seconds: float
-    reduced_tokens: int = 0
+    reduced_tokens: Count = 0
 
 
 @dataclass(frozen=True)
@@ -236,9 +239,9 @@ class SwitchRefused:
 class Rebuilt:
     """``tokens`` stored tokens were recomputed in ``seconds``; ``reduced_tokens`` are left if it was stopped."""
 
-    tokens: int
+    tokens: Count
     seconds: float
-    reduced_tokens: int = 0
+    reduced_tokens: Count = 0
 
 
 @dataclass(frozen=True)
@@ -249,8 +252,8 @@ class Price:
     """
 
     mode: str
-    moved_bytes: int = 0
-    device_bytes: int = 0
+    moved_bytes: Count = 0
+    device_bytes: Count = 0
     seconds: float | None = None
     refusal: str = ""
 
@@ -259,8 +262,8 @@ class Price:
 class Peeked:
     """The text of stored tokens ``start`` to ``end``."""
 
-    start: int
-    end: int
+    start: Count
+    end: Count
     text: str
 
 
@@ -269,11 +272,11 @@ class Gpu:
     """One NVML reading in bytes, percent, degrees and watts; a missing reading is None and drawn ``n/a``."""
 
     name: str
-    used: int | None = None
-    total: int | None = None
-    process: int | None = None
-    utilization: int | None = None
-    temperature: int | None = None
+    used: Count | None = None
+    total: Count | None = None
+    process: Count | None = None
+    utilization: Count | None = None
+    temperature: Count | None = None
     power: float | None = None
 
 
@@ -304,28 +307,28 @@ class Snapshot:
     mode: str
     params: Params
     active: float
-    total: int
-    context: int
-    kv_device_bytes: int
-    kv_host_bytes: int
-    weight_bytes: int = 0
-    torch_allocated: int | None = None
-    torch_reserved: int | None = None
+    total: Count
+    context: Count
+    kv_device_bytes: Count
+    kv_host_bytes: Count
+    weight_bytes: Count = 0
+    torch_allocated: Count | None = None
+    torch_reserved: Count | None = None
     gpu: Gpu | None = None
     tokens_per_s: float | None = None
     ttft_s: float | None = None
     step_bytes: float = 0.0
-    recalled_bytes: int = 0
+    recalled_bytes: Count = 0
     recall_hit_rate: float | None = None
-    corrections: int = 0
+    corrections: Count = 0
     recall_ms_p50: float | None = None
     recall_ms_p95: float | None = None
     exposed_ms_p50: float | None = None
     exposed_ms_p95: float | None = None
-    reduced_tokens: int = 0
-    cell_tokens: int = 32
-    ribbon: str = ""
-    attended: str = ""
+    reduced_tokens: Count = 0
+    cell_tokens: Annotated[Count, Field(ge=1)] = 32
+    ribbon: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
+    attended: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
     extras: Params = field(default_factory=dict)
     prices: tuple[Price, ...] = ()
     badges: tuple[str, ...] = ()
@@ -333,10 +336,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Failed:
-    """A command failed; the conversation and its stored K/V are kept.
-
-    ``kind`` is the error class's name; ``fatal`` means that no model is loaded afterwards.
-    """
+    """A command failed; what is stored is kept. ``kind`` is the error's class, ``fatal``: no model is loaded now."""
 
     title: str
     detail: str = ""

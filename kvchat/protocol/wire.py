@@ -1,7 +1,8 @@
 """Messages as bytes: a 4-byte big-endian length and that many bytes of UTF-8 JSON.
 
 The JSON is an object with the message's class name under ``"type"`` and its fields beside it. What arrives is checked
-against the fields' types: text is no number, an unknown field is refused, a missing one takes its default.
+against the fields' types, so that nobody behind this door has to: text is no number, a number is finite, an unknown
+field is refused, a missing one takes its default, and a command is no event.
 """
 
 from __future__ import annotations
@@ -31,28 +32,29 @@ def encode(message: Message) -> bytes:
     """
     fields = {"type": type(message).__name__, **vars(message)}
     try:
-        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=vars)
-    except (TypeError, RecursionError) as error:
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=vars, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{type(message).__name__} cannot be sent: {error}") from None
     body = text.encode("utf-8", "replace")
     return struct.pack(">I", len(body)) + body
 
 
-def decode(body: bytes) -> Message:
-    """The message in ``body`` (without its length prefix).
+def decode_command(body: bytes) -> Command:
+    """The command in ``body`` (without its length prefix).
 
     Raises:
-        ValueError: the bytes are no JSON object of a known type with known fields of the right types.
+        ValueError: the bytes are no JSON object of a command's type with its fields of the right types.
     """
-    try:
-        fields = _ADAPTER.validate_json(body)
-    except ValidationError as error:
-        raise ValueError(_refusal(body, error)) from None
-    return cast("Message", TYPES[fields.pop("type")](**fields))
+    return cast("Command", _decode(body, _COMMANDS))
 
 
-def read(stream: BinaryIO) -> Message | None:
-    """The next message of a blocking stream, None at its end.
+def decode_event(body: bytes) -> Event:
+    """The event in ``body``, as ``decode_command``."""
+    return cast("Event", _decode(body, _EVENTS))
+
+
+def read(stream: BinaryIO) -> bytes | None:
+    """The next message's body from a blocking stream, None at its end.
 
     Raises:
         ValueError: the stream does not speak the protocol.
@@ -62,7 +64,7 @@ def read(stream: BinaryIO) -> Message | None:
         return None
     length = parse_length(header)
     body = stream.read(length)
-    return decode(body) if len(body) == length else None
+    return body if len(body) == length else None
 
 
 def parse_length(header: bytes) -> int:
@@ -77,15 +79,24 @@ def parse_length(header: bytes) -> int:
     return length
 
 
+def _decode(body: bytes, adapter: TypeAdapter[dict[str, Any]]) -> Message:
+    try:
+        fields = adapter.validate_json(body)
+    except ValidationError as error:
+        raise ValueError(_refusal(body, error)) from None
+    return cast("Message", TYPES[fields.pop("type")](**fields))
+
+
 def _refusal(body: bytes, error: ValidationError) -> str:
     details = error.errors(include_url=False)[0]
-    place = ".".join(map(str, details["loc"]))
-    return f"no message of kvchat's protocol: {body[:80]!r} ({place + ': ' if place else ''}{details['msg']})"
+    place = ".".join(map(str, details["loc"]))[:80]
+    why = f"{place}: {details['msg'][:200]}" if place else details["msg"][:200]
+    return f"no message of kvchat's protocol: {body[:80]!r} ({why.encode('unicode_escape').decode()})"
 
 
 def _wire_form(cls: type) -> Any:
     """The message as a JSON object: its fields, those with a default optional, and ``type``."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     optional = {
         field.name
         for field in dataclasses.fields(cls)
@@ -95,8 +106,13 @@ def _wire_form(cls: type) -> Any:
     return cast("Any", TypedDict)(cls.__name__, {"type": Literal[cls.__name__], **fields})
 
 
-# Strict: the sender is kvchat itself, so a text in a number's place is a mistake. The dataclasses inside inherit it.
-_FORMS: Any = reduce(or_, map(_wire_form, TYPES.values()))
-_ADAPTER: TypeAdapter[dict[str, Any]] = TypeAdapter(
-    Annotated[_FORMS, Field(discriminator="type")], config=ConfigDict(strict=True, extra="forbid")
-)
+def _adapter(messages: Any) -> TypeAdapter[dict[str, Any]]:
+    """Checks strictly, also the dataclasses inside: the sender is kvchat, and a text for a number is a mistake."""
+    forms: Any = reduce(or_, map(_wire_form, get_args(messages)))
+    return TypeAdapter(
+        Annotated[forms, Field(discriminator="type")],
+        config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False),
+    )
+
+
+_COMMANDS, _EVENTS = _adapter(Command), _adapter(Event)

@@ -25,6 +25,7 @@ from kvchat.protocol import messages, wire
 ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
 GRACE_S = 3.0
 TAIL_LINES = 6
+MAX_WAITING = 1000  # events that the screen has not taken yet
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class EngineClient:
         self._reader: asyncio.Task[None] | None = None
         self._inbox: list[Report] = []
         self._arrived = asyncio.Event()
+        self._taken = asyncio.Event()
         self._log_start = 0
 
     @property
@@ -108,12 +110,14 @@ class EngineClient:
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._inbox = self._inbox, []
+        self._taken.set()
         return coalesce(reports)
 
     async def close(self) -> None:
         """End the child: close its stdin, wait ``GRACE_S``, then kill it."""
         process, reader = self._process, self._reader
         self._process = self._reader = None
+        self._taken.set()  # what still comes is read and dropped: asyncio waits for empty pipes
         if process is None or process.stdin is None:
             return
         process.stdin.close()
@@ -148,12 +152,18 @@ class EngineClient:
             while True:
                 header = await process.stdout.readexactly(4)
                 body = await process.stdout.readexactly(wire.parse_length(header))
-                self._put(wire.decode(body))  # type: ignore[arg-type]
+                event = wire.decode_event(body)
+                if process is self._process:
+                    self._put(event)
+                    if len(self._inbox) >= MAX_WAITING:
+                        await self._taken.wait()  # the pipe holds the engine back meanwhile
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except ValueError as error:
             problem = str(error)
             process.kill()
+            while await process.stdout.read(2**16):
+                pass  # asyncio knows the end of a process only when its pipes are empty
         code = await process.wait()
         if process is self._process:
             self._put(Crashed(code, (*self._log_tail(), problem) if problem else self._log_tail()))
@@ -163,6 +173,7 @@ class EngineClient:
         is_answer = isinstance(report, messages.Text | messages.Finished)
         self._inbox.append(report if is_answer else visible_fields(report))
         self._arrived.set()
+        self._taken.clear()
 
     def _open_log(self) -> FileIO | None:
         """The log, opened and written to (a full disk shows only on writing); None with ``log_problem`` set."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.streams import read_event
 
 from kvchat.protocol import wire
 from kvchat.protocol.messages import Chat, Finished, Load, Sampling, Switch, Switched, Turn
@@ -88,7 +89,7 @@ def test_the_engines_process_answers_switches_and_leaves(tmp_path: Path) -> None
         child.stdin.flush()
         events: list[wire.Message | None] = []
         while sum(isinstance(e, Finished) for e in events) < 2:
-            events.append(wire.read(child.stdout))
+            events.append(read_event(child.stdout))
             assert events[-1] is not None, (tmp_path / "log").read_text()
         first, second = (e for e in events if isinstance(e, Finished))
         assert first.text == second.text

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.environment import environ
 from support.fake_session import PIECES, FakeSession
 
 import kvchat
@@ -321,8 +322,7 @@ main()
 
 @contextmanager
 def process(*args: str, **kwargs: object) -> Iterator[subprocess.Popen[bytes]]:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TERM": "dumb"}
-    pipe = subprocess.PIPE
+    pipe, env = subprocess.PIPE, environ(TERM="dumb")
     with subprocess.Popen([sys.executable, *args], stdin=pipe, stdout=pipe, stderr=pipe, env=env) as child:
         yield child
 

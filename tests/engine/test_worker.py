@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from support.environment import environ
 from support.fake_session import PIECES, FakeSession
+from support.streams import read_event
 
 from kvchat.engine import worker
 from kvchat.errors import DoesNotFitError
@@ -77,7 +78,7 @@ class Child:
     def until(self, *kinds: type) -> list[wire.Message]:
         """Events up to and including the first of the given kinds; snapshots only where asked for."""
         events = []
-        while select.select([self.events], [], [], 10)[0] and (event := wire.read(self.events)) is not None:
+        while select.select([self.events], [], [], 10)[0] and (event := read_event(self.events)) is not None:
             if not isinstance(event, Snapshot) or Snapshot in kinds:
                 events.append(event)
             if isinstance(event, kinds):
@@ -149,7 +150,7 @@ def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     output.truncate()
     server._do(CHAT)
     output.seek(0)
-    snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: wire.read(output), None))
+    snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: read_event(output), None))
     assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
 
 
@@ -273,6 +274,7 @@ def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFix
 
 SERVE_A_FAKE = """
 import os, sys, time, types
+from support.environment import environ
 from support.fake_session import FakeSession
 from kvchat.engine import worker
 
@@ -289,14 +291,13 @@ worker.main()
 
 def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[bytes]:
     code = SERVE_A_FAKE.format(pause=pause, pieces=pieces)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=env)
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
 
 
 def receive(process: subprocess.Popen[bytes], kind: type) -> Event:
     assert process.stdout
-    while not isinstance(event := wire.read(process.stdout), kind):
+    while not isinstance(event := read_event(process.stdout), kind):
         assert event is not None
     return event
 

@@ -87,8 +87,8 @@ class FakeEngine:
                 self.between(command)
 
     def _listen(self) -> None:
-        while (message := wire.read(sys.stdin.buffer)) is not None:
-            self.commands.put(message)  # type: ignore[arg-type]
+        while (body := wire.read(sys.stdin.buffer)) is not None:
+            self.commands.put(wire.decode_command(body))
         self.commands.put(None)
 
     def load(self, command: Load) -> None:
@@ -211,7 +211,7 @@ class FakeEngine:
 
 def ribbon(total: int, mode: str) -> str:
     """A plausible picture: sinks, a window, and between them what the mode does with the rest."""
-    cells = -(-total // 32)
+    cells = min(-(-total // 32), messages.MAX_RIBBON_CELLS)
     if mode == "full":
         return "D" * cells
     middle = "X" if mode == "streaming" else "H"

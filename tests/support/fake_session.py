@@ -65,6 +65,9 @@ class FakeSession:
         self.cancelled.clear()
         self.asked.append((tuple(turns), sampling))
         self.token_ids, self.switches = [], []
+        return self._answer(between)
+
+    def _answer(self, between: Callable[[int], None] | None) -> Iterator[Event]:
         yield Started(7, 0)
         yield Prefilled(7, 7)
         for n, piece in enumerate(self.pieces):
@@ -88,7 +91,7 @@ class FakeSession:
     def cancel(self) -> None:
         self.cancelled.set()
 
-    def switch(self, mode: str = "", **params: Any) -> Switched:
+    def switch(self, mode: str = "", /, **params: Any) -> Switched:
         if self.failure:
             raise self.failure
         before, self.mode = self.mode, mode or self.mode

@@ -56,7 +56,8 @@ def answer() -> None:
 
 
 def serve() -> None:
-    while (command := wire.read(sys.stdin.buffer)) is not None:
+    while (body := wire.read(sys.stdin.buffer)) is not None:
+        command = wire.decode_command(body)
         if isinstance(command, Load):
             send(fill(Loading), fill(Loaded), fill(Snapshot))
         elif isinstance(command, Peek):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.environment import PYTHONPATH
 from support.hostile_engine import ANSWER
 
 from kvchat.errors import EngineError, UsageError
@@ -66,7 +67,7 @@ async def test_it_loads_and_answers(client):
 
 
 async def test_what_the_engine_reports_is_cleaned_except_the_answer(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HOSTILE_ENGINE.parents[1]))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     client = EngineClient((sys.executable, str(HOSTILE_ENGINE)), tmp_path / "log")
     await client.start()
     client.send(Load())

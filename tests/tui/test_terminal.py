@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.environment import environ
 from support.hostile import forbidden_in, hostile
 from support.pty_run import PtyRun
 
@@ -202,8 +203,7 @@ DRAWN = (
 
 
 def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
-    environ = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(FAKE_ENGINE.parents[1])}
-    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(HOSTILE_ENGINE)], environ)
+    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(HOSTILE_ENGINE)], environ(TERM="xterm-256color"))
     try:
         run.until("«Loaded.notes»")
         run.type(b"\x1b[200~" + hostile("question").encode() + b"\x1b[201~\r")
@@ -218,3 +218,30 @@ def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
     shown = run.written.decode()
     assert not [name for name in DRAWN if f"«{name}»" not in shown]
     assert "[bold]markup[/]" in shown
+
+
+def test_what_is_typed_ahead_of_enter_and_read_with_it_belongs_to_the_next_prompt(tmp_path: Path) -> None:
+    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(FAKE_ENGINE)], environ(TERM="xterm-256color"))
+    try:
+        run.until("ready")
+        run.type(b"Hello\rworld")
+        run.until("That is all there is to it.")
+        run.type(b"\r")
+        run.until("❯ world")
+        run.type(b"\x11")
+        assert run.finish() == 0
+    finally:
+        run.close()
+    assert (tmp_path / "history").read_text().splitlines()[-2:] == ['"Hello"', '"world"']
+
+
+def test_escape_pressed_right_after_enter_gives_the_question_back(tmp_path: Path) -> None:
+    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(FAKE_ENGINE)], environ(TERM="xterm-256color"))
+    try:
+        run.until("ready")
+        run.type(b"slow\r\x1b")
+        run.until("stopped")
+        run.type(b"\x11")
+        assert run.finish() == 0
+    finally:
+        run.close()

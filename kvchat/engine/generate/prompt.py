@@ -271,6 +271,8 @@ def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _check(turns: Sequence[Turn]) -> None:
     for turn in turns:
+        if not isinstance(turn, Turn) or not isinstance(turn.role, str) or not isinstance(turn.content, str):
+            raise UsageError("A turn is a role and a text.", f"Given: {turn!r}."[:200], "Give kvchat.protocol's Turn.")
         if turn.role not in ROLES:
             raise UsageError(f'There is no role "{turn.role}" in a conversation.', hint=did_you_mean(turn.role, ROLES))
     user = [turn for turn in turns if turn.role == "user"]

@@ -99,8 +99,11 @@ class ChatScreen(Screen[None]):
             self._accept_prompt()
             await self.run_command(text.strip())
         else:
-            with self._refusals_as_toasts():
+            try:
                 await self.controller.ask(text.removeprefix("/") if text.startswith("//") else text)
+            except KvchatError as refused:
+                self.query_one(Prompt).give_back()
+                self.toast(str(refused), severity="warning")
 
     async def run_command(self, line: str) -> None:
         """Run a slash command; a refusal is shown in the transcript."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,8 +20,9 @@ FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would bl
 
 
 class Prompt(TextArea):
-    """A multi-line editor that posts ``Sent``; the text stays until the receiver calls ``accept``.
+    """A multi-line editor that posts ``Sent`` and is empty then: what is typed meanwhile belongs to the next text.
 
+    The receiver answers each ``Sent`` by ``accept`` or ``give_back``, but one of white space, which stays as it is.
     Control characters become visible marks before they are in the text: what is sent is what was shown.
     """
 
@@ -44,10 +46,15 @@ class Prompt(TextArea):
         self.placeholder = "Ask something…   (/ for commands)"
         self.prompts = history
         self._pastes: dict[str, str] = {}
+        self._sent: deque[tuple[str, dict[str, str]]] = deque()
 
     def action_send(self) -> None:
         """Post the text, folded pastes in full."""
         self.post_message(self.Sent(self.expanded()))
+        if self.text.strip():
+            self._sent.append((self.text, self._pastes))
+            self._pastes = {}
+            self.load_text("")
 
     def action_newline(self) -> None:
         """Insert a line break at the cursor."""
@@ -55,21 +62,22 @@ class Prompt(TextArea):
 
     def expanded(self) -> str:
         """The text with every folded paste in full."""
-        text = self.text
-        for label, paste in self._pastes.items():
-            text = text.replace(label, paste)
-        return text
+        return _expanded(self.text, self._pastes)
 
     def accept(self) -> None:
-        """Remember the text in the history and empty the prompt.
+        """Remember the text sent first in the history.
 
         Raises:
             OSError: the history file cannot be written.
         """
-        text = self.expanded()
-        self._pastes.clear()
-        self.load_text("")
-        self.prompts.add(text)
+        self.prompts.add(_expanded(*self._sent.popleft()))
+
+    def give_back(self) -> None:
+        """Put the text sent first back, before what has been typed since."""
+        text, pastes = self._sent.popleft()
+        self._pastes |= pastes
+        begun = f"\n{self.text}" if self.text else ""
+        self._show(text + begun)
 
     def load_text(self, text: str) -> None:
         """Replace the text; control characters become visible marks."""
@@ -124,6 +132,12 @@ class Prompt(TextArea):
     def _show(self, text: str) -> None:
         self.load_text(text)
         self.move_cursor(self.document.end)
+
+
+def _expanded(text: str, pastes: dict[str, str]) -> str:
+    for label, paste in pastes.items():
+        text = text.replace(label, paste)
+    return text
 
 
 def _megabytes(characters: int) -> str:

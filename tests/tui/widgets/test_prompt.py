@@ -7,6 +7,7 @@ import time
 from support.app_driver import finished, prompt
 from textual import events
 
+from kvchat.errors import UsageError
 from kvchat.tui.widgets.prompt import FOLD_CHARACTERS, Prompt
 
 
@@ -64,6 +65,32 @@ async def test_keys_typed_fast_arrive_in_order(running):
         app.post_message(events.Key("enter", "\r"))
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == "hello there"
+
+
+async def test_what_is_typed_ahead_of_enter_belongs_to_the_next_prompt(running):
+    async with running() as (app, _pilot, until):
+        for key in ("H", "i", "enter", "left", "y", "o"):
+            app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == "Hi"
+        assert prompt(app).text == "yo"
+        assert app.chat.query_one(Prompt).prompts.older("") == "Hi"
+
+
+async def test_a_refused_text_comes_back_before_what_was_typed_since(running, monkeypatch):
+    async def refuse(text: str) -> None:
+        raise UsageError("Not now.")
+
+    async with running() as (app, _pilot, until):
+        monkeypatch.setattr(app.controller, "ask", refuse)
+        prompt = paste(app, "a" * (FOLD_CHARACTERS + 1))
+        await until(lambda: prompt.text)
+        shown, sent = prompt.text, prompt.expanded()
+        prompt.action_send()
+        assert prompt.text == ""
+        prompt.insert("more")
+        await until(lambda: prompt.text == f"{shown}\nmore")
+        assert prompt.expanded() == f"{sent}\nmore"
 
 
 async def test_newlines_and_history(running):

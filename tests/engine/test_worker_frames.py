@@ -1,0 +1,200 @@
+"""The engine's door: whatever bytes come, it refuses with the reason or ends with one line; it never hangs."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.environment import environ
+from support.fake_session import FakeSession
+from support.frames import bodies, framed, fuzzed
+from support.streams import read_event
+
+from kvchat.engine import session, worker
+from kvchat.engine.model import load
+from kvchat.engine.model.load import LoadedModel
+from kvchat.errors import ModelError
+from kvchat.protocol import wire
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Load,
+    Peek,
+    Prefilled,
+    Sampling,
+    Stop,
+    Switch,
+    Turn,
+)
+
+COMMANDS = get_args(Command)
+EVENTS = get_args(Event)
+
+
+class Engine:
+    """A server on pipes in a thread; ``talk`` sends frames and returns what comes until they are done."""
+
+    def __init__(self, open_session: object) -> None:
+        commands, self._commands = os.pipe()
+        self._events, events = os.pipe()
+        self._ends = os.fdopen(commands, "rb"), os.fdopen(events, "wb")
+        self.server = worker.Server(self._ends[1], open_session)  # type: ignore[arg-type]
+        self.events = os.fdopen(self._events, "rb")
+        self._threads = [
+            threading.Thread(target=self.server.read, args=(self._ends[0],)),
+            threading.Thread(target=self.server.run),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._asked = 0
+
+    def talk(self, *frames: bytes) -> list[Event]:
+        self._asked += 1
+        ping = f"ping {self._asked}"
+        load = () if self.server._session else (wire.encode(Load()),)
+        os.write(self._commands, b"".join((*load, *frames, framed(ping.encode()))))
+        events: list[Event] = []
+        while not (isinstance(event := read_event(self.events), Failed) and ping in event.detail):
+            assert event is not None
+            events.append(event)
+        return events
+
+    def close(self) -> None:
+        os.close(self._commands)
+        self.events.close()  # the engine may be waiting to write more than the pipe holds
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        self._ends[0].close()
+        with suppress(BrokenPipeError):
+            self._ends[1].close()
+
+
+@pytest.fixture(scope="module")
+def engine(model: LoadedModel) -> Iterator[Engine]:
+    """With real sessions; only the reading of files is left out."""
+
+    def load_model(name: str, device: str, dtype: str, *_args: object, **_kwargs: object) -> LoadedModel:
+        load.resolve_device(device)
+        load.resolve_dtype(dtype, model.model.config, model.device)
+        if name != "bundled":
+            raise ModelError("There is no such model.")
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "load_model", load_model)
+        engine = Engine(session.open_session)
+        yield engine
+        engine.close()
+
+
+@fuzzed
+@given(body=bodies(COMMANDS))
+def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, body: bytes) -> None:
+    events = engine.talk(framed(body), wire.encode(Stop()))
+    unexplained = [e for e in events if isinstance(e, Failed) and e.title == "The engine failed."]
+    assert not unexplained
+    refused = worker._command(body)
+    if isinstance(refused, worker.Refused):
+        assert refused.reason in [event.detail for event in events if isinstance(event, Failed)]
+
+
+@fuzzed
+@given(stream=st.binary(max_size=64) | st.lists(bodies(COMMANDS), max_size=3).map(lambda found: framed(*found)[:-1]))
+def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(stream: bytes) -> None:
+    server, log = worker.Server(io.BytesIO(), FakeSession().open), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", log)
+        server.read(io.BytesIO(stream))
+        server.run()
+    assert server._inbox.closed
+    assert log.getvalue().count("\n") <= 1
+
+
+def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine: Engine) -> None:
+    ask = wire.encode(Chat((Turn("user", "one two three " * 400),)))
+    first = [type(event) for event in engine.talk(ask, wire.encode(Stop()))]
+    assert Prefilled not in first
+    assert Finished in first
+    second = engine.talk(wire.encode(Stop()), wire.encode(Chat((Turn("user", "Hi"),), Sampling(max_new_tokens=2))))
+    assert [event.reason for event in second if isinstance(event, Finished)] == ["length"]
+
+
+@pytest.mark.parametrize("event", [name.__name__ for name in EVENTS])
+def test_an_event_is_no_command(event: str) -> None:
+    with pytest.raises(ValueError, match="no message of kvchat's protocol"):
+        wire.decode_command(b'{"type": "%s"}' % event.encode())
+
+
+def test_more_commands_than_memory_should_hold_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker, "MAX_WAITING_BYTES", 1000 * worker.COMMAND_BYTES)
+    server = worker.Server(io.BytesIO(), FakeSession().open)
+    server.read(io.BytesIO(wire.encode(Stop()) * 2000))
+    assert server._inbox.closed
+    assert capsys.readouterr().err.startswith("kvchat: 98")
+    assert len(server._inbox._commands) < 1000
+
+
+def test_what_has_been_done_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MAX_WAITING_BYTES", 2 * worker.COMMAND_BYTES + 100)
+    inbox = worker.Inbox()
+    for _ in range(1000):
+        inbox.put(Stop(), 40)
+        assert inbox.get(1) == Stop()
+
+
+def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer goes on: a switch is refused in words, another failure is told when the answer is over."""
+    output = io.BytesIO()
+
+    def send_at_two(fake: FakeSession, n: int) -> None:
+        if n == 2:
+            for command in (Switch("streaming"), Peek(1, 2)):
+                server._inbox.put(command, 1)
+
+    fake = FakeSession(on_token=send_at_two)
+    server = worker.Server(output, fake.open)
+    server._do(Load(mode="full"))
+    fake.switch = fake.text = types.MethodType(lambda *_args, **_kwargs: 1 / 0, fake)  # type: ignore[method-assign]
+    server._do(Chat((Turn("user", "hello"),)))
+    output.seek(0)
+    kinds = [type(event).__name__ for event in iter(lambda: read_event(output), None)]
+    assert [kind for kind in kinds if kind in ("SwitchRefused", "Finished", "Failed")] == [
+        "SwitchRefused",
+        "Finished",
+        "Failed",
+    ]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_header_above_the_limit_ends_the_process_at_once() -> None:
+    command = [sys.executable, "-m", "kvchat.engine.worker"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:
+        assert process.stdin
+        assert process.stderr
+        process.stdin.write(b"\xff\xff\xff\xff")
+        process.stdin.flush()
+        assert process.wait(20) == 0
+        assert process.stderr.read() == b"kvchat: " + str(_refusal(b"\xff" * 4)).encode() + b"\n"
+
+
+def _refusal(header: bytes) -> ValueError:
+    with pytest.raises(ValueError, match="does not speak") as caught:
+        wire.parse_length(header)
+    return caught.value

@@ -1,0 +1,14 @@
+"""The environment of processes that tests start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+
+
+def environ(**changes: str) -> dict[str, str]:
+    """This process's environment, in which this tree's ``kvchat`` and ``support`` are imported."""
+    return {**os.environ, "PYTHONPATH": PYTHONPATH, **changes}

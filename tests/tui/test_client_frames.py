@@ -1,0 +1,122 @@
+"""The application's door: whatever bytes an engine writes, they are events or end the engine with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.frames import bodies, framed, fuzzed
+
+from kvchat.protocol import wire
+from kvchat.protocol.messages import Command, Event, Loading, Text
+from kvchat.tui import client as client_module
+from kvchat.tui.client import Crashed, EngineClient, Report
+
+EVENTS = get_args(Event)
+
+
+class Process:
+    """An engine that has written ``output`` and ends, as asyncio gives it."""
+
+    def __init__(self, output: bytes) -> None:
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_data(output)
+        self.stdout.feed_eof()
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+    async def wait(self) -> int:
+        return 0
+
+
+async def reports_of(output: bytes) -> tuple[list[Report], bool]:
+    """What the client makes of an engine's output, and whether it killed the engine."""
+    client, process = EngineClient(("engine",), Path("/nowhere/log")), Process(output)
+    client._process = process  # type: ignore[assignment]
+    client.log_problem = "none is kept"
+    async with asyncio.timeout(20):
+        await client._read(process)  # type: ignore[arg-type]
+        return await client.receive(), process.killed
+
+
+@fuzzed
+@given(body=bodies(EVENTS) | bodies(get_args(Command)))
+def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(body: bytes) -> None:
+    reports, killed = asyncio.run(reports_of(framed(body)))
+    assert isinstance(reports[-1], Crashed)
+    try:
+        wire.decode_event(body)
+    except ValueError as error:
+        expected: tuple[str, ...] = (str(error),)
+    else:
+        expected = ()
+    assert (killed, len(reports), reports[-1].log) == (bool(expected), 1 if expected else 2, expected)
+
+
+@fuzzed
+@given(stream=st.binary(max_size=64) | st.lists(bodies(EVENTS), max_size=3).map(lambda found: framed(*found)[:-1]))
+def test_any_stream_of_bytes_comes_to_an_end(stream: bytes) -> None:
+    reports, _ = asyncio.run(reports_of(stream))
+    assert isinstance(reports[-1], Crashed)
+
+
+@pytest.mark.slow
+async def test_any_event_is_drawn(running) -> None:
+    """No event of the right types, however absurd its values, ends the application or stops its ears."""
+    found = []
+
+    @settings(fuzzed, max_examples=2 * fuzzed.max_examples)
+    @given(body=bodies(EVENTS))
+    def collect(body: bytes) -> None:
+        with suppress(ValueError):
+            found.append(wire.decode_event(body))
+
+    collect()
+    async with running() as (app, _, until):
+        for event in found:
+            app.client._put(event)
+            await until(lambda: not app.client._inbox)
+            await asyncio.sleep(0.01)  # to draw it
+            assert app.is_running, event
+        app.client._put(Loading("the end"))
+        await until(lambda: app.controller.state.stage == "the end")
+
+
+async def test_an_engine_that_floods_is_held_back(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_WAITING", 10)
+    body = json.dumps({"type": "Text", "text": "x", "tokens": 1}).encode()
+    flood = f"import sys\nwhile True: sys.stdout.buffer.write({framed(body)!r})"
+    client = EngineClient((sys.executable, "-c", flood), tmp_path / "log")
+    await client.start()
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        assert len(client._inbox) <= 10
+        (text,) = await client.receive()
+        assert isinstance(text, Text)
+    await client.close()
+
+
+async def test_an_engine_that_babbles_without_end_is_ended(tmp_path) -> None:
+    babble = f"import sys\nwhile True: sys.stdout.buffer.write({framed(b'[]')!r} * 10_000)"
+    client = EngineClient((sys.executable, "-c", babble), tmp_path / "log")
+    await client.start()
+    async with asyncio.timeout(20):
+        (crashed,) = await client.receive()
+    assert isinstance(crashed, Crashed)
+    await client.close()
+
+
+async def test_a_header_above_the_limit_is_refused_at_once() -> None:
+    reports, killed = await reports_of(struct.pack(">I", wire.MAX_MESSAGE_BYTES + 1))
+    assert killed
+    assert "does not speak kvchat's protocol" in reports[-1].log[0]
