@@ -216,10 +216,15 @@ def fresh(name: str, dtype: torch.dtype = torch.float32) -> Any:
     attention_hook.register()
     torch.manual_seed(0)
     built = transformers.AutoModelForCausalLM.from_config(config(name), attn_implementation=attention_hook.NAME)
-    with torch.no_grad():
-        for parameter_name, parameter in built.named_parameters():
-            _randomize(parameter_name, parameter)
+    randomize(built)
     return built.eval().to(dtype)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Give every parameter random values."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _randomize(name, parameter)
 
 
 def _randomize(name: str, parameter: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvchat.engine.model import attention_hook, quantization, supported
+from kvchat.engine.model import attention_hook, quantization, supported, text_part
 from kvchat.engine.model.checkpoint import Checkpoint, ModelLocation, Progress, complete, locate, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.fusion import swap
@@ -83,7 +83,7 @@ def load_model(
     location = locate(name, progress)
     with _quiet():
         config = _config(location)
-        model_class = supported.model_class(config)
+        model_class, text_config = supported.model_class(config)
         precision = resolve_dtype(dtype, config, on)
         quantized = quantization.resolve(quantize, config, precision)
         checkpoint = complete(location, progress)
@@ -92,11 +92,12 @@ def load_model(
         tokenizer = _tokenizer(checkpoint)
         progress("Loading the weights")
         try:
-            model = _model(model_class, checkpoint, precision, on, quantized)
+            model = _model(model_class, text_config, checkpoint, precision, on, quantized)
             progress("Testing the model")
-            return wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
+            loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
         except torch.OutOfMemoryError as error:
             raise _does_not_fit(checkpoint, on) from error
+    return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(config)])))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
@@ -156,15 +157,24 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.folder, local_files_only=True, trust_remote_code=False, **_gguf(checkpoint)
         )
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise supported.unreadable(checkpoint.name, "its tokenizer", error) from error
+    processors = checkpoint.folder / "chat_template.json"  # where older multimodal repositories keep it
+    if not tokenizer.chat_template and processors.is_file():
+        tokenizer.chat_template = read_json(processors).get("chat_template")
+    return tokenizer
 
 
 def _model(
-    model_class: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantized: Quantization
+    model_class: Any,
+    config: Any,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantized: Quantization,
 ) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
     else. Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
@@ -176,6 +186,7 @@ def _model(
         with contextlib.redirect_stderr(io.StringIO()):  # the bar over a GGUF file's tensors has no switch
             model, info = model_class.from_pretrained(
                 checkpoint.folder,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention_hook.NAME,
                 local_files_only=True,

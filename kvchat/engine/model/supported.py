@@ -8,27 +8,27 @@ from typing import Any
 
 from torch import nn
 
+from kvchat.engine.model import text_part
 from kvchat.engine.model.quantization import own_method
 from kvchat.errors import ModelError
 
 ATTENDED_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def model_class(config: Any) -> Any:
-    """transformers' causal language model for its ``config``.
+def model_class(config: Any) -> tuple[Any, Any]:
+    """transformers' class for the text of a checkpoint's ``config``, and the configuration to build it with.
 
     Raises:
         ModelError: there is none, or kvchat cannot run it.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = text_part.find(config)
     if found is None:
         raise ModelError(f'"{config.model_type}" is no model for chatting.', "It is not a causal language model.")
-    reason = refusal(config, found)
+    chosen, its_config = found
+    reason = refusal(its_config, chosen)
     if reason:
-        raise ModelError(f"kvchat cannot run {found.__name__}.", f"{reason}.", "Choose another model.")
-    return found
+        raise ModelError(f"kvchat cannot run {chosen.__name__}.", f"{reason}.", "Choose another model.")
+    return chosen, its_config
 
 
 def refusal(config: Any, model_class: Any) -> str | None:
