@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from support.tiny_models import ALTERNATING, COMMON, randomize
+from support.tiny_models import ALTERNATING, COMMON, DELTA_NET, MOE, SHARED_EXPERT, randomize
 
 from kvchat.paths import bundled_model_dir
 
@@ -25,7 +25,6 @@ TOWER = {
 QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 8}
 QWEN3_TOWER = {**QWEN_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 # Configuration class, text_config, vision_config
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -41,7 +40,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**QWEN_TOWER, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
     ),
     "qwen3_vl": ("Qwen3VLConfig", {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, QWEN3_TOWER),
-    "qwen3_vl_moe": ("Qwen3VLMoeConfig", {**TEXT, "rope_parameters": MROPE, **EXPERTS}, QWEN3_TOWER),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", {**TEXT, "rope_parameters": MROPE, **MOE}, QWEN3_TOWER),
+    "qwen3_5": ("Qwen3_5Config", {**TEXT, **DELTA_NET}, QWEN3_TOWER),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", {**TEXT, **DELTA_NET, **SHARED_EXPERT}, QWEN3_TOWER),
+    "lfm2_vl": ("Lfm2VlConfig", {**TEXT, "head_dim": None, "model_type": "lfm2", "full_attn_idxs": [1, 3]}, TOWER),
     "llava": ("LlavaConfig", {**TEXT, "model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}),
 }
 

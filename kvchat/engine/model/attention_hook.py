@@ -8,7 +8,7 @@ registered, so no mask is built: the backend knows which token may attend to whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.errors import EngineError, ModelError
 from kvchat.kv.attention_spec import AttentionSpec
 
@@ -41,7 +42,8 @@ class AttentionBackend(Protocol):
 
 
 _backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
-_specs: WeakKeyDictionary[nn.Module, AttentionSpec] = WeakKeyDictionary()
+# The number of each attention module among those of its model, and its rule.
+_known: WeakKeyDictionary[nn.Module, tuple[int, AttentionSpec]] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -61,17 +63,34 @@ def bound(backend: AttentionBackend) -> Iterator[None]:
         _backend.reset(token)
 
 
-def forward(model: Any, ids: Tensor, positions: Tensor, backend: AttentionBackend, *, logits: bool) -> Tensor | None:
+def number_layers(model: Any, attending: Sequence[int]) -> None:
+    """Let backends see the layers ``attending``, which have all been run, as 0, 1, ...: the others have no K/V."""
+    for module in model.modules():
+        if module in _known:
+            _known[module] = attending.index(module.layer_idx), _known[module][1]
+
+
+def forward(
+    model: Any,
+    ids: Tensor,
+    positions: Tensor,
+    backend: AttentionBackend,
+    *,
+    logits: bool,
+    state: RecurrentState | None = None,
+) -> Tensor | None:
     """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``backend``.
 
-    Returns the last token's logits [vocab] in float32; None without ``logits``, when the head is not run either.
+    A hybrid model reads and changes ``state``; without one it begins anew. Returns the last token's logits [vocab] in
+    float32; None without ``logits``, when the head is not run either.
     Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
     """
+    beside = state.arguments if state else {"use_cache": False}
     with torch.inference_mode(), bound(backend):
         if not logits:
-            model.base_model(ids[None], position_ids=positions[None], use_cache=False)
+            model.base_model(ids[None], position_ids=positions[None], **beside)
             return None
-        output = model(ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=1)
+        output = model(ids[None], position_ids=positions[None], logits_to_keep=1, **beside)
         last: Tensor = output.logits[0, -1]
         return last.float()
 
@@ -89,15 +108,18 @@ def attention(
     """
     if attention_mask is not None or not kwargs.keys() <= KNOWN:
         _refuse_unknown(module, attention_mask, kwargs)
-    spec = _specs.get(module)
-    if spec is None:
-        spec = _specs[module] = _spec_of(module, query.shape[-1], kwargs)
+    layer, spec = _known.get(module) or _met(module, query.shape[-1], kwargs)
     backend = _backend.get(None)
     if backend is None:
         raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
-    layer: int = module.layer_idx  # type: ignore[assignment]
     attended = backend.attention(layer, query[0], key[0], value[0], spec)
     return attended.transpose(0, 1)[None].contiguous(), None
+
+
+def _met(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> tuple[int, AttentionSpec]:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    known = _known[module] = layer, _spec_of(module, d_k, kwargs)
+    return known
 
 
 def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSpec:

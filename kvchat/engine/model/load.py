@@ -23,10 +23,11 @@ from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
-from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.errors import DoesNotFitError, ModelError
 from kvchat.units import size
 
+ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
 INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 
 
@@ -34,7 +35,8 @@ INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 class LoadedModel:
     """A model on its device, its tokenizer and its observed properties.
 
-    ``context`` is in tokens; ``weights`` names their quantization, ``fused`` the kinds of modules that are fused.
+    ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization, ``fused`` the
+    kinds of modules that are fused. ``reads_chunks`` is that of ``RecurrentState``.
     """
 
     model: Any
@@ -56,6 +58,7 @@ class LoadedModel:
     weight_bytes: int
     weights: str = ""
     fused: str = ""
+    reads_chunks: bool = True
 
 
 def load_model(
@@ -108,12 +111,14 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     """
     pinned = pin_frequencies(model)
     seen = probe(model)
-    selftest(model)
+    chunked = reads_chunks(model)
+    selftest(model, chunked=chunked)
     fusion = swap.fuse(model, swap.kernels_for(model.device)) if fuse else swap.FusionReport()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
-    return replace(loaded, notes=(*loaded.notes, *filter(None, [fusion.note])), fused=fusion.fused)
+    notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
+    return replace(loaded, notes=notes, fused=fusion.fused, reads_chunks=chunked)
 
 
 # ---- stages ----------------------------------------------------------------------------------------

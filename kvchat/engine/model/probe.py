@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvchat.engine.model import attention_hook, tolerances
+from kvchat.engine.model.recurrent_state import attending_layers
 from kvchat.errors import ModelError
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
@@ -29,8 +30,9 @@ NEAR = (3, 34)
 class Probe:
     """A model's attention as observed. ``d_k`` and ``d_v`` are the sizes of one head's key and value.
 
-    ``specs`` has one entry per layer. ``rotations`` too, None for a layer without positions and the same object for
-    layers that turn alike; it is empty where keys cannot be moved to other positions, and ``refusal`` says why.
+    ``specs`` has one entry per layer that attends. ``rotations`` too, None for a layer without positions and the same
+    object for layers that turn alike; it is empty where keys cannot be moved to other positions, and ``refusal`` says
+    why.
     """
 
     q_heads: int
@@ -49,10 +51,13 @@ def probe(model: Any) -> Probe:
         ModelError: the layers are not alike, or not every layer attends.
     """
     base = _observe(model, BASE)
-    layers = _check_alike(model, base)
+    attending = _check_alike(model, base)
+    if attending != list(range(len(attending))):
+        attention_hook.number_layers(model, attending)
+        base = _observe(model, BASE)
     q_heads, kv_heads, d_k, d_v = base.shapes[0]
     rotations, refusal = _rotations(model, base)
-    specs = tuple(base.specs[layer] for layer in range(layers))
+    specs = tuple(base.specs[layer] for layer in range(len(attending)))
     return Probe(q_heads, kv_heads, d_k, d_v, specs, rotations if refusal is None else (), refusal)
 
 
@@ -103,12 +108,13 @@ def _observe(model: Any, position: int) -> _Observer:
     return observer
 
 
-def _check_alike(model: Any, seen: _Observer) -> int:
-    layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
-    if sorted(seen.shapes) != list(range(layers)):
+def _check_alike(model: Any, seen: _Observer) -> list[int]:
+    """The layers that attend."""
+    attending = attending_layers(model.config)
+    if sorted(seen.shapes) not in (attending, list(range(len(attending)))):
         raise ModelError(
             f"kvchat cannot run {type(model).__name__}.",
-            f"{len(seen.shapes)} of its {layers} layers attend; kvchat keeps the K/V of models where all do.",
+            f"{len(seen.shapes)} of its layers attend, and by its configuration {len(attending)} should.",
         )
     shapes = set(seen.shapes.values())
     if len(shapes) > 1:
@@ -117,7 +123,7 @@ def _check_alike(model: Any, seen: _Observer) -> int:
             f"kvchat cannot run {type(model).__name__}.",
             f"Its layers differ in (query heads, KV heads, key size, value size): {listed}.",
         )
-    return layers
+    return attending
 
 
 # ---- rotation --------------------------------------------------------------------------------------
