@@ -33,6 +33,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**TEXT, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING},
         TOWER,
     ),
+    "gemma4": (
+        "Gemma4Config",
+        {
+            **TEXT,
+            "sliding_window": 8,
+            "layer_types": ALTERNATING,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+        {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
+    ),
     "mistral3": ("Mistral3Config", {**TEXT, "model_type": "ministral3"}, {**TOWER, "model_type": "pixtral"}),
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",

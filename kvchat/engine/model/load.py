@@ -254,6 +254,8 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
     if latent:
         expanded = seen.kv_heads * (seen.d_k + seen.d_v) / (latent + text.qk_rope_head_dim)
         notes.append(f"K/V are stored expanded and take {expanded:.0f} times the memory of this model's latent form.")
+    if seen.unlike:
+        notes.append("Its layers differ in their heads: K/V of each are stored as large as those of the largest.")
     if shared:
         notes.append(f"{shared} layers share K/V with others; kvchat stores them for each layer.")
     if pinned:

@@ -86,6 +86,14 @@ def test_nothing_beside_the_text_is_read_from_the_files(monkeypatch, tmp_path):
     assert not [name for name in read if "vision_tower" in name or "projector" in name]
 
 
+def test_layers_of_different_heads_are_given_one_shape(tmp_path):
+    tiny_multimodal.save(tiny_multimodal.fresh("gemma4"), tmp_path)
+    part = load_model(str(tmp_path), "cpu", "float32", silent)
+    assert (part.q_heads, part.kv_heads, part.d_k, part.d_v) == (4, 2, 32, 32)
+    assert any("as large as those of the largest" in note for note in part.notes)
+    assert part.probe.refusal is None  # keys can be moved, filled up or not
+
+
 def test_the_chat_template_of_a_processor_is_used(tmp_path):
     tiny_multimodal.save(tiny_multimodal.fresh("llava"), tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
