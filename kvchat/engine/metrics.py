@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.engine.ribbon import Ribbon
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.nvml import GpuReader
 from kvchat.protocol.messages import Gpu, Params, Snapshot, Stats
+from kvchat.units import size
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
 GPU_S = 0.3  # NVML is asked at most this often
@@ -64,10 +66,11 @@ class AnswerMetrics:
 
 
 class MetricsCollector:
-    """Reads a KV manager; ``weight_bytes`` and ``context`` are the model's."""
+    """Reads a KV manager and the recurrent state beside it; ``weight_bytes`` and ``context`` are the model's."""
 
-    def __init__(self, kv: KVManager, weight_bytes: int, context: int) -> None:
+    def __init__(self, kv: KVManager, recurrent: RecurrentState, weight_bytes: int, context: int) -> None:
         self._kv = kv
+        self._recurrent = recurrent
         self._weight_bytes = weight_bytes
         self._context = context
         self._gpu_reader, self._gpu_name = _gpu_of(kv.state.device)
@@ -105,8 +108,8 @@ class MetricsCollector:
             ttft_s=answer.ttft_s,
             prefill_tokens_per_s=new_tokens / prefill_s if prefill_s else None,
             decode_tokens_per_s=answer.rate(),
-            kv_device_bytes=kv.device_bytes,
-            kv_host_bytes=kv.state.host.nbytes,
+            kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
+            kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             recalled_bytes=(now.moved - before.moved) * kv.state.transfer.pair_bytes,
             recall_hit_rate=_hit_rate(before, now),
             corrections=now.corrections - before.corrections,
@@ -133,8 +136,8 @@ class MetricsCollector:
             active=float(counts.sum()) / (kv.state.geometry.layers * kv.state.geometry.kv_heads),
             total=kv.total,
             context=self._context,
-            kv_device_bytes=kv.device_bytes,
-            kv_host_bytes=kv.state.host.nbytes,
+            kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
+            kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             weight_bytes=self._weight_bytes,
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
@@ -153,8 +156,15 @@ class MetricsCollector:
             cell_tokens=cell,
             ribbon=letters,
             attended=shares,
-            extras=report.stats | self._recovery(),
+            extras=report.stats | self._recurrent_state() | self._recovery(),
         )
+
+    def _recurrent_state(self) -> Params:
+        if not self._recurrent.exists:
+            return {}
+        return {
+            "recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} on the host"
+        }
 
     def _recovery(self) -> Params:
         level = self.answer.recovery if self.answer else ""

@@ -117,7 +117,7 @@ class Session(Released):
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
         self._switcher.attach(self._kv)
-        self._metrics = MetricsCollector(self._kv, model.weight_bytes, model.context)
+        self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")

@@ -46,6 +46,7 @@ class KVManager:
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
         self.state = KVState(geometry, device, mode.traits.context)
         self._prefill: Prefill | None = None
+        self._reread_from: int | None = None
         self._queries: list[Tensor] = []
         # What was prefilled since the mode last filled its slots is not in them.
         self._stale = False
@@ -154,6 +155,18 @@ class KVManager:
         """Undo a forward that raised: nothing of it is stored."""
         self._end_prefill()
 
+    def begin_reread(self, start: int) -> None:
+        """Begin a forward of stored tokens from position ``start`` on, for what layers without K/V keep of them.
+
+        They attend exactly, to the K/V that are stored; nothing stored changes.
+        """
+        self._end_prefill()
+        self._reread_from = start
+
+    def end_reread(self) -> None:
+        """End it, also after an error."""
+        self._reread_from = None
+
     def _end_prefill(self) -> None:
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
@@ -235,6 +248,9 @@ class KVManager:
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
         self.state.specs[layer] = spec
+        if self._reread_from is not None:
+            keys, values = self.state.host.dense(layer, self._reread_from + query.shape[1])
+            return attend_prefill(query, keys, values, self._reread_from, spec)
         if self._prefill is not None:
             return self._attend_prefill(self._prefill, layer, query, key, value, spec)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)

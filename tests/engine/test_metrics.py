@@ -133,6 +133,6 @@ def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, mon
     kv = session._kv
     with monkeypatch.context() as patch:
         patch.setattr(kv.state, "device", torch.device("cuda"))
-        collector = MetricsCollector(kv, weight_bytes=1, context=2)
+        collector = MetricsCollector(kv, session._runner.recurrent, weight_bytes=1, context=2)
     readings = (GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4) if known else ()
     assert collector.snapshot(0).gpu == Gpu("RTX", *readings)

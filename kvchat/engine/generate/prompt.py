@@ -24,6 +24,8 @@ ROLES = ("system", "user", "assistant")
 # Unicode noncharacters: they never occur in real text and are taken out of what is given.
 ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenizing
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
+PROBE = "kvchat-probe"
+USER = (Turn("user", PROBE),)
 _NONCHARACTERS = {ord(ESCAPE): None, ord(GUARD): None}
 
 
@@ -100,7 +102,9 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._control = _control_pattern(tokenizer)
         self._anchor = _find_anchor(tokenizer)
-        self._folds_system = not self._renders_system()
+        # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
+        self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
+        self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -158,10 +162,10 @@ class PromptEncoder:
             return self._plain(turns)
         if self._folds_system:
             turns = _fold_system(turns)
-        return self._apply_template(turns).replace(GUARD, "")
+        return self._apply_template(turns, self._in_parts).replace(GUARD, "")
 
-    def _apply_template(self, turns: Sequence[Turn]) -> str:
-        messages = [{"role": turn.role, "content": self._content(turn)} for turn in turns]
+    def _apply_template(self, turns: Sequence[Turn], in_parts: bool) -> str:
+        messages = [{"role": turn.role, "content": self._content(turn, in_parts)} for turn in turns]
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs from elsewhere and raise whatever they like
@@ -172,13 +176,13 @@ class PromptEncoder:
             ) from error
         return text
 
-    def _content(self, turn: Turn) -> str:
+    def _content(self, turn: Turn, in_parts: bool) -> str | list[dict[str, str]]:
         text = self._escape(turn.content)
-        if turn.role != "assistant":
-            return text
-        before = GUARD if text[:1].isspace() else ""
-        after = GUARD if text[-1:].isspace() else ""
-        return f"{before}{text}{after}"
+        if turn.role == "assistant":
+            before = GUARD if text[:1].isspace() else ""
+            after = GUARD if text[-1:].isspace() else ""
+            text = f"{before}{text}{after}"
+        return [{"type": "text", "text": text}] if in_parts else text
 
     def _escape(self, text: str) -> str:
         text = text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode()
@@ -202,12 +206,12 @@ class PromptEncoder:
         bos = self._tokenizer.bos_token_id
         return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
 
-    def _renders_system(self) -> bool:
-        """Whether the template has a system role: some raise without one, some drop the text."""
+    def _renders(self, turns: Sequence[Turn], in_parts: bool = False) -> bool:
+        """Whether ``PROBE`` among the turns comes out of the template: some raise at a role, some drop the text."""
         if not self._tokenizer.chat_template:
             return True
         try:
-            return "kvchat-probe" in self._apply_template([Turn("system", "kvchat-probe"), Turn("user", "Hello")])
+            return PROBE in self._apply_template(turns, in_parts)
         except UsageError:
             return False
 
