@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvchat.config.modes import BudgetParameters, ModeParameters, parse, registered
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Params
+from kvchat.protocol.figures import Params
 
 
 def enter(session: Session, variant: str) -> None:

@@ -19,7 +19,8 @@ from kvchat.cli.output import note, progress, write
 from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.model import checkpoint
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.messages import Finished, Load, Params, Sampling, Stats, Text, Turn
+from kvchat.protocol.figures import Params, Stats
+from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session

@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvchat.protocol.messages import Chat, Sampling, Stats, Turn
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Chat, Sampling, Turn
 
 TITLE_CHARACTERS = 60
 CUT_OFF = "cut off"  # the ending of an answer whose engine ended before it

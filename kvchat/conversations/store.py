@@ -21,7 +21,7 @@ from kvchat import files
 from kvchat.conversations.conversation import Changes, Conversation, Message
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.messages import Stats
+from kvchat.protocol.figures import Stats
 
 BUSY_S = 2.0  # what another application's write may take
 RESTORABLE_S = 24 * 3600.0

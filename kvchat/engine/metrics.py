@@ -12,7 +12,7 @@ from kvchat.engine.ribbon import Ribbon
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.nvml import GpuReader
-from kvchat.protocol.messages import Gpu, Params, Snapshot, Stats
+from kvchat.protocol.figures import Gpu, Params, Snapshot, Stats
 from kvchat.units import size
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens

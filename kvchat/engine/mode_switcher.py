@@ -20,7 +20,7 @@ from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
-from kvchat.protocol.messages import Params, Price
+from kvchat.protocol.figures import Params, Price
 
 
 class ModeSwitcher:

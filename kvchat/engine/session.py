@@ -25,7 +25,8 @@ from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
-from kvchat.protocol.messages import Event, Load, Loaded, Params, Price, Sampling, Snapshot, Switched, Text, Turn
+from kvchat.protocol.figures import Params, Price, Snapshot
+from kvchat.protocol.messages import Event, Load, Loaded, Sampling, Switched, Text, Turn
 
 
 def load(

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Awaitable, Callable
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol.messages import Params
+from kvchat.protocol.figures import Params
 from kvchat.tui import sampling, thinking
 from kvchat.tui.controller import ChatController
 from kvchat.tui.state import describe_modes, summarize

@@ -10,7 +10,8 @@ from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.messages import Command, Params, Peek, Rebuild, Stop, Switch
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import Command, Peek, Rebuild, Stop, Switch
 from kvchat.tui import sampling
 from kvchat.tui.answers import Answers
 from kvchat.tui.archive import Archive

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from kvchat.errors import EngineError, KvchatError, UsageError
+from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
     Failed,
     Finished,
@@ -17,7 +18,6 @@ from kvchat.protocol.messages import (
     Preparing,
     Rebuilt,
     Recovered,
-    Snapshot,
     Started,
     Switched,
     SwitchRefused,

@@ -9,7 +9,8 @@ from enum import Enum, auto
 from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
-from kvchat.protocol.messages import Finished, Loaded, Params, Price, Sampling, Snapshot, Stats
+from kvchat.protocol.figures import Params, Price, Snapshot, Stats
+from kvchat.protocol.messages import Finished, Loaded, Sampling
 from kvchat.units import count, figure, percent, size
 
 Footed = tuple[Message, str]

@@ -7,7 +7,8 @@ from typing import Literal, Protocol
 
 from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
-from kvchat.protocol.messages import Snapshot, Switched
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Switched
 from kvchat.tui.state import ChatState, Footed
 
 Severity = Literal["information", "warning", "error"]

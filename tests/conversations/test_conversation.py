@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvchat.conversations.conversation import TITLE_CHARACTERS, Conversation
-from kvchat.protocol.messages import Sampling, Stats, Turn
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Sampling, Turn
 
 
 def said(*texts: str) -> Conversation:

@@ -16,7 +16,7 @@ from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.store import MARK, ConversationStore, StoreError
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Stats
+from kvchat.protocol.figures import Stats
 
 STATS = Stats(generated_tokens=3, decode_tokens_per_s=7.5, switches=({"from": "full"},))
 

@@ -11,7 +11,8 @@ from support.fake_nvml import FakeGpu, FakeNvml, GiB
 
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.session import Session
-from kvchat.protocol.messages import MAX_RIBBON_CELLS, RIBBON, Gpu, Sampling, Turn
+from kvchat.protocol.figures import MAX_RIBBON_CELLS, RIBBON, Gpu
+from kvchat.protocol.messages import Sampling, Turn
 
 STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64}

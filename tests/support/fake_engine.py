@@ -17,12 +17,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvchat.protocol import messages, wire
+from kvchat.protocol import figures, messages, wire
+from kvchat.protocol.figures import Gpu, Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
     Command,
     Finished,
-    Gpu,
     Load,
     Loaded,
     Loading,
@@ -32,9 +32,7 @@ from kvchat.protocol.messages import (
     Rebuild,
     Rebuilt,
     Recovered,
-    Snapshot,
     Started,
-    Stats,
     Stop,
     Switch,
     Switched,
@@ -203,7 +201,7 @@ class FakeEngine:
             self.speed + self.total % 7 if self.total else None, 0.41 if self.total else None,
             4096.0 if speculative else 0.0, self.recalled, 0.94 if speculative else None, 3 if speculative else 0,
             0.8 if speculative else None, 1.8 if speculative else None, ribbon=ribbon(self.total, self.mode),
-            prices=tuple(messages.Price(m, 3 * 2**20, 2**22, 0.0042) for m in MODES if m != self.mode),
+            prices=tuple(figures.Price(m, 3 * 2**20, 2**22, 0.0042) for m in MODES if m != self.mode),
             extras={"pages a step": 1.5, "heads corrected": 3} if speculative else {},
             badges=tuple(filter(None, os.environ.get("FAKE_BADGES", "").split("|"))),
         )  # fmt: skip
@@ -211,7 +209,7 @@ class FakeEngine:
 
 def ribbon(total: int, mode: str) -> str:
     """A plausible picture: sinks, a window, and between them what the mode does with the rest."""
-    cells = min(-(-total // 32), messages.MAX_RIBBON_CELLS)
+    cells = min(-(-total // 32), figures.MAX_RIBBON_CELLS)
     if mode == "full":
         return "D" * cells
     middle = "X" if mode == "streaming" else "H"

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import KvchatError
+from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Event,
     Finished,
@@ -16,9 +17,7 @@ from kvchat.protocol.messages import (
     Prefilled,
     Rebuilt,
     Sampling,
-    Snapshot,
     Started,
-    Stats,
     Switched,
     Text,
     Turn,

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvchat.conversations.conversation import CUT_OFF, Message
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol.messages import Command, Snapshot, Switched
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Command, Switched
 from kvchat.tui.state import ChatState, Footed, Phase
 
 Hook = Callable[[], Coroutine[Any, Any, None]]

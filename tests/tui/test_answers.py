@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.protocol.messages import Finished, Prefilled, Started, Stats, Switched, Text, Withdrawn
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Prefilled, Started, Switched, Text, Withdrawn
 from kvchat.tui.state import Phase
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Finished, Rebuild, Stats, Text, Turn
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Rebuild, Text, Turn
 from kvchat.tui.state import Phase
 
 

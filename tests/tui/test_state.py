@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvchat.conversations.conversation import Conversation
-from kvchat.protocol.messages import Finished, Price, Sampling, Snapshot, Stats
+from kvchat.protocol.figures import Price, Snapshot, Stats
+from kvchat.protocol.messages import Finished, Sampling
 from kvchat.tui.state import ChatState, describe_modes, describe_price, summarize
 
 

@@ -19,7 +19,8 @@ from textual.widgets import Static
 
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
-from kvchat.protocol.messages import Snapshot, Switched
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Switched
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig

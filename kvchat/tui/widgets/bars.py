@@ -8,7 +8,8 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from kvchat.protocol.messages import Loaded, Params, Snapshot
+from kvchat.protocol.figures import Params, Snapshot
+from kvchat.protocol.messages import Loaded
 from kvchat.tui.actions import BY_ID, HINTED
 from kvchat.tui.keys import hint_key
 from kvchat.tui.state import Phase

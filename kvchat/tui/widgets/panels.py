@@ -14,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from kvchat.config.modes import mode_names
-from kvchat.protocol.messages import RIBBON, Gpu, Params, Snapshot
+from kvchat.protocol.figures import RIBBON, Gpu, Params, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS

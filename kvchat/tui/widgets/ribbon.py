@@ -18,7 +18,7 @@ from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
-from kvchat.protocol.messages import RIBBON, Snapshot
+from kvchat.protocol.figures import RIBBON, Snapshot
 from kvchat.tui.actions import bindings
 from kvchat.units import count, short
 

@@ -6,7 +6,8 @@ from support.app_driver import answers, texts
 from textual.widgets import Markdown, Static
 
 from kvchat.conversations.conversation import Message
-from kvchat.protocol.messages import Finished, Stats, Text
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Text
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 

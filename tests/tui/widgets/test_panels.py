@@ -7,7 +7,7 @@ from dataclasses import replace
 from support.app_driver import finished, texts, typed
 
 from kvchat.config.modes import registered
-from kvchat.protocol.messages import Gpu, Snapshot
+from kvchat.protocol.figures import Gpu, Snapshot
 from kvchat.tui.widgets.bars import StatusBar
 from kvchat.tui.widgets.messages import Note
 from kvchat.tui.widgets.panels import (

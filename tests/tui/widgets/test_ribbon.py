@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.app_driver import finished, prompt, typed
 
-from kvchat.protocol.messages import RIBBON
+from kvchat.protocol.figures import RIBBON
 from kvchat.tui.widgets.panels import legend
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, TICK, Ribbon, columns_of, squeeze, tokens_of
 
