@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -105,6 +107,7 @@ class MetricsCollector:
             generated_tokens=len(answer.token_times) - answer.withdrawn,
             total_tokens=kv.total,
             active_tokens=(now.active - before.active) / steps if steps else None,
+            read_share=_read_share(now.active - before.active, steps, kv.total),
             ttft_s=answer.ttft_s,
             prefill_tokens_per_s=new_tokens / prefill_s if prefill_s else None,
             decode_tokens_per_s=answer.rate(),
@@ -139,6 +142,7 @@ class MetricsCollector:
             kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
             kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             weight_bytes=self._weight_bytes,
+            process_bytes=_process_bytes(),
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
             gpu=self._read_gpu(),
@@ -199,6 +203,19 @@ def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
         return None, None
     ordered, last = sorted(seconds), len(seconds) - 1
     return 1000 * ordered[last // 2], 1000 * ordered[int(0.95 * last)]
+
+
+def _read_share(read: float, steps: int, total: int) -> float | None:
+    """The share of the stored tokens that ``steps`` steps read, ``total`` stored after the last of them."""
+    return min(read / (steps * (total - (steps - 1) / 2)), 1.0) if steps else None
+
+
+def _process_bytes() -> int | None:
+    """Memory of this process; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
 
 
 def _hit_rate(before: Counts, now: Counts) -> float | None:

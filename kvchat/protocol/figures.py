@@ -13,13 +13,18 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a me
 
 @dataclass(frozen=True)
 class Stats:
-    """What one answer cost, None where nothing was measured; ``extras`` are the mode's figures since it was entered."""
+    """What one answer cost, None where nothing was measured.
+
+    ``read_share`` is the mean over its steps of the share of the stored tokens that was read; ``extras`` are the mode's
+    figures since it was entered.
+    """
 
     prompt_tokens: Count = 0
     reused_tokens: Count = 0
     generated_tokens: Count = 0
     total_tokens: Count = 0
     active_tokens: float | None = None
+    read_share: float | None = None
     ttft_s: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
@@ -82,7 +87,8 @@ class Snapshot:
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
     (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the last 256 steps' copies,
     ``exposed_ms_*`` of the time waited for them. ``extras`` are figures of the current mode only, in display order.
-    ``prices`` are those of the other modes. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
+    ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn of how
+    the engine runs: a few words, a colon, the reason.
     """
 
     mode: str
@@ -93,6 +99,7 @@ class Snapshot:
     kv_device_bytes: Count
     kv_host_bytes: Count
     weight_bytes: Count = 0
+    process_bytes: Count | None = None
     torch_allocated: Count | None = None
     torch_reserved: Count | None = None
     gpu: Gpu | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from time import monotonic
 
 from kvchat.conversations.conversation import CUT_OFF
@@ -69,8 +70,18 @@ class Answers:
             self.view.add_note("withdrawn: ", struck.strip())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> None:
-        """Add the line of a switch; it shows the speed after the switch once enough tokens have come."""
+        """Add the line of a switch; it shows the speed after the switch once enough tokens have come.
+
+        Switches one after the other, without a token between them, are one.
+        """
         self._close_switches()
+        if self._switches and (last := self._switches[-1]).is_idle and last.switched.total == switched.total:
+            self._switches.remove(last)
+            await last.remove()
+            moved = last.switched.moved_bytes + switched.moved_bytes
+            switched = replace(switched, before=last.switched.before, moved_bytes=moved)
+            if switched.before == switched.mode:
+                return
         switch = await self.view.add_switch(switched, speed)
         self._switches = [*(old for old in self._switches if not old.settled), switch]
 
@@ -86,7 +97,6 @@ class Answers:
                 self._said + finished.text, finished.reason, receipt, finished.stats
             )
             await answer.finish(message, self.state.footer(message))
-            self.view.log_event(receipt)
             await self._save()
         else:
             await answer.remove()

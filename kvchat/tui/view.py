@@ -50,7 +50,15 @@ class AnswerView(Protocol):
 class SwitchView(Protocol):
     """The line of a mode switch; ``settled`` once it shows the speed after the switch."""
 
+    switched: Switched
     settled: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no token has been generated after the switch."""
+
+    def remove(self) -> Awaitable[None]:
+        """Take the line out of the transcript."""
 
     def count(self, tokens: int, now: float) -> None:
         """Count tokens generated after the switch; ``now`` in seconds."""

@@ -79,6 +79,14 @@ class FakeSwitch:
         self.switched, self.speed = switched, speed
         self.settled = False
         self.tokens = self.closed = 0
+        self.removed = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.tokens
+
+    async def remove(self) -> None:
+        self.removed = True
 
     def count(self, tokens: int, now: float) -> None:
         self.tokens += tokens

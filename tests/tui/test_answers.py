@@ -31,7 +31,6 @@ async def test_text_is_fed_and_completed_with_a_receipt(asked):
     answer = asked.view.answers[0]
     assert (answer.text, answer.receipt, answer.finished, answer.stopped) == ("hello", "2 tok · full", True, False)
     assert asked.turns == ["one", "hello"]
-    assert asked.view.events[-1] == answer.receipt
 
 
 async def test_a_stopped_answer_keeps_its_text(asked):
@@ -70,6 +69,18 @@ async def test_a_switch_counts_the_tokens_after_it(asked):
     first, second = asked.view.switches
     assert (first.tokens, first.closed) == (2, 1)
     first.settled = True
-    await asked.controller.handle(Switched("full", "streaming", {}, 12, 0, 0.0))
     await asked.controller.handle(Text("c", 1))
-    assert (first.tokens, second.tokens) == (2, 1)
+    await asked.controller.handle(Switched("full", "streaming", {}, 13, 0, 0.0))
+    assert (first.tokens, second.tokens, len(asked.view.switches)) == (2, 1, 3)
+
+
+async def test_switches_without_a_token_between_them_are_one(chat):
+    await chat.load()
+    for before, mode, moved in (("full", "freeze", 5), ("freeze", "streaming", 7)):
+        await chat.controller.handle(Switched(before, mode, {}, 10, moved, 0.0))
+    assert [switch.removed for switch in chat.view.switches] == [True, False]
+    merged = chat.view.switches[-1].switched
+    assert (merged.before, merged.mode, merged.moved_bytes) == ("full", "streaming", 12)
+    await chat.controller.handle(Switched("streaming", "full", {}, 10, 0, 0.0))
+    assert all(switch.removed for switch in chat.view.switches)
+    assert len(chat.view.switches) == 2

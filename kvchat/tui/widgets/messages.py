@@ -72,6 +72,11 @@ class SwitchNote(Note):
         self._begun: float | None = None
         super().__init__(self._line(None))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no token has come after the switch."""
+        return self._begun is None
+
     def count(self, tokens: int, now: float) -> None:
         """Count tokens after the switch; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
         if self.settled:

@@ -65,12 +65,13 @@ class Prompt(TextArea):
         return _expanded(self.text, self._pastes)
 
     def accept(self) -> None:
-        """Remember the text sent first in the history.
+        """Remember the text sent first in the history; nothing was sent by keys where the application asks by itself.
 
         Raises:
             OSError: the history file cannot be written.
         """
-        self.prompts.add(_expanded(*self._sent.popleft()))
+        if self._sent:
+            self.prompts.add(_expanded(*self._sent.popleft()))
 
     def give_back(self) -> None:
         """Put the text sent first back, before what has been typed since."""

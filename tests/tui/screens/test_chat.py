@@ -24,7 +24,7 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
         assert "| 2     |    30.23 |" in answer.query_one(Markdown).source
         assert {"MarkdownFence", "MarkdownTable"} <= {type(block).__name__ for block in answer.query("*")}
         assert answer.receipt.startswith("58 tok · ")
-        assert "TTFT 0.41 s · full · mean read " in answer.receipt
+        assert "TTFT 0.41 s · full · read 100 % of 60" in answer.receipt
         assert texts(app.chat.query(Question)) == ["❯ hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
@@ -97,7 +97,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         press(app, "escape")
         await until(lambda: finished(app))
         line = texts(app.chat.query(SwitchNote))[-1]
-        assert line.startswith("── full -> speculative · budget 512 · ")
+        assert line.startswith("── freeze -> speculative · budget 512 · ")
         assert line.endswith("tok/s ──")
         assert " -> " in line.split(" · ")[-1]
         assert app.chat.query_one(ModeBar).mode == "speculative"
