@@ -109,6 +109,7 @@ def stats_table(stats: Stats) -> str:
     """One aligned line for each number; a dash where there was nothing to measure."""
     rows = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     rows["switches"] = len(stats.switches)
+    rows |= rows.pop("extras")
     return "".join(f"{name:<22} {_cell(value):>14}\n" for name, value in rows.items())
 
 

@@ -218,7 +218,7 @@ def test_unknown_options_and_wrong_numbers_are_usage_errors(run: Run) -> None:
 
 def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
     outcome = run("ask", "hello", "--budget", "512")
-    assert outcome.err == "kvchat: --budget has no effect in the full mode, only in speculative, streaming, sync.\n"
+    assert outcome.err == "kvchat: --budget has no effect in the full mode, only in freeze, speculative, streaming, sync.\n"
     assert outcome.code == 0
     assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
 
