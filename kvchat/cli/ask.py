@@ -152,9 +152,9 @@ def _result(session: Session, mode: str, finished: Finished) -> Params:
     }
 
 
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _cell(value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 
