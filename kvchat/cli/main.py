@@ -158,14 +158,17 @@ def calibrate(
     ] = None,
     clusters: Annotated[int | None, typer.Option(help="representative heads a layer; a quarter of the heads")] = None,
     representatives: Annotated[str, typer.Option(help="retrieval or centroid; which ones are shown")] = "retrieval",
+    corrections: Annotated[
+        float, typer.Option(min=0, max=1, help="share of heads and steps that speculative mode is to correct")
+    ] = 0.2,
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
 ) -> None:
-    """Measure which KV heads of a model attend alike, for the sync mode."""
+    """Measure which KV heads of a model attend alike, for sync, and how their queries turn, for speculative's tau."""
     from kvchat.cli.calibrate import calibrate as run
 
-    run(model, text or (), clusters, representatives, device, out, plot)
+    run(model, text or (), clusters, representatives, device, out, plot, corrections)
 
 
 @app.command()

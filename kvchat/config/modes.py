@@ -85,8 +85,8 @@ class StreamingParameters(BudgetParameters):
     """W, most recent tokens kept by a prune, instead of budget, which is then sink + window (auto: from the budget)"""
     R: int = Field(64, ge=0)
     """Lazy Pruning: prune when the cache exceeds the budget by R tokens; 0 never prunes"""
-    sigma: int = Field(32, ge=0)
-    """Slack: tokens allowed over the budget after a prune, fewer than R"""
+    sigma: int = Field(64, ge=0)
+    """Slack: tokens allowed over the budget after a prune"""
     delta: int = Field(16, ge=0)
     """Max_Drop: maximum tokens dropped by one prune, unless sigma requires more; 0 drops the whole overflow"""
 

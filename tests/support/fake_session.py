@@ -79,7 +79,12 @@ class FakeSession:
                 break
             self.token_ids.append(100 + n)
             yield Text(piece, 1)
-        stats = Stats(prompt_tokens=7, generated_tokens=len(self.token_ids), switches=tuple(self.switches))
+        stats = Stats(
+            prompt_tokens=7,
+            generated_tokens=len(self.token_ids),
+            switches=tuple(self.switches),
+            extras={"heads corrected": "20%"},
+        )
         text = "".join(self.pieces[: len(self.token_ids)])
         yield Finished("stopped" if self.cancelled.is_set() else "eos", text, stats)
 

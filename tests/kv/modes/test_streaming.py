@@ -121,7 +121,7 @@ def test_sinks_of_a_system_prompt_and_defaults():
         mode = build(parse("streaming", params), geometry, traits, preamble)
         return KVManager(geometry, torch.device("cpu"), mode).mode.report().params
 
-    assert resolved(0).items() >= {"budget": 256, "sink": 4, "window": 252, "R": 64, "sigma": 32, "delta": 16}.items()
+    assert resolved(0).items() >= {"budget": 256, "sink": 4, "window": 252, "R": 64, "sigma": 64, "delta": 16}.items()
     assert resolved(40)["sink"] == 40
     assert resolved(500)["sink"] == 64
     assert resolved(500, sink=7)["sink"] == 7
@@ -138,8 +138,7 @@ def test_what_cannot_be_is_refused():
         build(parse("streaming", {}), geometry, ModelTraits(8192, (None,) * 3, "They change with the length."))
 
 
-def test_the_defaults_slack_acts():
-    """With sigma >= R it would never (audit): a prune ends between C + R - delta and C."""
+def test_the_defaults_drop_delta_between_two_tokens_and_sigma_bounds_what_a_prompt_leaves():
     p = parse("streaming", {"budget": 512})
-    assert p.sigma < p.R - p.delta
-    assert int(pruned_length(torch.tensor(512 + p.R), 512, p.R, p.sigma, p.delta)) == 512 + p.sigma
+    lengths = torch.tensor([512 + p.R, 5000])
+    assert pruned_length(lengths, 512, p.R, p.sigma, p.delta).tolist() == [512 + p.R - p.delta, 512 + p.sigma]

@@ -20,7 +20,7 @@ from kvchat.kv.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
 # Beside the first row of each mode, what uses other kernels: no page is speculated, a table for each layer.
-CASES = [*FIRST.values(), "speculative-sync", "freeze-layers"]
+CASES = [*FIRST.values(), "speculative-sync", "freeze-budget"]
 
 
 def with_kernels(run):
