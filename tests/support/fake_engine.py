@@ -152,8 +152,8 @@ class FakeEngine:
                 break
         seconds = max(time.monotonic() - begun, 1e-6)
         stats = Stats(
-            prompt_tokens, 0, len(said), self.total, self.active(), self.active() / self.total, 0.41, 900.0, len(said) / seconds, 2**20, 2**22,
-            self.recalled, 0.94 if self.recalled else None, 3,
+            prompt_tokens, 0, len(said), self.total, self.active(), self.active() / self.total, 0.41, 900.0,
+            len(said) / seconds, 2**20, 2**22, self.recalled, 0.94 if self.recalled else None, 3,
             switches=({"from": before},) if before != self.mode else (),
         )  # fmt: skip
         send(self.snapshot())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from support.app_driver import answers, finished, press, prompt, texts, typed
 from textual.widgets import Markdown, Static
 
@@ -98,8 +100,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         await until(lambda: finished(app))
         line = texts(app.chat.query(SwitchNote))[-1]
         assert line.startswith("── freeze -> speculative · budget 512 · ")
-        assert line.endswith("tok/s ──")
-        assert " -> " in line.split(" · ")[-1]
+        assert re.search(r" -> \d+ tok/s", line)
         assert app.chat.query_one(ModeBar).mode == "speculative"
         assert len(app.chat.query_one(Ribbon).ticks) == 3
         assert any(point.switched for point in app.chat.query_one(Timeline).points)
