@@ -28,6 +28,11 @@ from kvchat.errors import DoesNotFitError, ModelError
 from kvchat.units import size
 
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
+LOUD = (
+    "bitsandbytes",
+    "torchao",
+    "torch.utils._pytree",
+)  # say which kernels they lack, and what they are going to drop
 INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 
 
@@ -74,7 +79,8 @@ def load_model(
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
     ``name`` may also be a GGUF file, whose weights are unpacked to the dtype.
-    ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantized already stays as it is with "none".
+    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
+    it is with "none".
     ``fuse`` replaces the modules that the fast path recognizes.
 
     Raises:
@@ -88,7 +94,7 @@ def load_model(
         config = _config(location)
         model_class, text_config = supported.model_class(config)
         precision = resolve_dtype(dtype, config, on)
-        quantized = quantization.resolve(quantize, config, precision)
+        quantized = quantization.resolve(quantize, config, precision, on)
         checkpoint = complete(location, progress)
         _check_fits(checkpoint, on, quantized.share)
         progress("Loading the tokenizer")
@@ -209,6 +215,8 @@ def _model(
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
+    if device.type == "cpu" and quantization.describe(model) == "int8":
+        quantization.multiply_on_cpu(model)
     return model.eval() if in_place else model.eval().to(device)
 
 
@@ -291,9 +299,10 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    quantizer = getLogger("bitsandbytes")  # says on a CPU which kernels it could load from the hub
-    quantizer_level = quantizer.level
-    quantizer.setLevel(CRITICAL)
+    loggers = [getLogger(name) for name in LOUD]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(CRITICAL)
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -303,6 +312,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        quantizer.setLevel(quantizer_level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
         if bars:
             logging.enable_progress_bar()
