@@ -90,8 +90,8 @@ def load_model(
     """
     on = resolve_device(device)
     location = locate(name, progress)
-    with _quiet():
-        config = _config(location)
+    with quiet():
+        config = read_config(location)
         model_class, text_config = supported.model_class(config)
         precision = resolve_dtype(dtype, config, on)
         quantized = quantization.resolve(quantize, config, precision, on)
@@ -130,7 +130,12 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _config(location: ModelLocation) -> Any:
+def read_config(location: ModelLocation) -> Any:
+    """transformers' configuration of a located model.
+
+    Raises:
+        ModelError: transformers cannot read it.
+    """
     from transformers import AutoConfig
 
     if location.gguf:
@@ -294,7 +299,7 @@ def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers neither logs nor draws bars inside this block: the screen belongs to the application."""
     from transformers.utils import logging
 
