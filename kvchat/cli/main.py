@@ -28,7 +28,7 @@ from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.messages import Load, Turn
+from kvchat.protocol.messages import Load, Params, Turn
 from kvchat.threads import wait_without_spinning
 
 
@@ -149,6 +149,24 @@ def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a 
     list_modes(as_json)
 
 
+@app.command("plan")
+def plan_command(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
+    context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    budget: Budget = None,
+    param: Param = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""
+    from kvchat.cli.plan import plan as run
+
+    chosen = sources.load(options.flags(ctx.params), profiles=profiles.sources).settings
+    raise typer.Exit(run(model, chosen.model.device, chosen.model.dtype, context, _mode_params(chosen), as_json))
+
+
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
@@ -239,17 +257,20 @@ def _run_application(flags: SettingsSource, resume: bool) -> int:
 
 def _load(chosen: Settings) -> Load:
     model, kv = chosen.model, chosen.kv
-    mode_params = {mode: params for mode in modes.registered() if (params := kv.params(mode))}
     return Load(
         model.name,
         model.device,
         model.dtype,
         kv.mode,
-        mode_params=mode_params,
+        mode_params=_mode_params(chosen),
         quantize=model.quantize,
         fast=model.fast,
         link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
     )
+
+
+def _mode_params(chosen: Settings) -> dict[str, Params]:
+    return {mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))}
 
 
 def _switch_at(text: str, chosen: Settings) -> SwitchAt:

@@ -51,7 +51,7 @@ def load(
         mode: the KV mode to begin with.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
-        quantize: ``none``, or ``4bit`` for weights in 4 bits (nf4 by bitsandbytes).
+        quantize: ``none``, ``int8`` or ``int4`` (torchao), or ``nf4`` (bitsandbytes).
         fast: swap small pieces of the model for faster ones.
         progress: called with each stage of loading.
         params: the mode's parameters, such as ``budget``.

@@ -84,8 +84,8 @@ def test_ask_hands_on_every_setting_of_the_model(run: Run, session: FakeSession)
     settings = paths.config_file()
     settings.parent.mkdir(parents=True)
     settings.write_text("[model]\nfast = false\n")
-    assert run("ask", "hello", "--quantize", "4bit").code == 0
-    assert session.loaded == Load(quantize="4bit", fast=False)
+    assert run("ask", "hello", "--quantize", "int8").code == 0
+    assert session.loaded == Load(quantize="int8", fast=False)
 
 
 def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:

@@ -28,6 +28,11 @@ from kvchat.errors import DoesNotFitError, ModelError
 from kvchat.units import size
 
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
+LOUD = (
+    "bitsandbytes",
+    "torchao",
+    "torch.utils._pytree",
+)  # say which kernels they lack, and what they are going to drop
 INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 
 
@@ -74,7 +79,8 @@ def load_model(
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
     ``name`` may also be a GGUF file, whose weights are unpacked to the dtype.
-    ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantized already stays as it is with "none".
+    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
+    it is with "none".
     ``fuse`` replaces the modules that the fast path recognizes.
 
     Raises:
@@ -84,11 +90,11 @@ def load_model(
     """
     on = resolve_device(device)
     location = locate(name, progress)
-    with _quiet():
-        config = _config(location)
+    with quiet():
+        config = read_config(location)
         model_class, text_config = supported.model_class(config)
         precision = resolve_dtype(dtype, config, on)
-        quantized = quantization.resolve(quantize, config, precision)
+        quantized = quantization.resolve(quantize, config, precision, on)
         checkpoint = complete(location, progress)
         _check_fits(checkpoint, on, quantized.share)
         progress("Loading the tokenizer")
@@ -124,7 +130,12 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _config(location: ModelLocation) -> Any:
+def read_config(location: ModelLocation) -> Any:
+    """transformers' configuration of a located model.
+
+    Raises:
+        ModelError: transformers cannot read it.
+    """
     from transformers import AutoConfig
 
     if location.gguf:
@@ -209,6 +220,8 @@ def _model(
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
+    if device.type == "cpu" and quantization.describe(model) == "int8":
+        quantization.multiply_on_cpu(model)
     return model.eval() if in_place else model.eval().to(device)
 
 
@@ -286,14 +299,15 @@ def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers neither logs nor draws bars inside this block: the screen belongs to the application."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    quantizer = getLogger("bitsandbytes")  # says on a CPU which kernels it could load from the hub
-    quantizer_level = quantizer.level
-    quantizer.setLevel(CRITICAL)
+    loggers = [getLogger(name) for name in LOUD]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(CRITICAL)
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -303,6 +317,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        quantizer.setLevel(quantizer_level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
         if bars:
             logging.enable_progress_bar()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvchat.engine.model import attention_hook, tolerances
 from kvchat.engine.model.attention_hook import Shape
-from kvchat.engine.model.recurrent_state import attending_layers
+from kvchat.engine.model.recurrent_state import RecurrentState, attending_layers
 from kvchat.errors import ModelError
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
@@ -65,6 +65,17 @@ def probe(model: Any) -> Probe:
     return Probe(q_heads, kv_heads, d_k, d_v, specs, kept, refusal, common is not None)
 
 
+def observe_shape(model: Any, state: RecurrentState) -> Shape:
+    """The shape of every layer's heads, from one token that also gives ``state`` its size; works on the meta device.
+
+    Raises:
+        ModelError: the layers cannot be given one shape.
+    """
+    observer = _observe(model, 0, state)
+    shapes = set(observer.shapes.values())
+    return _common(model, shapes) or shapes.pop()
+
+
 def pin_frequencies(model: Any) -> bool:
     """Fix rotary frequencies that follow the text's length at those of the whole context; False if none do.
 
@@ -105,10 +116,11 @@ def _follows_length(module: Any) -> bool:
     return any("dynamic" in kind or kind == "longrope" for kind in listed)
 
 
-def _observe(model: Any, position: int) -> _Observer:
+def _observe(model: Any, position: int, state: RecurrentState | None = None) -> _Observer:
     observer = _Observer()
     token = torch.tensor([model.get_input_embeddings().num_embeddings // 2], device=model.device)
-    attention_hook.forward(model, token, torch.tensor([position], device=model.device), observer, logits=False)
+    at = torch.tensor([position], device=model.device)
+    attention_hook.forward(model, token, at, observer, logits=False, state=state)
     return observer
 
 
