@@ -206,12 +206,12 @@ class KVManager:
         before, old = self.state.transfer.moved_bytes(), self.mode
         try:
             self._enter(mode)
+            return self.state.transfer.moved_bytes() - before
         except BaseException:
             self.mode, self._half_entered = old, True
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
                 self.refill(fresh=True)
             raise
-        return self.state.transfer.moved_bytes() - before
 
     def recover(self, level: Level) -> None:
         """Let the mode read more for a while, because the text may have gone wrong."""

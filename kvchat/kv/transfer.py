@@ -26,6 +26,7 @@ class Transfer:
         self.ops = ops
         self.side_stream = SideStream(device)
         self.counters = torch.zeros((2, 3), dtype=torch.int64, device=device)
+        self._moved_and_wanted = [row[:2] for row in self.counters]
         self.filled_bytes = 0
         self.filled_seconds = 0.0
         self.step_seconds: deque[float] = deque(maxlen=256)
@@ -39,7 +40,7 @@ class Transfer:
     def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
         began = time.perf_counter()
-        self.ops.move_pages(slots, layer, placed, resident, self.counters[int(self.side_stream.inside), :2])
+        self.ops.move_pages(slots, layer, placed, resident, self._moved_and_wanted[self.side_stream.inside])
         resident.copy_(placed)
         self._seconds += time.perf_counter() - began
 
@@ -49,7 +50,8 @@ class Transfer:
         -1 in either is an empty slot. The caller updates the table.
         """
         began = time.perf_counter()
-        self.ops.move_tokens(slots, layer, first, placed, resident, self.counters[int(self.side_stream.inside), :2])
+        counters = self._moved_and_wanted[self.side_stream.inside]
+        self.ops.move_tokens(slots, layer, first, placed, resident, counters)
         self._seconds += time.perf_counter() - began
 
     def load_table(self, slots: DeviceSlots, wanted: Tensor) -> None:
