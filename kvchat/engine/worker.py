@@ -26,7 +26,7 @@ from kvchat.threads import wait_without_spinning
 
 TEXT_S = 1 / 30
 SNAPSHOT_S = 1 / 10
-IDLE_SNAPSHOT_S = 1.0
+IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
 GRACE_S = 2.0
 IN_ANSWER = Stop | Switch | Peek
 Progress = Callable[[str], None]
@@ -67,8 +67,8 @@ class Inbox:
             self.closed = True
             self._changed.notify()
 
-    def get(self, timeout: float) -> Command | None:
-        """The next command; None after ``timeout`` seconds or when closed."""
+    def get(self, timeout: float | None) -> Command | None:
+        """The next command; None after ``timeout`` seconds (None: never) or when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self.closed, timeout)
             return self._commands.popleft() if self._commands and not self.closed else None
@@ -125,6 +125,8 @@ class Server:
         self._session: Session | None = None
         self._answering = False
         self._snapshot_at = float("-inf")
+        self._reads_gpu = False
+        self._at_rest = False
 
     # ---- reader thread
 
@@ -150,10 +152,12 @@ class Server:
         """Work until the commands end."""
         try:
             while not self._inbox.closed:
-                if command := self._inbox.get(IDLE_SNAPSHOT_S):
+                if command := self._inbox.get(None if self._at_rest else IDLE_SNAPSHOT_S):
                     self._do(command)
+                    self._at_rest = False
                 elif not self._inbox.closed:
                     self._snapshot()
+                    self._at_rest = not self._reads_gpu
         except BrokenPipeError:
             pass  # the application is gone
         finally:
@@ -226,7 +230,9 @@ class Server:
 
     def _snapshot(self, at_most_every: float = 0.0) -> None:
         if self._session and self._clock() - self._snapshot_at >= at_most_every:
-            self._outbox.send(self._session.snapshot())
+            snapshot = self._session.snapshot()
+            self._reads_gpu = snapshot.gpu is not None
+            self._outbox.send(snapshot)
             self._snapshot_at = self._clock()
 
     @contextmanager

@@ -104,10 +104,6 @@ class HostPool:
         pages = self.capacity // self.geometry.page
         return [self._pages(region)[:pages] for region in self._regions]
 
-    def pages(self, layer: int) -> Tensor:
-        """The layer's address space, ``[page, H, 2, p, d]``."""
-        return self._tables[layer]
-
     def rows(self, layer: int) -> Tensor:
         """The layer's address space, one row per token and head of K or V: ``[page * H * 2 * p, d]``."""
         return self._tables[layer].view(-1, self.geometry.d)

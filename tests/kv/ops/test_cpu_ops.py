@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.random_stores import SHAPES, geometry_of
 
-from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import verify
 from kvchat.kv.ops.cpu_ops import CpuOps
@@ -40,26 +39,3 @@ def test_choices_are_the_references_however_few_candidates_there_are(first, last
             stays = (placed[:, :, None] == resident[:, None]) & (placed >= 0)[:, :, None]
             assert bool((stays.any(2) == (stays & torch.eye(5, dtype=torch.bool)).any(2)).all())  # in its slot
             resident = placed
-
-
-@pytest.mark.parametrize("picked", [None, ((1, 3), (0, 2))])
-def test_a_token_is_written_to_its_slots_and_through(picked):
-    g = geometry_of("many", torch.bfloat16)
-    layouts = [Layout(0, g.layers, 0, 64), Layout(0, g.layers, 4, 16, heads=picked, shared=False)]
-    written = []
-    for kind in (TorchOps, CpuOps):
-        host = HostPool(g, CPU)
-        slots = [DeviceSlots(layout, g, CPU) for layout in layouts]
-        ops, draw = kind(g, host, CPU), torch.Generator().manual_seed(0)
-        for at in range(40):
-            position = torch.tensor(at)
-            ops.begin_step(position)
-            for each in slots:
-                each.assign(position)
-            for layer in range(g.layers):
-                k, v = (torch.randn((g.kv_heads, d), generator=draw).bfloat16() for d in (g.d_k, g.d_v))
-                ops.append(slots, layer, k, v)
-        stored = [part for layer in range(g.layers) for part in host.dense(layer, 40)]
-        held = [part for each in slots for layer in range(g.layers) for part in (each.keys(layer), each.values(layer))]
-        written.append([*stored, *held])
-    assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
