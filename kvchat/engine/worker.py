@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Protocol
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import messages, wire
 from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch, Text
-from kvchat.threads import wait_without_spinning
+from kvchat.threads import stay_within_share, wait_without_spinning
 
 TEXT_S = 1 / 30
 SNAPSHOT_S = 1 / 10
@@ -255,6 +255,7 @@ class Server:
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
     wait_without_spinning()
+    stay_within_share()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = _take_streams()
