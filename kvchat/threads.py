@@ -1,11 +1,14 @@
-"""How the threads that torch computes with wait for each other; used before torch is imported."""
+"""How many threads torch computes with and how they wait for each other; used before torch is imported."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+CGROUPS = Path("/sys/fs/cgroup")
 # Both are OpenMP's own: whoever sets one of them has chosen.
 WAIT_POLICY, SPIN_COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+NUM_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def wait_without_spinning() -> None:
@@ -17,3 +20,29 @@ def wait_without_spinning() -> None:
     """
     if SPIN_COUNT not in os.environ:
         os.environ.setdefault(WAIT_POLICY, "PASSIVE")
+
+
+def stay_within_share(cgroups: Path = CGROUPS) -> None:
+    """Let torch compute with no more threads than the container grants processors, unless the environment says so.
+
+    torch counts the machine's cores, and the kernel stops all threads once the container's time is used up.
+    """
+    share = processor_share(cgroups)
+    chosen = any(name in os.environ for name in NUM_THREADS)
+    if not chosen and share is not None and share < len(os.sched_getaffinity(0)):
+        os.environ[NUM_THREADS[0]] = str(max(1, int(share)))
+
+
+def processor_share(cgroups: Path = CGROUPS) -> float | None:
+    """The processor time the container grants, in processors (cgroup v2 or v1); None without a limit."""
+    quota, _, period = _text(cgroups / "cpu.max").partition(" ")
+    if not period:
+        quota, period = (_text(cgroups / "cpu" / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

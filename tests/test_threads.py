@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from kvchat import threads
 
 SHOWS = "import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
 ENTRIES = {
@@ -37,3 +40,29 @@ def test_threads_sleep_while_they_wait(entry: str) -> None:
 def test_the_users_choice_stays(entry: str) -> None:
     assert policy_of(entry, OMP_WAIT_POLICY="ACTIVE") == ["ACTIVE", "False"]
     assert policy_of(entry, GOMP_SPINCOUNT="1000") == ["None", "False"]
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores", "chosen", "expected"),
+    [
+        ("250000 100000", 8, {}, "2"),
+        ("50000 100000", 8, {}, "1"),
+        ("250000 100000", 2, {}, None),
+        ("max 100000", 8, {}, None),
+        ("250000 100000", 8, {"OMP_NUM_THREADS": "6"}, "6"),
+        ("250000 100000", 8, {"MKL_NUM_THREADS": "6"}, None),
+    ],
+)
+def test_a_container_gets_no_more_threads_than_it_grants_processors(
+    quota: str,
+    cores: int,
+    chosen: dict[str, str],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    threads.stay_within_share(tmp_path)
+    assert os.environ.get("OMP_NUM_THREADS") == expected

@@ -56,7 +56,7 @@ class FixedChangeRate(Speculative):
         return [*super().graph_buffers(), self._order, self._changed, self._slot, self._begins]
 
     def fill(self, fresh: bool) -> None:
-        self._pages_next = self._pages_at(self.state.position)
+        self._pages_now = self._pages_next = self._pages_at(self.state.position)
         super().fill(fresh)
 
     def forward_begin(self, position: Tensor) -> None:
@@ -65,8 +65,8 @@ class FixedChangeRate(Speculative):
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
         chosen = super().choose(layer, scores, candidates, flagged)
-        if flagged is None:
-            return self._pages_next.to(chosen.dtype)
+        if flagged is None:  # with tau > 1 nothing is chosen ahead
+            return (self._pages_now if self.parameters.tau > 1 else self._pages_next).to(chosen.dtype)
         return torch.where(flagged[:, None], self._pages_now, self.slots.pages_of(layer)).to(chosen.dtype)
 
     def _pages_at(self, position: Tensor) -> Tensor:

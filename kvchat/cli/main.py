@@ -28,13 +28,15 @@ from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.messages import Load, Params, Turn
-from kvchat.threads import wait_without_spinning
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import Load, Turn
+from kvchat.threads import stay_within_share, wait_without_spinning
 
 
 def main() -> None:
     """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
     wait_without_spinning()
+    stay_within_share()
     try:
         app(prog_name="kvchat")
     except KvchatError as error:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvchat.cli.output import echo, progress
-from kvchat.protocol.messages import Params
+from kvchat.protocol.figures import Params
 from kvchat.units import count, size
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvchat.doctor.check import Check, guarded
 from kvchat.kv.memory import available
+from kvchat.threads import processor_share
 from kvchat.units import MISSING, size
 
 SYS = Path("/sys")
@@ -38,7 +39,7 @@ def checks(gpu_buses: tuple[str, ...], threads: int | None) -> Iterator[Check]:
 def processors(threads: int | None, cgroups: Path = available.CGROUPS) -> Check:
     """The processors this process may use, how many of them the container grants, and torch's threads."""
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
-    share = _cpu_share(cgroups)
+    share = processor_share(cgroups)
     found = f"{usable} of {present}, torch computes with {MISSING if threads is None else threads} threads"
     if share is not None and share < usable:
         found += f", the container grants the time of {share:.1f}"
@@ -140,14 +141,6 @@ def _memory_nodes(proc: Path, nodes: frozenset[int]) -> frozenset[int]:
     allowed = _numbers(match[1]) if match else nodes
     policy = re.match(r"\S+ (?:bind|interleave)[^:]*:(\S+)", _text(proc / "self" / "numa_maps"))
     return allowed & _numbers(policy[1]) if policy else allowed
-
-
-def _cpu_share(cgroups: Path) -> float | None:
-    """The processor time the container grants, in processors (cgroup v2 or v1); None without a limit."""
-    quota, _, period = _text(cgroups / "cpu.max").partition(" ")
-    if not period:
-        quota, period = (_text(cgroups / "cpu" / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
 def _numbers(text: str) -> frozenset[int]:

@@ -29,7 +29,7 @@ from kvchat.kv.memory.pinned import in_system_pages
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.protocol.messages import Params
+from kvchat.protocol.figures import Params
 
 # What is given up last is first: reading less costs some answers, 8 bits little, 4 bits more.
 PROPOSED_MODES = ("full", "speculative", "streaming")

@@ -24,11 +24,11 @@ from typing import Any, BinaryIO, Protocol
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch, Text
-from kvchat.threads import wait_without_spinning
+from kvchat.threads import stay_within_share, wait_without_spinning
 
 TEXT_S = 1 / 30
 SNAPSHOT_S = 1 / 10
-IDLE_SNAPSHOT_S = 1.0
+IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
 GRACE_S = 2.0
 MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 COMMAND_BYTES = 2**10  # what a command takes beside its text
@@ -87,8 +87,8 @@ class Inbox:
             self.closed = True
             self._changed.notify()
 
-    def get(self, timeout: float) -> Command | Refused | None:
-        """The next command; None after ``timeout`` seconds or when closed."""
+    def get(self, timeout: float | None) -> Command | Refused | None:
+        """The next command; None after ``timeout`` seconds (None: never) or when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self.closed, timeout)
             return self._pop() if self._commands and not self.closed else None
@@ -157,6 +157,8 @@ class Server:
         self._answering = False
         self._failures: list[Failed] = []
         self._snapshot_at = float("-inf")
+        self._reads_gpu = False
+        self._at_rest = False
 
     # ---- reader thread
 
@@ -187,11 +189,13 @@ class Server:
         """Work until the commands end."""
         try:
             while not self._inbox.closed:
-                if command := self._inbox.get(IDLE_SNAPSHOT_S):
+                if command := self._inbox.get(None if self._at_rest else IDLE_SNAPSHOT_S):
                     self._do(command)
+                    self._at_rest = False
                 elif not self._inbox.closed:
                     with self._failures_reported():
                         self._snapshot()
+                    self._at_rest = not self._reads_gpu
         except BrokenPipeError:
             pass  # the application is gone
         finally:
@@ -272,7 +276,9 @@ class Server:
 
     def _snapshot(self, at_most_every: float = 0.0) -> None:
         if self._session and self._clock() - self._snapshot_at >= at_most_every:
-            self._outbox.send(self._session.snapshot())
+            snapshot = self._session.snapshot()
+            self._reads_gpu = snapshot.gpu is not None
+            self._outbox.send(snapshot)
             self._snapshot_at = self._clock()
 
     @contextmanager
@@ -312,6 +318,7 @@ def _explained(error: Exception) -> KvchatError:
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
     wait_without_spinning()
+    stay_within_share()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = _take_streams()

@@ -27,6 +27,7 @@ class Transfer:
         self.ops = ops
         self.side_stream = SideStream(device)
         self.counters = torch.zeros((3, 3), dtype=torch.int64, device=device)
+        self._moved_and_wanted = [row[:2] for row in self.counters]
         self.filled_bytes = 0
         self.filled_seconds = 0.0
         self.timer = StepTimer(device)
@@ -43,7 +44,7 @@ class Transfer:
         """
         row = 2 if again else int(self.side_stream.inside)
         with self.timer.copying(self.side_stream.inside):
-            self.ops.move_pages(slots, layer, placed, resident, self.counters[row, :2])
+            self.ops.move_pages(slots, layer, placed, resident, self._moved_and_wanted[row])
             resident.copy_(placed)
 
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
@@ -51,9 +52,8 @@ class Transfer:
 
         -1 in either is an empty slot. The caller updates the table.
         """
-        counters = self.counters[int(self.side_stream.inside), :2]
         with self.timer.copying(self.side_stream.inside):
-            self.ops.move_tokens(slots, layer, first, placed, resident, counters)
+            self.ops.move_tokens(slots, layer, first, placed, resident, self._moved_and_wanted[self.side_stream.inside])
 
     def load_table(self, slots: DeviceSlots, wanted: Tensor) -> None:
         """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.

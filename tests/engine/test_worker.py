@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from support.environment import environ
@@ -17,7 +18,7 @@ from support.streams import read_event
 from kvchat.engine import worker
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
-from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.figures import Gpu, Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -154,11 +155,23 @@ def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
 
 
-def test_an_idle_server_sends_snapshots(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpu", [None, Gpu("H100")])
+def test_an_idle_server_works_only_while_a_gpus_readings_change(
+    gpu: Gpu | None, child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child.until(Snapshot)
+    asked, snapshot = [], replace(session.snapshot(), gpu=gpu)
+    monkeypatch.setattr(session, "snapshot", lambda: asked.append(1) or snapshot)
     monkeypatch.setattr(worker, "IDLE_SNAPSHOT_S", 0.01)
     child.send(Stop())  # wakes it
-    for _ in range(3):
+    for _ in range(3 if gpu else 1):
         child.until(Snapshot)
+    if gpu is None:  # one after the last command, for what is priced late
+        time.sleep(0.2)
+        assert len(asked) == 1
+    child.send(CHAT)
+    child.until(Finished)
+    child.until(Snapshot)
 
 
 def test_stop_in_an_answer_keeps_the_text_so_far(session: FakeSession, child: Child) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.kv_steps import decode_step, forward
+from support.kv_steps import as_on_a_gpu, decode_step, forward
 from support.mode_rows import MIXED, ROWS
 from support.store_run import Run
 from support.toy_model import toy
@@ -74,7 +74,7 @@ def unwatched(do: Callable) -> Callable:
 def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
     mode, params = ROWS[row]
     run, picking = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
-    run.kv.state.ops.skip_unchanged = False
+    as_on_a_gpu(run.kv)
     for one in (run, picking):
         one.prefill(150)
         one.step()
@@ -84,7 +84,8 @@ def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
         phase = run.kv.mode.graph_key()
         picking.fresh = 300 + i
         for one, other in zip(outputs, picking.step(), strict=True):
-            assert torch.equal(one[:, 0], other)
+            # The same tokens in other slots: only the order of sums may differ.
+            torch.testing.assert_close(one[:, 0], other, atol=2e-6, rtol=0)
         for layer in range(run.toy.geometry.layers):
             assert torch.equal(attended(run.kv.state, layer), attended(picking.kv.state, layer))
         if run.kv.state.slots[0].n == slots:
@@ -106,7 +107,7 @@ def test_a_step_reads_no_host_memory_beyond_what_is_stored(row, monkeypatch):
     """What is not committed yet is not pinned: a GPU that reads it ends the process."""
     mode, params = ROWS[row]
     run = Run(toy(MIXED, page=8), mode, **params)
-    run.kv.state.ops.skip_unchanged = False
+    as_on_a_gpu(run.kv)
     run.prefill(150)
     gathered, g = [], run.toy.geometry
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from support.kv_steps import as_on_a_gpu
 from support.mode_rows import ROWS
 from support.store_run import Run
 from support.toy_model import toy
@@ -21,6 +22,9 @@ NEVER_RECALL |= {"sync-resident", "speculative-no-pages"}
 def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
     mode, params = ROWS[row]
     plain, run = (Run(toy(PLAIN, page=8, kv_heads=4), mode, **params) for _ in range(2))
+    for one in (plain, run):
+        as_on_a_gpu(one.kv)
+        one.kv.state.ops.skip_unchanged = True  # copies are picked, as from a pageable pool
     plain.prefill(150)
     expected = [plain.step() for _ in range(40)]
     copy, dice = TorchOps._copy, torch.Generator().manual_seed(0)

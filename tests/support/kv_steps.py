@@ -6,6 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvchat.kv.manager import KVManager
+from kvchat.kv.ops.torch_ops import TorchOps
+
+
+def as_on_a_gpu(kv: KVManager) -> None:
+    """Let the kv take the path of a GPU: shapes are fixed and nothing is read back."""
+    ops = TorchOps(kv.state.geometry, kv.state.host, kv.state.device)
+    ops.skip_unchanged = False
+    kv.state.ops = kv.state.transfer.ops = ops
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class PageBounds:
         failed forward left.
         """
         g = self.geometry
-        if start > self.tokens:
+        if start // g.page > self.tokens // g.page:
             return
         begin, end = start // g.page, g.pages(keys.shape[1])
         self.reserve(g.grown(keys.shape[1]))

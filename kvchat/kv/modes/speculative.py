@@ -15,6 +15,9 @@ Departures and decisions:
       figures "heads corrected" and "mean C", and ``kvchat calibrate``.
     * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
       section 4 converts between two and streams through a double buffer.
+    * On a CPU nothing is hidden beside other work, so nothing is chosen ahead: a layer chooses once, before its
+      attention, for heads that turned with q_i and for the others with q_{i-1}. The sets are the same for half the
+      work (the bundled model corrects 27 of 28 heads a step). Nothing is chosen while all candidates are resident.
     * Scores are scaled by the layer's attention scale (``selection.page_scores``).
     * The window holds at least one page, so that candidates are always complete.
 
@@ -101,15 +104,17 @@ class Speculative(Mode):
         if not self.k:
             return
         position = self.state.position
-        candidates = self._candidates(position)
-        for layer in range(self.first, self.geometry.layers):
-            self._recall(layer, self.choose(layer, self._scores(layer, self.state.query[layer]), candidates))
+        self._choose_all(self._candidates(position))
         self._open(slice(None), position - self.window)
 
     def prepare_step(self) -> bool:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
         self.bounds.reserve(self.state.capacity)
-        self.bounds.tokens = self.state.total + 1
+        if not self.state.ops.asks:
+            self.bounds.tokens = self.state.total + 1  # update_bounds widens them in the step
+        # Candidates are whole pages: a page's bounds are wanted only when it is full.
+        elif self.state.total // self.geometry.page > self.bounds.tokens // self.geometry.page:
+            self.bounds.refresh(self.state.host)
         return False
 
     def forward_begin(self, position: Tensor) -> None:
@@ -119,27 +124,37 @@ class Speculative(Mode):
         self._oldest = position - self.window
         self._flags: list[Tensor] = []
         self._query = self.state.query[self.first :].clone()
+        self._settled = self.state.ops.asks and self._holds_all(self._now, self.state.total + 1)
+        if self._settled:
+            self._open(slice(None), self._oldest)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
-        if layer >= self.first:
-            self.state.ops.update_bounds(self.bounds.of(layer), self._page, key)
-            if self.k:
-                self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
+        if layer < self.first:
+            return False
+        if self.state.ops.asks:
+            if self.k and not self._settled:
+                self._choose_late(layer, query)
+            return False
+        self.state.ops.update_bounds(self.bounds.of(layer), self._page, key)
+        if self.k:
+            self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
         return False
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
-        if layer >= self.first and self.k and self.parameters.tau <= 1:
+        if layer >= self.first and self.k and self.parameters.tau <= 1 and not self.state.ops.asks:
             with self.state.transfer.side_stream(query if self._score is None else self._score):
                 scores = self._scores(layer, query) if self._score is None else self._score
                 self._recall(layer, self.choose(layer, scores, self._next))
 
     def forward_end(self, position: Tensor) -> None:
-        if self.k:
+        if self.k and not self.state.ops.asks:
             self._open(slice(None), self._oldest + 1)
-            self.cosine += torch.cosine_similarity(
-                self.state.query[self.first :].float(), self._query.float(), -1
-            ).mean()
+        elif self.k and self.is_exact(self.state.total + 2) and not self._holds_all(self._next, self.state.total + 2):
+            self._choose_all(self._next)
+        if self.k:
+            query = self.state.query[self.first :]
+            self.cosine += torch.cosine_similarity(query.float(), self._query.float(), -1).mean()
         if self._flags:
             self.state.transfer.count_corrections(torch.cat(self._flags).sum())
 
@@ -169,15 +184,37 @@ class Speculative(Mode):
 
     def _correct(self, layer: int, query: Tensor) -> Tensor:
         """Recall now, for the heads whose query turned; the pages' scores."""
-        ops = self.state.ops
-        flagged = ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
-        self._flags.append(flagged)
         scores = self._scores(layer, query)
         again = self.parameters.tau <= 1  # something was chosen for this step already
-        self._recall(layer, self.choose(layer, scores, self._now, flagged), again)
-        index = layer - self.first
-        self._open(slice(index, index + 1), self._oldest)
+        self._recall(layer, self.choose(layer, scores, self._now, self._turned(layer, query)), again)
+        self._open_layer(layer)
         return scores
+
+    def _turned(self, layer: int, query: Tensor) -> Tensor:
+        """The heads whose query turned, bool ``[H]``; they are counted."""
+        flagged = self.state.ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
+        self._flags.append(flagged)
+        return flagged
+
+    def _choose_late(self, layer: int, query: Tensor) -> None:
+        """One choice in place of two: of heads that turned by this query, of the others by the last token's."""
+        chosen_by = self.state.query[layer]
+        if self.parameters.tau > -1:
+            turned = self._turned(layer, query)[:, None, None]
+            by_head = len(turned), -1, query.shape[-1]
+            chosen_by = torch.where(turned, query.view(by_head), chosen_by.view(by_head)).view_as(query)
+        self._recall(layer, self.choose(layer, self._scores(layer, chosen_by), self._now))
+        self._open_layer(layer)
+
+    def _choose_all(self, candidates: Candidates) -> None:
+        """In all layers the pages chosen with the last token's queries."""
+        for layer in range(self.first, self.geometry.layers):
+            self._recall(layer, self.choose(layer, self._scores(layer, self.state.query[layer]), candidates))
+
+    def _holds_all(self, candidates: Candidates, tokens: int) -> bool:
+        """Every candidate page of the step that makes ``tokens`` is resident: they all fit, and the newest is there."""
+        newest = int(candidates.last)
+        return self.is_exact(tokens) and (newest < candidates.first or bool((self.slots.pages == newest).any(2).all()))
 
     def _candidates(self, position: Tensor) -> Candidates:
         """The pages with a token between sinks and window at the step at ``position``."""
@@ -187,6 +224,10 @@ class Speculative(Mode):
 
     def _recall(self, layer: int, placed: Tensor, again: bool = False) -> None:
         self.state.transfer.load_pages(self.slots, layer, placed, self.slots.pages_of(layer), again)
+
+    def _open_layer(self, layer: int) -> None:
+        index = layer - self.first
+        self._open(slice(index, index + 1), self._oldest)
 
     def _open(self, layers: slice, last: Tensor) -> None:
         self.state.ops.open_pages(self.slots, layers, self.sink, last)

@@ -8,12 +8,15 @@ import torch
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.cpu_ops import CpuOps
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
     """Return Triton's operations where they run, else stock torch; only the latter take a pageable pool."""
-    if device.type != "cuda" or not host.pinned:
+    if device.type == "cpu":
+        return CpuOps(geometry, host, device)
+    if not host.pinned:
         return TorchOps(geometry, host, device)
     refusal = triton_refusal(geometry, device)
     if refusal:

@@ -57,7 +57,7 @@ def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
     Returns:
         ``[H, G, page]``
     """
-    parts = torch.cat((query.relu(), (-query).relu()), -1) * scaling
+    parts = torch.cat((query, -query), -1).relu_().mul_(scaling)
     return torch.bmm(parts.view(bounds.shape[0], -1, bounds.shape[-1]), bounds.transpose(1, 2))
 
 
@@ -73,9 +73,8 @@ def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -
     Returns:
         bool ``[H]``.
     """
-    query, before = query.float(), before.float()
-    norms = torch.linalg.vector_norm(query, dim=-1) * torch.linalg.vector_norm(before, dim=-1)
-    cosine = (query * before).sum(-1) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    cosine = torch.cosine_similarity(query.float(), before.float(), -1, tiny)
     below: Tensor = cosine.view(kv_heads, -1).mean(1) < tau
     return below
 

@@ -21,9 +21,13 @@ from kvchat.kv.ops.selection import Candidates, assign_slots, needs_correction, 
 
 
 class TorchOps:
-    """A step's operations on the host pool and slots; ``skip_unchanged`` copies only the rows that change."""
+    """A step's operations on the host pool and slots; ``skip_unchanged`` copies only the rows that change.
+
+    Where ``asks`` is true nothing runs beside the model, and what a tensor holds may be looked at without a wait.
+    """
 
     name = "torch"
+    asks = False
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         self.geometry = geometry

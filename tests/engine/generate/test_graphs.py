@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from support.fake_cuda.tape import TapeRecorder
+from support.kv_steps import as_on_a_gpu
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine.generate import graphs
@@ -30,8 +31,7 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, 
     recorder = TapeRecorder(lambda: changed_by_steps(one.kv))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
-        # As on a GPU: copies of fixed shape.
-        each.kv.state.ops.skip_unchanged = False
+        as_on_a_gpu(each.kv)
         prefilled(each, prompt)
     return one, other, recorder
 
@@ -144,7 +144,7 @@ def test_a_result_is_the_callers():
 def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
     def answer(recorder: bool) -> tuple[list[str], str]:
         session = Session(model)
-        session._kv.state.ops.skip_unchanged = False
+        as_on_a_gpu(session._kv)
         if recorder:
             session._runner.graphs = GraphRunner(session._kv, TapeRecorder(lambda: changed_by_steps(session._kv)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from support.app_driver import finished, prompt
@@ -102,3 +103,14 @@ async def test_newlines_and_history(running):
         assert prompt(app).text == "a\nb"
         await pilot.press("down")
         assert prompt(app).text == "d"
+
+
+async def test_a_prompt_that_waits_paints_nothing(running, monkeypatch):
+    async with running() as (app, _pilot, until):
+        prompt = app.chat.query_one(Prompt)
+        await until(lambda: prompt.has_focus)
+        await asyncio.sleep(0.3)
+        painted = []
+        monkeypatch.setattr(prompt, "refresh_lines", lambda *lines: painted.append(lines))
+        await asyncio.sleep(1.2)
+        assert painted == []

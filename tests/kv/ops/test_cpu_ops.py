@@ -1,0 +1,41 @@
+"""The CPU's operations do what the torch reference does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.random_stores import SHAPES, geometry_of
+
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops import verify
+from kvchat.kv.ops.cpu_ops import CpuOps
+from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.ops.torch_ops import TorchOps
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_operation_does_what_the_reference_does(shape, dtype):
+    expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
+    assert {name for name in expected if not verify.error(measured[name], expected[name]) <= 1e-6} == set()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 19), (3, 12), (5, 8), (7, 7), (4, 3), (1, -3)])
+def test_choices_are_the_references_however_few_candidates_there_are(first, last):
+    g = geometry_of("many", torch.float32)
+    reference, ops = (kind(g, HostPool(g, CPU), CPU) for kind in (TorchOps, CpuOps))
+    draw = torch.Generator().manual_seed(0)
+    candidates = Candidates.between(first, torch.tensor(last), 20)
+    resident = torch.full((g.kv_heads, 5), -1)
+    for _ in range(30):
+        scores = torch.randn((g.kv_heads, g.group, 20), generator=draw)
+        flagged = torch.rand(g.kv_heads, generator=draw) < 0.5
+        for heads in (None, flagged):
+            placed = ops.choose(scores, candidates, resident, heads)
+            expected = reference.choose(scores, candidates, resident, heads)
+            assert torch.equal(placed.sort(1).values, expected.sort(1).values)
+            stays = (placed[:, :, None] == resident[:, None]) & (placed >= 0)[:, :, None]
+            assert bool((stays.any(2) == (stays & torch.eye(5, dtype=torch.bool)).any(2)).all())  # in its slot
+            resident = placed
