@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
+from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import messages, wire
 from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch, Text
@@ -311,6 +312,7 @@ def _explained(error: Exception) -> KvchatError:
 
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
+    end_with_parent()
     wait_without_spinning()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
