@@ -1,8 +1,8 @@
 """The engine's process: ``python -m kvchat.engine.worker``, commands on stdin, events on stdout.
 
 A reader thread takes commands from stdin; the main thread does all the work, so the session is touched by one thread
-only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends when its stdin
-closes, at the latest ``GRACE_S`` after it, so it never outlives the application.
+only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends with its parent
+where the system can do that, and when its stdin closes, at the latest ``GRACE_S`` after it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class Inbox:
             self._commands.append((command, nbytes))
             self._changed.notify()
 
-    def close(self) -> None:
-        """No more commands will come, and waiting ones have no reader for their events."""
+    def close(self) -> None:  # also waiting ones have no reader for their events
         with self._changed:
             self.closed = True
             self._changed.notify()

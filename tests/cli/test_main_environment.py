@@ -47,10 +47,9 @@ def test_an_ascii_locale_gets_question_marks(command: list[str]) -> None:
     assert result.stdout.isascii()
 
 
-def test_an_answer_needs_no_locale_no_home_and_no_terminal(tmp_path: Path) -> None:
-    result = run(
-        "ask", "Hello!", "--max-new-tokens", "4", **PLAIN, HOME="/proc/1/nothing", KVCHAT_DATA_DIR="/proc/1/no"
-    )
+def test_an_answer_needs_no_locale_no_home_and_no_terminal() -> None:
+    nowhere = {"HOME": "/proc/1/no", "KVCHAT_DATA_DIR": "/proc/1/no"}
+    result = run("ask", "Hello!", "--max-new-tokens", "4", **PLAIN, **nowhere)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.strip()
 

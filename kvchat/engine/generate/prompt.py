@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvchat.engine.generate.limits import LimitExceededError, limited
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_CHARACTERS = 3.0, 2**29, 2**20  # a template takes milliseconds
 ROLES = ("system", "user", "assistant")
 
 # Unicode noncharacters: they never occur in real text and are taken out of what is given.
@@ -161,12 +163,20 @@ class PromptEncoder:
 
     def _apply_template(self, turns: Sequence[Turn]) -> str:
         messages = [{"role": turn.role, "content": self._content(turn)} for turn in turns]
-        try:
+
+        def render() -> str:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return text
+
+        try:
+            text = limited(render, TEMPLATE_S, TEMPLATE_BYTES)
+            added = len(text) - sum(len(message["content"]) for message in messages)
+            if added > TEMPLATE_CHARACTERS:
+                raise LimitExceededError(f"it adds {added:,} characters")
         except Exception as error:  # templates are programs from elsewhere and raise whatever they like
             raise UsageError(
                 "The model's chat template refuses this conversation.",
-                f"Its message: {error}.",
+                f"Its message: {str(error)[:500] or type(error).__name__}.",
                 "Turns that alternate between user and assistant, starting with user, suit every template.",
             ) from error
         return text
