@@ -23,11 +23,11 @@ from kvchat.cli import bench, chats, config, options
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Quantize, System
-from kvchat.cli.output import echo, note, report
+from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved, SettingsSource
-from kvchat.errors import KvchatError, UsageError
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Load, Turn
 from kvchat.threads import stay_within_share, wait_without_spinning
@@ -37,11 +37,15 @@ def main() -> None:
     """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
     wait_without_spinning()
     stay_within_share()
+    replace_unknown_characters()
     try:
         app(prog_name="kvchat")
     except KvchatError as error:
         note(str(error))
         sys.exit(error.exit_code)
+    except MemoryError:
+        note("Memory ran out. The system or a limit such as ulimit -v gives this process no more.")
+        sys.exit(DoesNotFitError.exit_code)
     except Exception as error:  # noqa: BLE001  # a person is told where the traceback is instead of seeing it
         note(f"unexpected {type(error).__name__}: {error}".splitlines()[0] + f" {_log_traceback()}")
         sys.exit(1)

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 
 from kvchat.foreign_text import visible
+
+
+def replace_unknown_characters() -> None:
+    """Print a question mark for a character that the locale's encoding does not have; a plain C locale has few."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def echo(text: str) -> None:

@@ -1,8 +1,8 @@
 """The engine's process: ``python -m kvchat.engine.worker``, commands on stdin, events on stdout.
 
 A reader thread takes commands from stdin; the main thread does all the work, so the session is touched by one thread
-only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends when its stdin
-closes, at the latest ``GRACE_S`` after it, so it never outlives the application.
+only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends with its parent
+where the system can do that, and when its stdin closes, at the latest ``GRACE_S`` after it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
+from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch, Text
@@ -81,8 +82,7 @@ class Inbox:
             self._commands.append((command, nbytes))
             self._changed.notify()
 
-    def close(self) -> None:
-        """No more commands will come, and waiting ones have no reader for their events."""
+    def close(self) -> None:  # also waiting ones have no reader for their events
         with self._changed:
             self.closed = True
             self._changed.notify()
@@ -317,6 +317,7 @@ def _explained(error: Exception) -> KvchatError:
 
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
+    end_with_parent()
     wait_without_spinning()
     stay_within_share()
     faulthandler.enable()

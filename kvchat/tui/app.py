@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -21,7 +25,7 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.palette import CommandProvider
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.help import HelpScreen
-from kvchat.tui.terminal import VisibleText, decode_leniently
+from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
 
 
 def run(config: AppConfig) -> int:
@@ -49,6 +53,7 @@ class KvchatApp(App[None]):
         super().__init__()
         self._visible_text = VisibleText()
         self.config = config
+        self._signals: list[signal.Signals] = []
         self.client = EngineClient(config.engine_command, config.log_file)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
         self.keys: dict[str, str] = {}
@@ -80,6 +85,7 @@ class KvchatApp(App[None]):
         super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
 
     def on_mount(self) -> None:
+        self._leave_on_signals()
         for theme in self.themes.values():
             self.register_theme(theme)
         try:
@@ -100,6 +106,27 @@ class KvchatApp(App[None]):
     async def on_unmount(self) -> None:
         await self.controller.close()
         await self.client.close()
+        for number in self._signals:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _leave_on_signals(self) -> None:
+        """Leave as by a key when a signal ends the application: the terminal is restored, the engine ended.
+
+        Without a terminal at once: Textual would wait for ever for it to take what is drawn, perhaps does already.
+        """
+        loop = asyncio.get_running_loop()
+
+        def leave(number: int, _frame: object) -> None:
+            if has_vanished():
+                self.client.kill()
+                os._exit(128 + number)
+            loop.call_soon_threadsafe(self.exit, None, 128 + number)
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                if signal.getsignal(number) is signal.SIG_DFL:  # under nohup SIGHUP is ignored
+                    signal.signal(number, leave)
+                    self._signals.append(number)
 
     def rebind(self, keys: Mapping[str, str]) -> None:
         """Change keys, given by the id of their action; those not named get their default again.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import re
 import sys
+import termios
 
 from rich.segment import Segment
 from textual.color import Color
@@ -62,6 +64,15 @@ class InputDecoder:
         if not end and (half := _HALF_END.search(paste)):
             paste, self._held = paste[: half.start()], half[0]
         return paste.replace("\x1b", MARKS[0x1B]) + end, rest
+
+
+def has_vanished() -> bool:
+    """Whether the terminal that stdin was is gone: its window was closed, its connection broke."""
+    try:
+        termios.tcgetattr(0)
+    except termios.error as error:
+        return bool(error.args[0] == errno.EIO)
+    return False
 
 
 def decode_leniently(driver: type[Driver]) -> type[Driver]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvchat.engine.generate.limits import LimitExceededError, limited
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_CHARACTERS = 3.0, 2**29, 2**20  # a template takes milliseconds
 ROLES = ("system", "user", "assistant")
 
 # Unicode noncharacters: they never occur in real text and are taken out of what is given.
@@ -26,6 +29,7 @@ ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control to
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
+KEPT_CONTENTS = 1024  # contents of turns whose escaped form is kept: every turn comes again with the next
 _NONCHARACTERS = {ord(ESCAPE): None, ord(GUARD): None}
 
 
@@ -95,16 +99,21 @@ class Stored:
 class PromptEncoder:
     """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
 
-    Message contents never become control tokens: what is spelled like one is tokenized as ordinary text.
+    Message contents never become control tokens: what is spelled like one is tokenized as ordinary text. Control tokens
+    are those marked special, ``<|...|>`` that finetunes forget to mark, and what the template writes around turns.
+    Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._control = _control_pattern(tokenizer)
         self._anchor = _find_anchor(tokenizer)
+        self._control = control_ids(tokenizer)
+        self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
         self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
         self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
+        self._control |= self._turn_markers()
+        self._escaped.cache_clear()
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -166,12 +175,20 @@ class PromptEncoder:
 
     def _apply_template(self, turns: Sequence[Turn], in_parts: bool) -> str:
         messages = [{"role": turn.role, "content": self._content(turn, in_parts)} for turn in turns]
-        try:
+
+        def render() -> str:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return text
+
+        try:
+            text = limited(render, TEMPLATE_S, TEMPLATE_BYTES)
+            added = len(text) - sum(len(turn.content) for turn in turns)
+            if added > TEMPLATE_CHARACTERS:
+                raise LimitExceededError(f"it adds {added:,} characters")
         except Exception as error:  # templates are programs from elsewhere and raise whatever they like
             raise UsageError(
                 "The model's chat template refuses this conversation.",
-                f"Its message: {error}.",
+                f"Its message: {str(error)[:500] or type(error).__name__}.",
                 "Turns that alternate between user and assistant, starting with user, suit every template.",
             ) from error
         return text
@@ -185,8 +202,41 @@ class PromptEncoder:
         return [{"type": "text", "text": text}] if in_parts else text
 
     def _escape(self, text: str) -> str:
-        text = text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode()
-        return self._control.sub(lambda found: f"{found[0][0]}{ESCAPE}{found[0][1:]}", text)
+        return self._escaped(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
+
+    def _as_text(self, text: str) -> str:
+        """``text`` with ``ESCAPE`` in whatever the tokenizer takes for a control token.
+
+        Only the tokenizer can tell: it may normalize, ignore case or take the white space around a token.
+        """
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast, verbose=False
+        )
+        if self._control.isdisjoint(encoded.input_ids):
+            return text
+        spans = encoded.offset_mapping if self._tokenizer.is_fast else [(0, len(text))] * len(encoded.input_ids)
+        forged = {span for span, token in zip(spans, encoded.input_ids, strict=True) if token in self._control}
+        parts, end = [], 0
+        # What is one character long cannot be written in another way.
+        for start, stop in sorted(span for span in forged if span[1] - span[0] > 1):
+            middle = (start + stop) // 2
+            parts += [text[end:start], text[start:middle], text[middle:stop]]
+            end = stop
+        if not parts:
+            return text
+        return ESCAPE.join(map(self._escaped, filter(None, [*parts, text[end:]])))
+
+    def _turn_markers(self) -> frozenset[int]:
+        """The added tokens that the template writes around turns, also those not marked special."""
+        if not self._tokenizer.chat_template:
+            return frozenset()
+        turns = [Turn("user", "x"), Turn("assistant", "y"), Turn("user", "z")]
+        try:
+            text = self._apply_template(turns if self._folds_system else [Turn("system", "s"), *turns], self._in_parts)
+        except UsageError:
+            return frozenset()
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(i for i, token in added if token.content.strip() and token.content in text)
 
     def _plain(self, turns: Sequence[Turn]) -> str:
         """The form for a model without a template; the space before an answer is the model's own."""
@@ -250,17 +300,6 @@ def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def _is_control(token: Any) -> bool:
     return bool(token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content))
-
-
-def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches control tokens: those marked special, and ``<|...|>`` that finetunes forget to mark.
-
-    Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
-    """
-    tokens = tokenizer.added_tokens_decoder.values()
-    control = {token.content for token in tokens if _is_control(token)}
-    longest_first = sorted(control | set(tokenizer.all_special_tokens), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> str:

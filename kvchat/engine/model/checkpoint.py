@@ -29,6 +29,8 @@ CONFIGURATION = ["config.json"]
 GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
+TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+MAX_TEXT_BYTES = 2**28  # the largest tokenizers have a tenth of it
 TAIL_BYTES = 2**16
 
 
@@ -47,7 +49,7 @@ class ModelLocation:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with all files of a model; ``revision`` changes with them."""
+    """A folder with all files of a model; ``revision`` changes with them, ``tensors`` counts those of safetensors."""
 
     name: str
     folder: Path
@@ -55,6 +57,7 @@ class Checkpoint:
     weights: tuple[Path, ...]
     weight_bytes: int
     gguf: str = ""
+    tensors: int | None = None
 
 
 def locate(name: str, progress: Progress) -> ModelLocation:
@@ -63,7 +66,10 @@ def locate(name: str, progress: Progress) -> ModelLocation:
     Raises:
         ModelError: there is no such model.
     """
-    location = _locate(name, progress)
+    try:
+        location = _locate(name, progress)
+    except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
+        raise ModelError(f'"{name[:80]}" cannot be opened.', f"{error}"[:300], "Check the path.") from error
     if location.gguf and not (location.folder / location.gguf).is_file():
         raise ModelError(f"{name} is not there.", f"The repository has no file {location.gguf}.", "Check the spelling.")
     if not location.gguf and not (location.folder / "config.json").is_file():
@@ -80,13 +86,14 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     if location.gguf:
         return _complete_gguf(location)
     folder = _download(location.name, DOWNLOADED, progress) if location.on_hub else location.folder
+    _check_kinds(folder)
     weights = _weights(folder, _where(location))
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
         raise ModelError(f"{_where(location)} has no tokenizer.", f"None of {', '.join(TOKENIZERS)} is there.")
-    for file in weights:
-        _check_readable(file)
+    tensors = sum(map(_count_tensors, weights))
     revision = folder.name if location.on_hub else _digest(folder, weights)
-    return Checkpoint(location.name, folder, revision, weights, sum(file.stat().st_size for file in weights))
+    weight_bytes = sum(file.stat().st_size for file in weights)
+    return Checkpoint(location.name, folder, revision, weights, weight_bytes, tensors=tensors)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file.name} cannot be read.", f"{file} holds no JSON object.")
@@ -135,7 +142,14 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
         if not files:
             raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", _format_hint(folder))
         return files
-    shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+    try:
+        shards = sorted({str(shard) for shard in read_json(index).get("weight_map", {}).values()})
+    except AttributeError as error:
+        raise ModelError(
+            f"{INDEX} cannot be read.", "Its weight_map is no object.", "Download the model again."
+        ) from error
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise ModelError(f"{where} names weights outside of it.", f"{outside[0]!r}."[:200])
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(
@@ -144,6 +158,18 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
             "Download the model again.",
         )
     return tuple(folder / shard for shard in shards)
+
+
+def _check_kinds(folder: Path) -> None:
+    """Refuse what a reader would wait for or never come to the end of: pipes, devices, files of absurd size."""
+    for entry in folder.iterdir():
+        if not entry.exists() or entry.is_dir():
+            continue
+        if not entry.is_file():
+            raise ModelError(f"{entry.name} is no file.", f"{entry} is a pipe, a socket or a device.", "Remove it.")
+        if entry.suffix in TEXTS and entry.stat().st_size > MAX_TEXT_BYTES:
+            size = units.size(entry.stat().st_size)
+            raise ModelError(f"{entry.name} is too large.", f"{entry} has {size}.", "Download the model again.")
 
 
 def _only_gguf(folder: Path) -> str:
@@ -164,14 +190,14 @@ def _format_hint(folder: Path) -> str:
     return "kvchat reads safetensors and GGUF, not .bin files." if any(folder.glob("*.bin")) else ""
 
 
-def _check_readable(file: Path) -> None:
-    """Read the header, which also shows that a file is truncated."""
+def _count_tensors(file: Path) -> int:
+    """Read the header, which also shows that a file is truncated; the number of tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
+        with safe_open(file, framework="pt") as opened:
+            return len(opened.keys())
+    except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{file.name} is damaged.", f"{file}: {error}.", "Download the model again.") from error
 
 

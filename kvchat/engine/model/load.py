@@ -24,7 +24,7 @@ from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
-from kvchat.errors import DoesNotFitError, ModelError
+from kvchat.errors import DoesNotFitError, KvchatError, ModelError
 from kvchat.units import size
 
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
@@ -96,6 +96,7 @@ def load_model(
         precision = resolve_dtype(dtype, config, on)
         quantized = quantization.resolve(quantize, config, precision, on)
         checkpoint = complete(location, progress)
+        _check_layers(config, checkpoint)
         _check_fits(checkpoint, on, quantized.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
@@ -106,6 +107,10 @@ def load_model(
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
         except torch.OutOfMemoryError as error:
             raise _does_not_fit(checkpoint, on) from error
+        except KvchatError:
+            raise
+        except Exception as error:
+            raise supported.unreadable(checkpoint.name, "the model", error) from error
     return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(config)])))
 
 
@@ -143,7 +148,7 @@ def read_config(location: ModelLocation) -> Any:
     read_json(location.folder / "config.json")  # its message for a damaged file is better
     try:
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except Exception as error:  # the hub's checks of a field's type have errors of their own
         raise supported.unreadable(location.name, "its config.json", error) from error
 
 
@@ -217,7 +222,7 @@ def _model(
         raise
     except ImportError as error:
         raise quantization.missing(checkpoint.name, quantized, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+    except Exception as error:  # whatever a config leads to that nobody tried
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
     if device.type == "cpu" and quantization.describe(model) == "int8":
@@ -281,6 +286,17 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
 
 
 # ---- refusals --------------------------------------------------------------------------------------
+
+
+def _check_layers(config: Any, found: Checkpoint) -> None:
+    """Building a model of 100,000 layers takes for ever, even if there are no weights for them."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if found.tensors is not None and isinstance(layers, int) and layers > found.tensors:
+        raise ModelError(
+            f"The weights of {found.name} do not belong to its config.json.",
+            f"It names {layers:,} layers, and there are {found.tensors:,} tensors.",
+            "Download the model again; config.json has to be that of these weights.",
+        )
 
 
 def _check_fits(found: Checkpoint, device: torch.device, share: float) -> None:

@@ -1,0 +1,66 @@
+"""Work of foreign programs, such as chat templates, that is stopped when it takes too long or too much memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+POLL_S = 0.02
+
+
+class LimitExceededError(Exception):
+    """Raised inside the work that is stopped; its text says what was too much."""
+
+
+class _StoppedError(Exception):
+    """What is raised in the thread that works."""
+
+
+def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
+    """What ``work`` returns; it is stopped after ``seconds``, and when the process has grown by ``nbytes``.
+
+    It is stopped between two operations of the interpreter: a single long one runs to its end. Where the system does
+    not tell a process's memory only the time is limited.
+
+    Raises:
+        LimitExceededError: it was stopped; MemoryError: it asked for more than there is.
+    """
+    reasons: list[str] = []
+    done, worker = threading.Event(), ctypes.c_ulong(threading.get_ident())
+    ends, largest = time.monotonic() + seconds, _resident_bytes() + nbytes
+
+    def watch() -> None:
+        while not done.wait(POLL_S):
+            if time.monotonic() > ends:
+                reasons.append(f"it takes more than {seconds:g} s")
+            elif _resident_bytes() > largest:
+                reasons.append(f"it takes more than {nbytes // 2**20} MiB of memory")
+            if reasons:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, ctypes.py_object(_StoppedError))
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        try:
+            return work()
+        finally:
+            done.set()
+            watcher.join()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, None)  # one that came too late
+    except _StoppedError:
+        raise LimitExceededError(reasons[0]) from None
+
+
+def _resident_bytes() -> int:
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,77 @@
+"""The program where something is missing: a locale, a terminal, a home, memory; and that it needs no network."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+from support.environment import environ
+
+pytestmark = pytest.mark.slow
+
+PLAIN = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+WATCHED = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
+# Says at the end how many connections and look-ups of names were tried.
+CONNECTIONS = f"""
+import sys
+tried = []
+def watch(event, given):
+    if event in {WATCHED}:
+        tried.append(event)
+sys.addaudithook(watch)
+from kvchat.cli.main import main
+try:
+    main()
+except SystemExit as left:
+    assert not left.code, left.code
+print("tried", len(tried), tried[:3], file=sys.stderr)
+"""
+
+
+def run(*arguments: str, limit: int = 0, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    def restrict() -> None:
+        if limit:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    command = [sys.executable, "-m", "kvchat", *arguments]
+    env = environ(**variables)
+    return subprocess.run(command, input=b"", capture_output=True, timeout=120, env=env, preexec_fn=restrict)
+
+
+@pytest.mark.parametrize("command", [["modes"], ["doctor"], ["config", "show"]], ids=" ".join)
+def test_an_ascii_locale_gets_question_marks(command: list[str]) -> None:
+    result = run(*command, **PLAIN)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.isascii()
+
+
+def test_an_answer_needs_no_locale_no_home_and_no_terminal() -> None:
+    nowhere = {"HOME": "/proc/1/no", "KVCHAT_DATA_DIR": "/proc/1/no"}
+    result = run("ask", "Hello!", "--max-new-tokens", "4", **PLAIN, **nowhere)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.strip()
+
+
+def test_the_chat_without_a_terminal_says_so() -> None:
+    result = run()
+    assert result.returncode == 2
+    assert b"The chat needs a terminal" in result.stderr
+
+
+@pytest.mark.parametrize("mebibytes", [700, 900, 1100])
+def test_too_little_memory_is_said_in_a_line(mebibytes: int) -> None:
+    result = run("ask", "Hello!", "--max-new-tokens", "4", limit=mebibytes * 2**20, OMP_NUM_THREADS="1")
+    if result.returncode:  # where it is enough it answers
+        assert b"Traceback" not in result.stderr
+        assert result.stderr.startswith(b"kvchat: ")
+        assert result.stderr.count(b"\n") == 1
+
+
+def test_a_local_model_makes_no_connection() -> None:
+    command = [sys.executable, "-c", CONNECTIONS, "ask", "Hello!", "--max-new-tokens", "4"]
+    env = {name: value for name, value in environ().items() if not name.startswith("HF_")}
+    result = subprocess.run(command, input=b"", capture_output=True, timeout=120, env=env)
+    assert result.returncode == 0, result.stderr
+    assert b"tried 0 []" in result.stderr

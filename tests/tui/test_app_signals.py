@@ -1,0 +1,66 @@
+"""However the application is ended the terminal is given back, and no engine is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.environment import environ
+from support.pty_run import PtyRun
+
+FAKE_ENGINE = Path(__file__).parents[1] / "support" / "fake_engine.py"
+START = """
+import fcntl, sys, termios
+from pathlib import Path
+from kvchat.tui.app import run
+from kvchat.tui.config import AppConfig
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # a terminal that controls, as a person's does: SIGHUP when it vanishes
+folder, engine = Path(sys.argv[1]), (sys.executable, sys.argv[2])
+sys.exit(run(AppConfig(log_file=folder / "log", history_file=folder / "history", engine_command=engine)))
+"""
+# What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
+RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
+
+
+def children(pid: int) -> list[int]:
+    command = ["ps", "-o", "pid=", "--ppid", str(pid)]
+    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
+
+
+def is_alive(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+@pytest.fixture
+def application(tmp_path: Path):
+    command = [sys.executable, "-c", START, str(tmp_path), str(FAKE_ENGINE)]
+    run = PtyRun(command, environ(TERM="xterm-256color"))
+    run.until("ready")
+    yield run
+    run.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+def test_a_signal_restores_the_terminal_and_ends_the_engine(application: PtyRun, number: signal.Signals) -> None:
+    (engine,) = children(application.process.pid)
+    application.process.send_signal(number)
+    assert application.finish() == 128 + number
+    assert not [off for off in RESTORED if off not in application.written]
+    assert not is_alive(engine)
+
+
+def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun) -> None:
+    (engine,) = children(application.process.pid)
+    os.close(application._terminal)
+    application._terminal = os.open(os.devnull, os.O_RDWR)
+    application.process.wait(20)
+    began = time.monotonic()
+    while is_alive(engine):
+        assert time.monotonic() - began < 1
+        time.sleep(0.02)
