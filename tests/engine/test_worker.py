@@ -15,7 +15,7 @@ from support.environment import environ
 from support.fake_session import PIECES, FakeSession
 from support.streams import read_event
 
-from kvchat.engine import worker
+from kvchat.engine import mailboxes, worker
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Gpu, Snapshot
@@ -140,7 +140,7 @@ def test_text_comes_in_batches_and_always_before_the_next_event(
     events = child.until(Finished)
     texts = [e for e in events if isinstance(e, Text)]
     assert sum(e.tokens for e in texts) == len("".join(e.text for e in texts)) == 100
-    assert len(texts) <= 2 + 100 * 0.001 / worker.TEXT_S
+    assert len(texts) <= 2 + 100 * 0.001 / mailboxes.TEXT_S
 
 
 def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
@@ -289,7 +289,7 @@ SERVE_A_FAKE = """
 import os, sys, time, types
 from support.environment import environ
 from support.fake_session import FakeSession
-from kvchat.engine import worker
+from kvchat.engine import mailboxes, worker
 
 def on_token(session, n):
     print("a library prints")

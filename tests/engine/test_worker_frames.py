@@ -108,7 +108,7 @@ def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, body: byte
     unexplained = [e for e in events if isinstance(e, Failed) and e.title == "The engine failed."]
     assert not unexplained
     refused = worker._command(body)
-    if isinstance(refused, worker.Refused):
+    if isinstance(refused, mailboxes.Refused):
         assert refused.reason in [event.detail for event in events if isinstance(event, Failed)]
 
 
@@ -142,7 +142,7 @@ def test_an_event_is_no_command(event: str) -> None:
 def test_more_commands_than_memory_should_hold_end_the_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_WAITING_BYTES", 1000 * worker.COMMAND_BYTES)
+    monkeypatch.setattr(mailboxes, "MAX_WAITING_BYTES", 1000 * mailboxes.COMMAND_BYTES)
     server = worker.Server(io.BytesIO(), FakeSession().open)
     server.read(io.BytesIO(wire.encode(Stop()) * 2000))
     assert server._inbox.closed
@@ -151,8 +151,8 @@ def test_more_commands_than_memory_should_hold_end_the_engine(
 
 
 def test_what_has_been_done_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MAX_WAITING_BYTES", 2 * worker.COMMAND_BYTES + 100)
-    inbox = worker.Inbox()
+    monkeypatch.setattr(mailboxes, "MAX_WAITING_BYTES", 2 * mailboxes.COMMAND_BYTES + 100)
+    inbox = mailboxes.Inbox()
     for _ in range(1000):
         inbox.put(Stop(), 40)
         assert inbox.get(1) == Stop()
