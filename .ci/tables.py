@@ -66,9 +66,14 @@ def decode() -> str:
     return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
 
 
-def passkey() -> str:
+def inside() -> str:
+    """Recall of what is asked inside a long answer, a row per variant."""
+    return passkey("passkey-inside")
+
+
+def passkey(name: str = "passkey") -> str:
     """Recall and what it cost, a row per variant."""
-    result = _read("passkey")
+    result = _read(name)
     cases = result["settings"]["cases"]
     rows = [
         [
@@ -145,4 +150,4 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((claim(), summary(), decode(), passkey(), long_run(), perplexity())))
+    print("\n\n".join((claim(), summary(), decode(), passkey(), inside(), long_run(), perplexity())))

@@ -40,6 +40,11 @@ def log_file() -> Path:
     return state_dir() / "kvchat.log"
 
 
+def database() -> Path:
+    """The conversations."""
+    return data_dir() / "chats.db"
+
+
 def history_file() -> Path:
     """Prompts sent before."""
     return state_dir() / "history"

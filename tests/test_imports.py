@@ -40,10 +40,11 @@ MAY = {
     "config.profiles": {"nvml"},
     "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "triton"},
     "engine": {*BELOW_ENGINE, "engine", *HEAVY},
-    "tui": {*LEAVES, "config", "protocol", "tui", "textual", "rich"},
+    "conversations": {*LEAVES, "protocol", "conversations", "pydantic"},
+    "tui": {*LEAVES, "config", "protocol", "conversations", "tui", "textual", "rich"},
     "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
     "bench": {*BELOW_ENGINE, "engine", "bench", "kvchat", *HEAVY},
-    "cli": {*BELOW_ENGINE, "engine", "tui", "doctor", "bench", "cli", "kvchat"},
+    "cli": {*BELOW_ENGINE, "conversations", "engine", "tui", "doctor", "bench", "cli", "kvchat"},
     "__main__": {"cli"},
     "kvchat": {"engine"},
 }

@@ -39,7 +39,7 @@ def made() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("table", ["decode", "passkey", "long_run", "perplexity"])
+@pytest.mark.parametrize("table", ["decode", "passkey", "inside", "long_run", "perplexity"])
 def test_numbers_are_the_kept_results(table):
     assert getattr(made(), table)() in TEXTS[BENCH]
 

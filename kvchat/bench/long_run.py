@@ -13,6 +13,7 @@ import kvchat
 from kvchat import units
 from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
+from kvchat.bench.variant import parsed
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.protocol.messages import Sampling
 
@@ -23,7 +24,8 @@ def run(
     tokens: int = 20_000, mode: str = "streaming", budget: int = 512, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Generate ``tokens`` tokens after a short prompt, sampled with a seed; one row for each tenth."""
-    session = kvchat.load(mode=mode, budget=budget)
+    session = kvchat.load()
+    session.enter(parsed(mode, budget))
     sampler = Sampler(Sampling(temperature=0.8, seed=0), session.model.vocab, session.model.device)
     logits = session.prefill(prose(session.model.tokenizer, 64))
     rows = []
@@ -46,4 +48,5 @@ def run(
         report(f"{row['stored']:>7,} tokens stored  {row['ms']:6.2f} ms  {size} on the device")
         rows.append(row)
     environment = fingerprint(torch.device(session.info.device))
-    return {"what": f"{mode}, budget {budget}, {tokens} tokens", "environment": environment, "rows": rows}
+    named = f"{mode}, budget {budget}" if session.info.params.get("budget") else mode
+    return {"what": f"{named}, {tokens} tokens", "environment": environment, "rows": rows}

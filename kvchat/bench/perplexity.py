@@ -20,6 +20,7 @@ import torch
 
 import kvchat
 from kvchat.bench.environment import fingerprint
+from kvchat.bench.reading import tokens_read
 from kvchat.bench.variant import enter
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
@@ -114,7 +115,6 @@ def run(
 
 def _read(session: Session, passage: Passage) -> Reading:
     """Prefill the prompt, then decode the rest of the text token by token."""
-    layers = range(session.info.layers)
     session.truncate(0)
     logits = session.prefill(passage.ids[:PROMPT])
     nats, read, seconds = [], [], 0.0
@@ -124,7 +124,7 @@ def _read(session: Session, passage: Passage) -> Reading:
         logits = session.step(token)
         logits[0].item()  # waits for the device
         seconds += time.perf_counter() - began
-        read.append(statistics.fmean(session.attended(layer).float().sum(1).mean().item() for layer in layers))
+        read.append(tokens_read(session))
     return Reading(tuple(nats), tuple(read), seconds)
 
 

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from kvchat.config.modes import ModeParameters, parse, registered
+from kvchat.config.modes import BudgetParameters, ModeParameters, parse, registered
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Params
+from kvchat.protocol.figures import Params
 
 
 def enter(session: Session, variant: str) -> None:
-    """Switch to the variant's mode; parameters that it does not name have the mode's defaults.
+    """Enter the variant's mode with the parameters that it names and no others.
 
     Raises:
         KvchatError: an unknown mode or parameter, or the mode cannot be entered.
     """
-    mode, params = split(variant)
-    # A parameter keeps the value that an earlier variant was given unless it is given again.
-    fields = registered()[mode].model_fields if mode in registered() else {}
-    session.switch(mode, **{**{name: field.default for name, field in fields.items()}, **params})
+    session.enter(parse(*split(variant)))
 
 
 def parsed(variant: str, budget: int) -> ModeParameters:
-    """Parse the variant's parameters; ``budget`` is used where the mode has one and the variant names none.
+    """Parse the variant's parameters; ``budget`` is used where the mode works with one and the variant names none.
 
     Raises:
         UsageError: an unknown mode or parameter, or a value out of range.
     """
     mode, params = split(variant)
-    known = registered()[mode].model_fields if mode in registered() else {}
-    return parse(mode, {**({"budget": budget} if "budget" in known else {}), **params})
+    budgeted = mode in registered() and issubclass(registered()[mode], BudgetParameters)
+    return parse(mode, {**({"budget": budget} if budgeted else {}), **params})
 
 
 def split(variant: str) -> tuple[str, Params]:

@@ -19,7 +19,8 @@ from kvchat.cli.output import note, progress, write
 from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.model import checkpoint
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.messages import Finished, Load, Params, Sampling, Stats, Text, Turn
+from kvchat.protocol.figures import Params, Stats
+from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session
@@ -109,6 +110,7 @@ def stats_table(stats: Stats) -> str:
     """One aligned line for each number; a dash where there was nothing to measure."""
     rows = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     rows["switches"] = len(stats.switches)
+    rows |= rows.pop("extras")
     return "".join(f"{name:<22} {_cell(value):>14}\n" for name, value in rows.items())
 
 
@@ -151,9 +153,9 @@ def _result(session: Session, mode: str, finished: Finished) -> Params:
     }
 
 
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _cell(value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 

@@ -35,6 +35,7 @@ def passkey_command(
     mode: Variants = None,
     cases: Annotated[int, typer.Option(min=1, help="conversations")] = 40,
     tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 3000,
+    inside: Annotated[int, typer.Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0,
     seed: Annotated[int, typer.Option(help="the same seed gives the same conversations")] = 0,
     model: Model = "bundled",
     device: Device = "auto",
@@ -44,7 +45,9 @@ def passkey_command(
     from kvchat.bench import passkey
 
     variants = mode or passkey.STANDARD
-    result = passkey.run(variants, model=model, device=device, seed=seed, n=cases, tokens=tokens, report=report)
+    result = passkey.run(
+        variants, model=model, device=device, seed=seed, n=cases, tokens=tokens, inside=inside, report=report
+    )
     _print(result, as_json)
 
 

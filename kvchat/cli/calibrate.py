@@ -1,4 +1,4 @@
-"""``kvchat calibrate``: measure a model's KV heads for sync mode, with progress on stderr."""
+"""``kvchat calibrate``: measure a model's KV heads for sync and speculative mode, with progress on stderr."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def calibrate(
     device: str,
     out: Path | None,
     plot: Path | None = None,
+    corrections: float = 0.2,
 ) -> None:
     """Measure and save a calibration; print the representatives and the files' locations.
 
@@ -44,6 +45,8 @@ def calibrate(
     for layer, (heads, scores) in enumerate(zip(chosen, measured.retrieval, strict=True)):
         listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)
         echo(f"layer {layer:>3}: representative KV heads {listed}")
+    tau = measured.tau_for(corrections)
+    echo(f"speculative mode corrects {corrections:.0%} of heads and steps in such text with tau={tau:.2f}")
     echo(f"calibration {file}")
     if plot:
         plots.calibration(measured.similarity, chosen, plot)

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, config, options
+from kvchat.cli import bench, chats, config, options
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Quantize, System
@@ -28,6 +28,7 @@ from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
+from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Load, Turn
 from kvchat.threads import wait_without_spinning
 
@@ -74,6 +75,7 @@ app = typer.Typer(
 )
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(chats.app, name="chats")
 
 
 # ---- commands --------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
     param: Param = None,
     system: System = None,
     theme: Annotated[str | None, typer.Option(help="name of a theme")] = None,
+    resume: Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")] = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat in the terminal with a local model, and switch how its K/V is kept while it answers."""
@@ -99,7 +102,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
         typer.echo(f"kvchat {kvchat.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        raise typer.Exit(_run_application(given))
+        raise typer.Exit(_run_application(given, resume))
     for flag in given.origins.values():
         raise UsageError(f"{flag} stands before the command; put it behind: kvchat {ctx.invoked_subcommand} {flag} ...")
 
@@ -151,6 +154,24 @@ def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a 
     list_modes(as_json)
 
 
+@app.command("plan")
+def plan_command(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
+    context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    budget: Budget = None,
+    param: Param = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""
+    from kvchat.cli.plan import plan as run
+
+    chosen = sources.load(options.flags(ctx.params), profiles=profiles.sources).settings
+    raise typer.Exit(run(model, chosen.model.device, chosen.model.dtype, context, _mode_params(chosen), as_json))
+
+
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
@@ -160,14 +181,17 @@ def calibrate(
     ] = None,
     clusters: Annotated[int | None, typer.Option(help="representative heads a layer; a quarter of the heads")] = None,
     representatives: Annotated[str, typer.Option(help="retrieval or centroid; which ones are shown")] = "retrieval",
+    corrections: Annotated[
+        float, typer.Option(min=0, max=1, help="share of heads and steps that speculative mode is to correct")
+    ] = 0.2,
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
 ) -> None:
-    """Measure which KV heads of a model attend alike, for the sync mode."""
+    """Measure which KV heads of a model attend alike, for sync, and how their queries turn, for speculative's tau."""
     from kvchat.cli.calibrate import calibrate as run
 
-    run(model, text or (), clusters, representatives, device, out, plot)
+    run(model, text or (), clusters, representatives, device, out, plot, corrections)
 
 
 @app.command()
@@ -186,6 +210,7 @@ def locate() -> None:
         "own themes": paths.user_themes_dir(),
         "own profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
+        "conversations": paths.database(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),
@@ -200,7 +225,7 @@ def locate() -> None:
 # ---- pieces ----------------------------------------------------------------------------------------
 
 
-def _run_application(flags: SettingsSource) -> int:
+def _run_application(flags: SettingsSource, resume: bool) -> int:
     problems: list[UsageError] = []
 
     def tolerant(device: str) -> Iterable[SettingsSource]:
@@ -228,6 +253,8 @@ def _run_application(flags: SettingsSource) -> int:
         theme_dirs=(paths.user_themes_dir(),),
         log_file=paths.log_file(),
         history_file=paths.history_file() if chosen.ui.history else None,
+        database=paths.database() if chosen.ui.conversations else None,
+        resume=resume,
         problems=(*map(str, problems), *modes.problems()),
     )
     return run(application)
@@ -235,17 +262,20 @@ def _run_application(flags: SettingsSource) -> int:
 
 def _load(chosen: Settings) -> Load:
     model, kv = chosen.model, chosen.kv
-    mode_params = {mode: params for mode in modes.registered() if (params := kv.params(mode))}
     return Load(
         model.name,
         model.device,
         model.dtype,
         kv.mode,
-        mode_params=mode_params,
+        mode_params=_mode_params(chosen),
         quantize=model.quantize,
         fast=model.fast,
         link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
     )
+
+
+def _mode_params(chosen: Settings) -> dict[str, Params]:
+    return {mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))}
 
 
 def _switch_at(text: str, chosen: Settings) -> SwitchAt:

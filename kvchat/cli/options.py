@@ -29,7 +29,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
 Model = Annotated[str | None, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")]
-Quantize = Annotated[str | None, typer.Option(help="none, or 4bit for weights in 4 bits (needs kvchat[bnb])")]
+Quantize = Annotated[str | None, typer.Option(help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])")]
 Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`")]
 Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
 Param = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable")]

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvchat.config.validation_errors import reason
 from kvchat.errors import UsageError, did_you_mean
@@ -70,10 +70,6 @@ class BudgetParameters(ModeParameters):
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens per KV head a decoded token may attend to, sinks and window included (auto: context/32, 256 to 2048)"""
-    sink: int | None = Field(None, ge=0)
-    """first tokens, always attended (auto: by the mode)"""
-    window: int | None = Field(None, ge=1)
-    """most recent tokens, always attended (auto: by the mode)"""
 
 
 class StreamingParameters(BudgetParameters):
@@ -81,6 +77,12 @@ class StreamingParameters(BudgetParameters):
     title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
     implementation: ClassVar[str] = "kvchat.kv.modes.streaming:Streaming"
 
+    budget: int | None = Field(None, ge=MIN_BUDGET)
+    """C, sinks and window: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
+    sink: int | None = Field(None, ge=0)
+    """S, first tokens, always attended (auto: the system prompt up to a quarter of the budget, at least 4)"""
+    window: int | None = Field(None, ge=1)
+    """W, most recent tokens kept by a prune, instead of budget, which is then sink + window (auto: from the budget)"""
     R: int = Field(64, ge=0)
     """Lazy Pruning: prune when the cache exceeds the budget by R tokens; 0 never prunes"""
     sigma: int = Field(64, ge=0)
@@ -94,6 +96,10 @@ class SpeculativeParameters(BudgetParameters):
     title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
 
+    sink: int | None = Field(None, ge=0)
+    """S, first tokens, always attended (auto: by the budget)"""
+    window: int | None = Field(None, ge=1)
+    """W, most recent tokens, always attended (auto: by the budget)"""
     tau: float = Field(0.8, allow_inf_nan=False)
     """correct a head when the cosine of its query to the last one is below tau; > 1 always (synchronous), < -1 never"""
     first_full: bool = True
@@ -108,68 +114,49 @@ class FreezeParameters(ModeParameters):
     recovery: bool = True
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
     profile: Literal["default", "paper"] = "default"
-    """paper: as published; every token outside the window is flagged, none is protected, nothing is capped"""
-    score: Literal["prob_max", "prob_rel", "raw", "scaled", "always"] = "prob_rel"
-    """relevance score: attention relative to uniform, mean (prob_rel) or max (prob_max) over heads; or |q·k|"""
-    smooth: float = Field(0.0, ge=0, lt=1)
-    """exponential smoothing: weight of a token's earlier score"""
+    """paper: as published; every token outside the window is flagged, none is protected or recalled, no recovery"""
+    score: Literal["prob_rel", "raw", "always"] = "prob_rel"
+    """relevance score: attention relative to uniform, mean over heads; |q·k| (the paper's Eq. 2); always flag"""
     tau: float = Field(0.5, allow_inf_nan=False)
     """flag a token as irrelevant when it scores below tau; 0 flags none"""
     k: float = Field(2.0, gt=0)
     """softness: the c-th flag freezes a token for floor(sqrt(c) / k) steps"""
-    window: int = Field(32, ge=1)
-    """most recent tokens, never frozen"""
-    sink: int = Field(4, ge=0)
-    """first tokens, never frozen"""
-    protect: bool = True
-    """never freeze the chat's control tokens"""
-    history: int = Field(256, ge=0)
-    """maximum flags counted per token; 0 counts all"""
-    stagger: int = Field(64, ge=1)
-    """number of steps over which the first freezes are spread"""
-    same_step: bool = False
-    """count a timer down already in the step that sets it"""
-    moves: int = Field(256, ge=1)
-    """maximum tokens that return in one step"""
-    min_active: int = Field(320, ge=0)
-    """freeze only while more tokens than this are active"""
-    max_active: int | None = Field(None, ge=MIN_BUDGET)
-    """freeze the least relevant tokens while more than this are active"""
-    wake: bool = True
-    """restore all tokens at a new turn; false restores only those relevant to its last token"""
-    per_layer: bool = False
-    """freeze per layer; false freezes the same tokens in all layers"""
+    K: int = Field(32, ge=1)
+    """sliding window: most recent tokens, never frozen"""
+    budget: int | None = Field(None, ge=MIN_BUDGET)
+    """tokens a decoded token may attend to: more are frozen, the least relevant first (auto: no limit)"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, given: Any) -> Any:
+        """``profile="paper"`` has defaults of its own."""
+        published = isinstance(given, dict) and given.get("profile") == "paper"
+        return {"score": "always", "recovery": False, **given} if published else given
 
 
-class SyncParameters(ModeParameters):
+class SyncParameters(BudgetParameters):
     name: ClassVar[str] = "sync"
     title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
     implementation: ClassVar[str] = "kvchat.kv.modes.sync:Sync"
 
-    mem: float = Field(0.5, gt=0, le=1)
-    """fraction of full mode's device K/V to use, unless keep or budget is set"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens a following head may attend to, window included, unless keep is set"""
-    keep: int | None = Field(None, ge=MIN_BUDGET)
-    """k: static and dynamic tokens of a following head (auto: from budget or mem, at least 64)"""
+    """tokens a following head may attend to, the most recent included (auto: from mem, at least 64 beside those)"""
+    mem: float | None = Field(None, gt=0, le=1)
+    """fraction of full mode's device K/V to use, unless budget is set (auto: 0.5, more where a head of two leads)"""
     clusters: int | None = Field(None, ge=1)
-    """representative heads per layer (auto: from the calibration)"""
+    """N_r: representative heads per layer (auto: from the calibration)"""
     representatives: Literal["retrieval", "centroid"] = "retrieval"
     """representative of a cluster: its best retrieval head, or the head nearest to the centroid (paper)"""
     rho: float = Field(0.5, ge=0, le=1)
-    """fraction of k that is static: selected once per turn, at the end of the prompt"""
+    """fraction of the selected tokens that is static: selected once per turn, at the end of the prompt"""
     m: int = Field(5, ge=1)
     """steps between two selections of the dynamic tokens"""
-    window: int = Field(128, ge=1)
-    """most recent tokens, always attended (at most half of the budget)"""
-    staggered: bool = False
-    """select at a different step in each layer"""
     offload: bool = True
     """false keeps all K/V on the device and only masks it"""
 
 
-# These mean the same in every mode; tau or k of one mode is unrelated to that of another.
-SHARED = frozenset(BudgetParameters.model_fields) - frozenset(ModeParameters.model_fields)
+# This means the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
+SHARED = frozenset({"budget"})
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,

@@ -27,8 +27,8 @@ class ModelSettings(Section):
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own on a GPU, float32 on a CPU)"""
-    quantize: Literal["none", "4bit"] = "none"
-    """4bit: keep the weights in 4 bits (nf4), a third of the memory (pip install 'kvchat[bnb]')"""
+    quantize: Literal["none", "int8", "int4", "nf4"] = "none"
+    """int8 or int4 (pip install 'kvchat[ao]'), nf4 (pip install 'kvchat[bnb]'): keep the weights in 8 or 4 bits"""
     fast: bool = True
     """swap small pieces of the model for faster ones, checked when it is loaded"""
     system: str = ""
@@ -116,6 +116,8 @@ class UiSettings(Section):
     """name of a bundled or own theme"""
     history: bool = True
     """keep prompts for the next start"""
+    conversations: bool = True
+    """keep conversations on disk; without it they end with the application"""
 
 
 class Settings(Section):

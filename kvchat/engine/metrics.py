@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
+from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.engine.ribbon import Ribbon
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.nvml import GpuReader
-from kvchat.protocol.messages import Gpu, Params, Snapshot, Stats
+from kvchat.protocol.figures import Gpu, Params, Snapshot, Stats
+from kvchat.units import size
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
 GPU_S = 0.3  # NVML is asked at most this often
@@ -64,10 +68,11 @@ class AnswerMetrics:
 
 
 class MetricsCollector:
-    """Reads a KV manager; ``weight_bytes`` and ``context`` are the model's."""
+    """Reads a KV manager and the recurrent state beside it; ``weight_bytes`` and ``context`` are the model's."""
 
-    def __init__(self, kv: KVManager, weight_bytes: int, context: int) -> None:
+    def __init__(self, kv: KVManager, recurrent: RecurrentState, weight_bytes: int, context: int) -> None:
         self._kv = kv
+        self._recurrent = recurrent
         self._weight_bytes = weight_bytes
         self._context = context
         self._gpu_reader, self._gpu_name = _gpu_of(kv.state.device)
@@ -102,17 +107,19 @@ class MetricsCollector:
             generated_tokens=len(answer.token_times) - answer.withdrawn,
             total_tokens=kv.total,
             active_tokens=(now.active - before.active) / steps if steps else None,
+            read_share=_read_share(now.active - before.active, steps, kv.total),
             ttft_s=answer.ttft_s,
             prefill_tokens_per_s=new_tokens / prefill_s if prefill_s else None,
             decode_tokens_per_s=answer.rate(),
-            kv_device_bytes=kv.device_bytes,
-            kv_host_bytes=kv.state.host.nbytes,
+            kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
+            kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             recalled_bytes=(now.moved - before.moved) * kv.state.transfer.pair_bytes,
             recall_hit_rate=_hit_rate(before, now),
             corrections=now.corrections - before.corrections,
             recoveries=answer.recoveries,
             withdrawn_tokens=answer.withdrawn,
             switches=tuple(answer.switches),
+            extras=kv.mode.report().stats,
         )
 
     def snapshot(self, reduced_tokens: int) -> Snapshot:
@@ -122,7 +129,9 @@ class MetricsCollector:
         self._note_steps(now)
         report = kv.mode.report()
         cell, letters, shares = self._ribbon.cells(counts, report)
-        p50, p95 = self._recall_ms()
+        recalls = kv.state.transfer.timer.steps
+        p50, p95 = _percentiles_ms([step.total for step in recalls])
+        exposed_p50, exposed_p95 = _percentiles_ms([step.exposed for step in recalls])
         cuda = kv.state.device.type == "cuda"
         return Snapshot(
             mode=kv.mode.name,
@@ -130,9 +139,10 @@ class MetricsCollector:
             active=float(counts.sum()) / (kv.state.geometry.layers * kv.state.geometry.kv_heads),
             total=kv.total,
             context=self._context,
-            kv_device_bytes=kv.device_bytes,
-            kv_host_bytes=kv.state.host.nbytes,
+            kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
+            kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             weight_bytes=self._weight_bytes,
+            process_bytes=_process_bytes(),
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
             gpu=self._read_gpu(),
@@ -144,12 +154,21 @@ class MetricsCollector:
             corrections=now.corrections,
             recall_ms_p50=p50,
             recall_ms_p95=p95,
+            exposed_ms_p50=exposed_p50,
+            exposed_ms_p95=exposed_p95,
             reduced_tokens=reduced_tokens,
             cell_tokens=cell,
             ribbon=letters,
             attended=shares,
-            extras=report.stats | self._recovery(),
+            extras=report.stats | self._recurrent_state() | self._recovery(),
         )
+
+    def _recurrent_state(self) -> Params:
+        if not self._recurrent.exists:
+            return {}
+        return {
+            "recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} on the host"
+        }
 
     def _recovery(self) -> Params:
         level = self.answer.recovery if self.answer else ""
@@ -162,12 +181,6 @@ class MetricsCollector:
             self._step_bytes = (now.moved - self._last.moved) * self._kv.state.transfer.pair_bytes / steps
             self._hit_rate = _hit_rate(self._last, now)
             self._last = now
-
-    def _recall_ms(self) -> tuple[float | None, float | None]:
-        seconds = sorted(s for s in self._kv.state.transfer.step_seconds if s > 0)
-        if not seconds:
-            return None, None
-        return tuple(1000 * seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.95))  # type: ignore[return-value]
 
     def _read_gpu(self) -> Gpu | None:
         if self._gpu_reader and time.monotonic() - self._gpu_read >= GPU_S:
@@ -184,6 +197,28 @@ def _gpu_of(device: torch.device) -> tuple[GpuReader | None, str]:
     return GpuReader(str(properties.uuid)), properties.name
 
 
+def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile in milliseconds, None where there is nothing."""
+    if not seconds:
+        return None, None
+    ordered, last = sorted(seconds), len(seconds) - 1
+    return 1000 * ordered[last // 2], 1000 * ordered[int(0.95 * last)]
+
+
+def _read_share(read: float, steps: int, total: int) -> float | None:
+    """The share of the stored tokens that ``steps`` steps read, ``total`` stored after the last of them."""
+    return min(read / (steps * (total - (steps - 1) / 2)), 1.0) if steps else None
+
+
+def _process_bytes() -> int | None:
+    """Memory of this process; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
 def _hit_rate(before: Counts, now: Counts) -> float | None:
     wanted = now.wanted - before.wanted
-    return 1 - (now.moved - before.moved) / wanted if wanted else None
+    # More moves than is wanted where what was chosen one step ahead is replaced.
+    return max(0.0, 1 - (now.moved - before.moved) / wanted) if wanted else None

@@ -20,14 +20,14 @@ from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
-from kvchat.protocol.messages import Params, Price
+from kvchat.protocol.figures import Params, Price
 
 
 class ModeSwitcher:
     """Builds modes from parameters and lets the KV manager enter them.
 
     Values given at run time (``given``, by mode) override the settings ``mode_params``. ``modes.SHARED`` parameters
-    apply to all modes, the others to the mode they were given for. A mode that has to measure the model first does so
+    apply to all modes, others to the mode they were given for. A mode that has to measure the model first does so
     on the ``stored`` tokens. ``link_bytes_per_s`` is the measured rate of copies to the device, where a profile has it.
     """
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes.base import ModeReport, TokenState
-from kvchat.protocol.messages import MAX_RIBBON_CELLS
+from kvchat.protocol.figures import MAX_RIBBON_CELLS
 
 LETTERS = {
     TokenState.SINK: "S",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config import modes
+from kvchat.config.modes import ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.hold_back import hold_back
@@ -24,7 +25,8 @@ from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
-from kvchat.protocol.messages import Event, Load, Loaded, Params, Price, Sampling, Snapshot, Switched, Text, Turn
+from kvchat.protocol.figures import Params, Price, Snapshot
+from kvchat.protocol.messages import Event, Load, Loaded, Sampling, Switched, Text, Turn
 
 
 def load(
@@ -49,7 +51,7 @@ def load(
         mode: the KV mode to begin with.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
-        quantize: ``none``, or ``4bit`` for weights in 4 bits (nf4 by bitsandbytes).
+        quantize: ``none``, ``int8`` or ``int4`` (torchao), or ``nf4`` (bitsandbytes).
         fast: swap small pieces of the model for faster ones.
         progress: called with each stage of loading.
         params: the mode's parameters, such as ``budget``.
@@ -116,7 +118,7 @@ class Session(Released):
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
         self._switcher.attach(self._kv)
-        self._metrics = MetricsCollector(self._kv, model.weight_bytes, model.context)
+        self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
@@ -183,7 +185,7 @@ class Session(Released):
     def switch(self, mode: str = "", /, **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
-        A parameter once given stays: budget, sink and window for every mode, others for the mode they are given to.
+        A parameter once given stays: budget for every mode, others for the mode they are given to.
 
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
@@ -191,8 +193,22 @@ class Session(Released):
         self._loop.one.check_process()
         if not isinstance(mode, str):
             raise UsageError("A mode is given by its name.", f"Given: {mode!r}."[:200], "See kvchat modes.")
+        before = self._kv.mode.name
+        return self._switched(lambda: self._switcher.switch(mode or before, params))
+
+    def enter(self, parameters: ModeParameters) -> Switched:
+        """Enter a mode with exactly these parameters, whatever was given before; nothing of them is kept for later.
+
+        Raises:
+            UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
+        """
+        self._loop.one.check_process()
+        return self._switched(lambda: self._switcher.enter(parameters))
+
+    def _switched(self, switch: Callable[[], int]) -> Switched:
+        """Time a switch, which returns the bytes that it moved, and note it."""
         before, began = self._kv.mode.name, time.perf_counter()
-        moved = self._switcher.switch(mode or before, params)
+        moved = switch()
         seconds = time.perf_counter() - began
         self._metrics.note_switch(before, self._kv.mode.name, moved)
         in_force = self._kv.mode.report().params

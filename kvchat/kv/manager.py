@@ -46,6 +46,7 @@ class KVManager:
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
         self.state = KVState(geometry, device, mode.traits.context)
         self._prefill: Prefill | None = None
+        self._reread_from: int | None = None
         self._queries: list[Tensor] = []
         # What was prefilled since the mode last filled its slots is not in them.
         self._stale = False
@@ -78,6 +79,7 @@ class KVManager:
                 is due.
         """
         self._end_prefill()
+        self.state.transfer.timer.begin_step()
         if self._stale or self._dirty or self._half_entered:
             self.refill()
         self._make_room(self.total + 1)
@@ -99,6 +101,7 @@ class KVManager:
     def forward_begin(self) -> None:
         """Begin the step's forward. From here to ``forward_end`` all is work for the device: a graph can hold it."""
         state = self.state
+        state.transfer.timer.begin_forward(self.mode.graph_key())
         for slots in state.slots:
             slots.begin_step()
         self._queries = list(state.query)
@@ -109,13 +112,13 @@ class KVManager:
         """End the step's forward: wait for recall, let the mode look back, advance the position."""
         state = self.state
         torch.stack(self._queries, out=state.query)  # one kernel for all layers
-        state.transfer.side_stream.join()
+        state.transfer.join()
         self.mode.forward_end(state.position)
         state.position.add_(1)
 
     def commit_step(self) -> None:
         """Count the step's token as stored."""
-        self.state.transfer.end_step()
+        self.state.transfer.timer.end_step(self.mode.graph_key())
         self.state.host.total += 1
         self._dirty = False
         self.state.steps += 1
@@ -151,6 +154,18 @@ class KVManager:
     def rollback_prefill(self) -> None:
         """Undo a forward that raised: nothing of it is stored."""
         self._end_prefill()
+
+    def begin_reread(self, start: int) -> None:
+        """Begin a forward of stored tokens from position ``start`` on, for what layers without K/V keep of them.
+
+        They attend exactly, to the K/V that are stored; nothing stored changes.
+        """
+        self._end_prefill()
+        self._reread_from = start
+
+    def end_reread(self) -> None:
+        """End it, also after an error."""
+        self._reread_from = None
 
     def _end_prefill(self) -> None:
         prefill, self._prefill = self._prefill, None
@@ -206,12 +221,12 @@ class KVManager:
         before, old = self.state.transfer.moved_bytes(), self.mode
         try:
             self._enter(mode)
+            return self.state.transfer.moved_bytes() - before
         except BaseException:
             self.mode, self._half_entered = old, True
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
                 self.refill(fresh=True)
             raise
-        return self.state.transfer.moved_bytes() - before
 
     def recover(self, level: Level) -> None:
         """Let the mode read more for a while, because the text may have gone wrong."""
@@ -233,6 +248,9 @@ class KVManager:
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
         self.state.specs[layer] = spec
+        if self._reread_from is not None:
+            keys, values = self.state.host.dense(layer, self._reread_from + query.shape[1])
+            return attend_prefill(query, keys, values, self._reread_from, spec)
         if self._prefill is not None:
             return self._attend_prefill(self._prefill, layer, query, key, value, spec)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)

@@ -106,7 +106,7 @@ class KVState:
         """Free the device slots before others are made; what they counted stays counted."""
         self._read_before = self.read_pairs
         self._use([])
-        self.transfer.step_seconds.clear()
+        self.transfer.timer.clear()
 
     def resize(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Move what the slots hold into slots of ``layouts``; layouts that did not change keep theirs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 
 import torch
 from torch import Tensor
@@ -11,46 +10,50 @@ from torch import Tensor
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.side_stream import SideStream
+from kvchat.kv.memory.step_timer import StepTimer
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
 class Transfer:
     """Moves rows from the host pool to slots; what runs on ``side_stream`` overlaps with the layers that follow.
 
-    ``counters [2, 3]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved, K/V pairs wanted
-    and heads corrected. The second row counts on the side stream: two streams must not add to the same number.
+    ``counters [3, 3]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved, K/V pairs wanted
+    and heads corrected. The second row counts on the side stream, because two streams must not add to the same number;
+    the third what is chosen a second time for the same step, which is moved but not wanted once more.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
         self.geometry = geometry
         self.ops = ops
         self.side_stream = SideStream(device)
-        self.counters = torch.zeros((2, 3), dtype=torch.int64, device=device)
+        self.counters = torch.zeros((3, 3), dtype=torch.int64, device=device)
         self.filled_bytes = 0
         self.filled_seconds = 0.0
-        self.step_seconds: deque[float] = deque(maxlen=256)
-        self._seconds = 0.0
+        self.timer = StepTimer(device)
 
     @property
     def pair_bytes(self) -> int:
         """Bytes of K and V of one token in one layer and KV head."""
         return 2 * self.geometry.row_bytes
 
-    def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor) -> None:
-        """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated)."""
-        began = time.perf_counter()
-        self.ops.move_pages(slots, layer, placed, resident, self.counters[int(self.side_stream.inside), :2])
-        resident.copy_(placed)
-        self._seconds += time.perf_counter() - began
+    def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, again: bool = False) -> None:
+        """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated).
+
+        ``again`` says that they replace others which were wanted for the same step.
+        """
+        row = 2 if again else int(self.side_stream.inside)
+        with self.timer.copying(self.side_stream.inside):
+            self.ops.move_pages(slots, layer, placed, resident, self.counters[row, :2])
+            resident.copy_(placed)
 
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
 
         -1 in either is an empty slot. The caller updates the table.
         """
-        began = time.perf_counter()
-        self.ops.move_tokens(slots, layer, first, placed, resident, self.counters[int(self.side_stream.inside), :2])
-        self._seconds += time.perf_counter() - began
+        counters = self.counters[int(self.side_stream.inside), :2]
+        with self.timer.copying(self.side_stream.inside):
+            self.ops.move_tokens(slots, layer, first, placed, resident, counters)
 
     def load_table(self, slots: DeviceSlots, wanted: Tensor) -> None:
         """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.
@@ -67,18 +70,19 @@ class Transfer:
             self.ops.move_picked(slots, layer, head, position, slot)
             self.filled_bytes += 2 * position.numel() * g.row_bytes
         slots.table.copy_(wanted)
+        if slots.table.is_cuda:  # else the launches alone would be timed
+            torch.cuda.current_stream().synchronize()
         self.filled_seconds += time.perf_counter() - began
 
     def load_into_free(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Bring tokens ``positions [m]`` into slots ``targets [m]`` of an unordered layout where ``taken``."""
-        began = time.perf_counter()
         layers = slots.layout.last - slots.layout.first
         self.counters[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)
         table = slots.table[0, 0]
         entries = torch.where(taken, positions.to(torch.int32), table.index_select(0, targets))
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))
-        self.ops.move_shared(slots, positions, targets, taken)
-        self._seconds += time.perf_counter() - began
+        with self.timer.copying():
+            self.ops.move_shared(slots, positions, targets, taken)
 
     def count_wanted(self, pairs: Tensor) -> None:
         """Add K/V pairs that a step wanted and that nothing else counts (0-d)."""
@@ -100,10 +104,11 @@ class Transfer:
     @property
     def totals(self) -> Tensor:
         """``[moved, wanted, corrections]``, int64 on the device."""
-        return self.counters.sum(0)
+        moved, _, corrections = self.counters.sum(0)
+        return torch.stack((moved, self.counters[:2, 1].sum(), corrections))
 
-    def end_step(self) -> None:
-        """Record how long this step's copies took on the host."""
-        if self.ops.skip_unchanged:  # a GPU works on its own time
-            self.step_seconds.append(self._seconds)
-        self._seconds = 0.0
+    def join(self) -> None:
+        """Make the current stream wait for the copies beside it."""
+        if self.side_stream.running:
+            with self.timer.waiting():
+                self.side_stream.join()

@@ -1,18 +1,16 @@
 """Commands and events between the application and the engine: plain frozen data. ``protocol.wire`` sends them.
 
-Commands go to the engine's stdin, events come from its stdout. The engine keeps no conversation: each ``Chat`` carries
-all of it, and the engine reuses the longest prefix it has already stored.
+Commands go to the engine's stdin, events come from its stdout. The engine keeps no conversation: each ``Chat`` has it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-Params = dict[str, Any]
-Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a message arrives
+from kvchat.protocol.figures import Count, Params, Snapshot, Stats
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Load:
     """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
     ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
-    for; they override the settings: budget, sink and window in every mode, the others in that mode only.
+    for; they override the settings: the budget in every mode, the others in that mode only.
     ``link_bytes_per_s`` is the measured rate of recall, host to device; None without a measurement.
     """
 
@@ -181,28 +179,6 @@ class Withdrawn:
 
 
 @dataclass(frozen=True)
-class Stats:
-    """What one answer cost. Seconds, bytes and counts; None where there was nothing to measure."""
-
-    prompt_tokens: Count = 0
-    reused_tokens: Count = 0
-    generated_tokens: Count = 0
-    total_tokens: Count = 0
-    active_tokens: float | None = None
-    ttft_s: float | None = None
-    prefill_tokens_per_s: float | None = None
-    decode_tokens_per_s: float | None = None
-    kv_device_bytes: Count = 0
-    kv_host_bytes: Count = 0
-    recalled_bytes: Count = 0
-    recall_hit_rate: float | None = None
-    corrections: Count = 0
-    recoveries: Count = 0
-    withdrawn_tokens: Count = 0
-    switches: tuple[Params, ...] = ()
-
-
-@dataclass(frozen=True)
 class Finished:
     """The answer is over; ``reason`` is eos, stop, length, context, or stopped. ``text`` is all that stays of it."""
 
@@ -245,92 +221,12 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
-class Price:
-    """What entering ``mode`` would cost now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
-
-    ``seconds`` is an estimate from earlier fills or the link's rate; ``refusal`` says why it cannot be entered.
-    """
-
-    mode: str
-    moved_bytes: Count = 0
-    device_bytes: Count = 0
-    seconds: float | None = None
-    refusal: str = ""
-
-
-@dataclass(frozen=True)
 class Peeked:
     """The text of stored tokens ``start`` to ``end``."""
 
     start: Count
     end: Count
     text: str
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One NVML reading in bytes, percent, degrees and watts; a missing reading is None and drawn ``n/a``."""
-
-    name: str
-    used: Count | None = None
-    total: Count | None = None
-    process: Count | None = None
-    utilization: Count | None = None
-    temperature: Count | None = None
-    power: float | None = None
-
-
-# One letter a ribbon cell: the state of most of its tokens; recalled wins over all others.
-RIBBON = {
-    "S": "sink",
-    "W": "window",
-    "D": "on the device",
-    "R": "recalled just now",
-    "H": "on the host",
-    "F": "frozen",
-    "X": "out of reach",
-}
-MAX_RIBBON_CELLS = 1024
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What the KV manager holds and did, read at most 10 times a second.
-
-    ``active`` is the mean number of tokens the last step attended to over layers and KV heads, ``total`` the tokens
-    stored. ``ribbon`` is one letter of ``RIBBON`` per cell of ``cell_tokens`` stored tokens (at most
-    ``MAX_RIBBON_CELLS``), ``attended`` one digit 0-9 per cell: the share of its (layer, head, token) triples that
-    the last step read. ``recall_ms_*`` are percentiles over the last 256 steps. ``extras`` are figures of the current
-    mode only, in display order. ``prices`` are those of the other modes. ``badges`` warn of how the engine runs: a few
-    words, then a colon and the reason.
-    """
-
-    mode: str
-    params: Params
-    active: float
-    total: Count
-    context: Count
-    kv_device_bytes: Count
-    kv_host_bytes: Count
-    weight_bytes: Count = 0
-    torch_allocated: Count | None = None
-    torch_reserved: Count | None = None
-    gpu: Gpu | None = None
-    tokens_per_s: float | None = None
-    ttft_s: float | None = None
-    step_bytes: float = 0.0
-    recalled_bytes: Count = 0
-    recall_hit_rate: float | None = None
-    corrections: Count = 0
-    recall_ms_p50: float | None = None
-    recall_ms_p95: float | None = None
-    reduced_tokens: Count = 0
-    cell_tokens: Annotated[Count, Field(ge=1)] = 32
-    ribbon: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
-    attended: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
-    extras: Params = field(default_factory=dict)
-    prices: tuple[Price, ...] = ()
-    badges: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

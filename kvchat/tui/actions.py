@@ -9,11 +9,12 @@ from typing import Literal
 from textual.binding import Binding, BindingType
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui import commands
+from kvchat.tui import commands, conversation_commands
 from kvchat.tui.commands import Handler
 from kvchat.tui.keys import describe_key, is_key, types_text
 
-Scope = Literal["app", "chat", "prompt", "ribbon"]
+Scope = Literal["app", "chat", "prompt", "transcript", "ribbon"]
+TYPING = ("transcript", "ribbon")  # scopes in which a key alone types nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,24 @@ ACTIONS = (
     ),
     Action(id="prompt.history", keys="up,down", doc="earlier and later prompts, at the first and last line"),
     Action(id="focus", keys="tab", doc="focus the transcript, the ribbon and the prompt in turn"),
+    Action(id="message.previous", keys="up", action="choose(-1)", scope="transcript", hint="earlier message",
+           doc="in the transcript: choose the message before"),
+    Action(id="message.next", keys="down", action="choose(1)", scope="transcript", hint="later",
+           doc="in the transcript: choose the message after"),
+    Action(id="message.copy", keys="y", run=commands.copy_message, scope="transcript", hint="copy",
+           doc="on a chosen message: copy it"),
+    Action(id="message.code", keys="c", run=commands.copy_code, scope="transcript", hint="code",
+           doc="on a chosen message: copy its last block of code"),
+    Action(id="message.edit", keys="e", run=conversation_commands.edit, scope="transcript", hint="edit",
+           doc="on a chosen question: edit it and ask again on a branch of its own"),
+    Action(id="message.regenerate", keys="r", run=conversation_commands.regenerate, scope="transcript",
+           hint="again", doc="on a chosen message: answer its question again"),
+    Action(id="message.fork", keys="b", run=conversation_commands.fork, scope="transcript", hint="fork",
+           doc="on a chosen message: go on in a copy of the conversation up to it"),
+    Action(id="branch.previous", keys="[", run=conversation_commands.previous_branch,
+           scope="transcript", hint="branch", doc="on a chosen message: the branch before"),
+    Action(id="branch.next", keys="]", run=conversation_commands.next_branch, scope="transcript",
+           doc="on a chosen message: the next branch"),
     Action(id="ribbon.left", keys="left", action="move(-1)", scope="ribbon", hint="earlier",
            doc="in the ribbon: the stored text before"),
     Action(id="ribbon.right", keys="right", action="move(1)", scope="ribbon", hint="later",
@@ -88,14 +107,38 @@ ACTIONS = (
            doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: show sampling"),
     Action(id="system", command="system", usage="TEXT", run=commands.set_system,
            doc="change the system prompt; none removes it; alone: show it"),
-    Action(id="regenerate", keys="f5", command="regen", run=commands.regenerate,
-           doc="answer the last question again"),
+    Action(id="regenerate", keys="f5", command="regen", run=conversation_commands.regenerate,
+           doc="answer the last question again; the answers so far stay as branches"),
+    Action(id="continue", command="continue", run=conversation_commands.resume_answer,
+           doc="go on with the last answer"),
+    Action(id="edit", command="edit", run=conversation_commands.edit,
+           doc="edit the last question and ask it again on a branch of its own"),
+    Action(id="undo", command="undo", run=conversation_commands.undo,
+           doc="take back the last question; it stays as a branch"),
+    Action(id="branch", command="branch", run=conversation_commands.next_branch,
+           doc="show the next branch of the last message that has some"),
     Action(id="rebuild", command="rebuild", run=commands.rebuild,
            doc="recompute exactly what was computed with less context"),
-    Action(id="new", keys="ctrl+n", command="new", run=commands.new, doc="new conversation"),
+    Action(id="new", keys="ctrl+n", command="new", run=conversation_commands.new,
+           doc="new conversation; the present one is kept"),
+    Action(id="last", keys="ctrl+r", command="last", run=conversation_commands.resume_last,
+           doc="go on with the conversation before"),
+    Action(id="title", command="title", usage="TEXT", run=conversation_commands.set_title,
+           doc="give the conversation a title; alone: show it"),
+    Action(id="fork", command="fork", run=conversation_commands.fork, doc="go on in a copy of the conversation"),
+    Action(id="delete", command="delete", run=conversation_commands.delete, doc="delete the conversation"),
+    Action(id="restore", command="restore", run=conversation_commands.restore,
+           doc="bring the conversation deleted last back"),
+    Action(id="export", command="export", usage="FILE", run=conversation_commands.export_file,
+           doc="write the conversation to FILE.md, FILE.html or FILE.json"),
+    Action(id="import", command="import", usage="FILE", run=conversation_commands.import_file,
+           doc="go on with a conversation from an exported FILE.json"),
     Action(id="stats", command="stats", run=commands.show_stats, doc="cost of this conversation so far"),
-    Action(id="copy", command="copy", run=commands.copy_answer, doc="copy the last answer to the clipboard"),
+    Action(id="copy", command="copy", run=commands.copy_message, doc="copy the last answer to the clipboard"),
+    Action(id="code", command="code", run=commands.copy_code, doc="copy the last block of code of the last answer"),
     Action(id="theme", command="theme", usage="NAME", action="app.theme", doc="change the theme; alone: list them"),
+    Action(id="thinking", keys="ctrl+t", command="thinking", action="thinking",
+           doc="show or fold what a model thought before its answers"),
     Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
     Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
@@ -106,6 +149,8 @@ ACTIONS = (
            doc="command palette"),
     Action(id="help", keys="f1", command="help", action="app.help", scope="app", hint="help",
            doc="keys, commands and modes"),
+    Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", action="conversations", hint="chats",
+           doc="the conversations kept: search, open, delete"),
     Action(id="quit", keys="ctrl+q", command="quit", action="app.quit", scope="app", doc="quit"),
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
@@ -173,5 +218,5 @@ def _check_names(action: Action, keys: list[str]) -> None:
     given = f'The key "{",".join(keys)}" of {action.id} is refused.'
     if not keys or not all(map(is_key, keys)):
         raise UsageError(given, "Keys are written as in f9, ctrl+n or shift+f6.")
-    if action.scope != "ribbon" and any(map(types_text, keys)):
+    if action.scope not in TYPING and any(map(types_text, keys)):
         raise UsageError(given, "It types text into the prompt.", "Use a function key, or one with ctrl or alt.")

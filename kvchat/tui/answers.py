@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from time import monotonic
 
+from kvchat.conversations.conversation import CUT_OFF
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Switched, Text
 from kvchat.tui.client import EngineClient
@@ -14,22 +17,29 @@ from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
 class Answers:
     """At most one answer in progress and one queued question.
 
-    ``answer`` is None between answers, and after ``forget`` until the engine has finished the forgotten one.
+    ``answer`` is None between answers, and after ``leave`` until the engine has finished the one that was left.
+    ``save`` writes the conversation to disk.
     """
 
-    def __init__(self, state: ChatState, client: EngineClient, view: ChatView) -> None:
+    def __init__(
+        self, state: ChatState, client: EngineClient, view: ChatView, save: Callable[[], Awaitable[None]]
+    ) -> None:
         self.state = state
         self.client = client
         self.view = view
+        self._save = save
+        self._said = ""
         self.answer: AnswerView | None = None
         self.queued: QuestionView | None = None
         self._question: QuestionView | None = None
         self._switches: list[SwitchView] = []
 
-    async def begin(self, replace: bool = False) -> None:
-        """Ask for an answer to the last question, in place of its present answer with ``replace``."""
-        self.state.first_mode = self.state.mode
-        self.answer = await self.view.add_answer(replace)
+    async def begin(self, said: str = "") -> None:
+        """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
+        self.state.first_mode, self.state.is_stored = self.state.mode, True
+        self._said = said
+        self.answer = await self.view.add_answer()
+        self.answer.feed(said)
         self._show_phase(Phase.PREFILL)
         try:
             self.client.send(self.state.conversation.command(self.state.sampling))
@@ -60,8 +70,18 @@ class Answers:
             self.view.add_note("withdrawn: ", struck.strip())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> None:
-        """Add the line of a switch; it shows the speed after the switch once enough tokens have come."""
+        """Add the line of a switch; it shows the speed after the switch once enough tokens have come.
+
+        Switches one after the other, without a token between them, are one.
+        """
         self._close_switches()
+        if self._switches and (last := self._switches[-1]).is_idle and last.switched.total == switched.total:
+            self._switches.remove(last)
+            await last.remove()
+            moved = last.switched.moved_bytes + switched.moved_bytes
+            switched = replace(switched, before=last.switched.before, moved_bytes=moved)
+            if switched.before == switched.mode:
+                return
         switch = await self.view.add_switch(switched, speed)
         self._switches = [*(old for old in self._switches if not old.settled), switch]
 
@@ -71,12 +91,22 @@ class Answers:
         self._close_switches()
         if answer is None:
             return
-        if finished.text or finished.reason != "stopped":
-            await self._complete(answer, finished)
+        if self._said or finished.text or finished.reason != "stopped":
+            receipt = self.state.receipt(finished)
+            message = self.state.conversation.answer(
+                self._said + finished.text, finished.reason, receipt, finished.stats
+            )
+            await answer.finish(message, self.state.footer(message))
+            await self._save()
         else:
             await answer.remove()
             await self._give_back()
-            self.view.toast("Stopped before the first word; the question is back in the prompt.")
+
+    def checkpoint(self) -> None:
+        """Put the text that has come so far into the conversation, to be saved with it."""
+        conversation = self.state.conversation
+        if self.answer is not None and self.answer.text and conversation.last_text() != self.answer.text:
+            conversation.answer(self.answer.text)
 
     async def abandon(self) -> None:
         """Close the answer in progress: its text is kept, a question without any is given back to the prompt."""
@@ -84,14 +114,19 @@ class Answers:
         if answer is None:
             return
         if answer.text:
-            self.state.conversation.answer(answer.text)
-            await answer.finish(answer.text, "cut off", stopped=True)
+            message = self.state.conversation.answer(answer.text, CUT_OFF)
+            await answer.finish(message, self.state.footer(message))
+            await self._save()
         else:
             await answer.remove()
             await self._give_back()
 
-    def forget(self) -> None:
-        """Drop the answer in progress and the queued question: a new conversation."""
+    def leave(self) -> None:
+        """Go away from the answer in progress, keeping its text, and from the queued question: another conversation."""
+        if self.answer is not None and self.answer.text:
+            self.state.conversation.answer(self.answer.text, "stopped")
+        if self.queued is not None:
+            self.view.restore_prompt(self.queued.text)
         self.answer = self.queued = self._question = None
         self._switches.clear()
 
@@ -100,9 +135,10 @@ class Answers:
         self._show_phase(Phase.READY)
         question, self.queued = self.queued, None
         if question is not None:
-            question.send()
             self._question = question
-            self.state.conversation.ask(question.text)
+            message = self.state.conversation.ask(question.text)
+            question.send(message, self.state.footer(message))
+            await self._save()
             await self.begin()
 
     async def down(self) -> None:
@@ -113,18 +149,18 @@ class Answers:
             await question.remove()
             self.view.restore_prompt(question.text)
 
-    async def _complete(self, answer: AnswerView, finished: Finished) -> None:
-        self.state.conversation.answer(finished.text)
-        self.state.stats.append(finished.stats)
-        receipt = self.state.receipt(finished)
-        await answer.finish(finished.text, receipt, stopped=finished.reason == "stopped")
-        self.view.log_event(receipt)
-
     async def _give_back(self) -> None:
-        self.view.restore_prompt(self.state.conversation.withdraw())
-        if self._question is not None:
-            await self._question.remove()
-            self._question = None
+        """Put the question that got no answer back into the prompt; one with earlier answers shows the newest."""
+        conversation = self.state.conversation
+        if text := conversation.withdraw():
+            self.view.restore_prompt(text)
+            self.view.toast("No word of the answer has come; the question is back in the prompt.")
+            if self._question is not None:
+                await self._question.remove()
+        elif conversation.leaf is not None:
+            await self.view.show_messages(self.state.footed()[-1:], below=conversation.leaf.parent)
+        self._question = None
+        await self._save()
 
     def _close_switches(self) -> None:
         for switch in self._switches:

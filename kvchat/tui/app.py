@@ -104,6 +104,7 @@ class KvchatApp(App[None]):
             self.notify(str(problem), title="Theme", severity="warning", timeout=12)
 
     async def on_unmount(self) -> None:
+        await self.controller.close()
         await self.client.close()
         for number in self._signals:
             signal.signal(number, signal.SIG_DFL)

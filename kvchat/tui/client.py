@@ -20,7 +20,7 @@ from pathlib import Path
 from kvchat import files
 from kvchat.errors import EngineError, UsageError
 from kvchat.foreign_text import visible_fields
-from kvchat.protocol import messages, wire
+from kvchat.protocol import figures, messages, wire
 
 ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
 GRACE_S = 3.0
@@ -208,7 +208,7 @@ def coalesce(reports: Iterable[Report]) -> list[Report]:
         if isinstance(report, messages.Text) and isinstance(last, messages.Text):
             kept[-1] = messages.Text(last.text + report.text, last.tokens + report.tokens)
             continue
-        if isinstance(report, messages.Snapshot | messages.Prefilled):
+        if isinstance(report, figures.Snapshot | messages.Prefilled):
             if (index := latest.get(type(report))) is not None:
                 del kept[index]
                 latest = {cls: place - (place > index) for cls, place in latest.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Awaitable, Callable
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol.messages import Params
-from kvchat.tui import sampling
+from kvchat.protocol.figures import Params
+from kvchat.tui import sampling, thinking
 from kvchat.tui.controller import ChatController
 from kvchat.tui.state import describe_modes, summarize
 
@@ -67,32 +68,27 @@ async def set_system(chat: ChatController, argument: str) -> None:
     chat.view.add_note("The system prompt counts from the next answer on; the stored context is rebuilt for it.")
 
 
-async def regenerate(chat: ChatController, argument: str) -> None:
-    """``/regen``"""
-    await chat.regenerate()
-
-
 async def rebuild(chat: ChatController, argument: str) -> None:
     """``/rebuild``"""
     chat.rebuild()
 
 
-async def new(chat: ChatController, argument: str) -> None:
-    """``/new``"""
-    await chat.new()
-
-
 async def show_stats(chat: ChatController, argument: str) -> None:
     """``/stats``"""
-    chat.view.add_note(summarize(chat.state.stats))
+    chat.view.add_note(summarize(chat.state.conversation.stats))
 
 
-async def copy_answer(chat: ChatController, argument: str) -> None:
-    """``/copy``"""
-    text = chat.state.conversation.last_answer()
-    if not text:
-        raise UsageError("There is no answer to copy yet.", hint="Ask something first.")
-    chat.view.copy(text)
+async def copy_message(chat: ChatController, argument: str) -> None:
+    """``/copy``: the message chosen in the transcript, else the last answer."""
+    chat.view.copy(_chosen_text(chat))
+
+
+async def copy_code(chat: ChatController, argument: str) -> None:
+    """``/code``: the last fenced block of the same message."""
+    blocks = re.findall(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", _chosen_text(chat), re.MULTILINE | re.DOTALL)
+    if not blocks:
+        raise UsageError("There is no block of code in it.", hint="/copy copies the whole text.")
+    chat.view.copy(blocks[-1][1])
 
 
 async def restart(chat: ChatController, argument: str) -> None:
@@ -135,6 +131,15 @@ def parse_literal(text: str) -> int | float | bool | str:
         except ValueError:
             continue
     return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(text.lower(), text)
+
+
+def _chosen_text(chat: ChatController) -> str:
+    conversation = chat.state.conversation
+    chosen = conversation.messages.get(chat.view.chosen or "")
+    text = thinking.split(chosen.text if chosen else conversation.last_answer())[1]
+    if not text:
+        raise UsageError("There is no answer to copy yet.", hint="Ask something first.")
+    return text
 
 
 def _set_mode_parameter(chat: ChatController, key: str, value: str) -> None:

@@ -13,7 +13,8 @@ class AppConfig:
     """How the application starts; paths are absolute and need not exist yet.
 
     ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
-    ``history_file`` None keeps the prompt history in memory. ``engine_command`` None starts the real engine.
+    ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
+    latest one. ``engine_command`` None starts the real engine.
     ``problems`` are shown once: settings that could not be used.
     """
 
@@ -25,5 +26,7 @@ class AppConfig:
     theme_dirs: tuple[Path, ...] = ()
     keys: dict[str, str] = field(default_factory=dict)
     history_file: Path | None = None
+    database: Path | None = None
+    resume: bool = False
     engine_command: tuple[str, ...] | None = None
     problems: tuple[str, ...] = ()

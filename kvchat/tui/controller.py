@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
 
 from kvchat.config import modes
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.messages import Command, Params, Peek, Rebuild, Stop, Switch
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import Command, Peek, Rebuild, Stop, Switch
 from kvchat.tui import sampling
 from kvchat.tui.answers import Answers
+from kvchat.tui.archive import Archive
+from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient, Report
 from kvchat.tui.config import AppConfig
-from kvchat.tui.conversation import Conversation
 from kvchat.tui.events import EngineEvents
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 
 PEEK_TOKENS = 128  # more than a line holds
+CHECKPOINT_S = 0.5  # at most twice that is lost of an answer, however the application ends
 
 
 class ChatController:
-    """Owns the state and the engine's client; ``view`` shows what changes."""
+    """Owns the state, the engine's client and the conversations on disk; ``view`` shows what changes."""
 
     def __init__(self, config: AppConfig, client: EngineClient, view: ChatView) -> None:
         self.load = config.load
         self.client = client
         self.view = view
         self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
-        self.answers = Answers(self.state, client, view)
+        self.archive = Archive(config.database, view)
+        self.answers = Answers(self.state, client, view, self._save)
+        self.branches = Branches(self.state, self.answers, view)
         self._events = EngineEvents(self.state, self.answers, view, self.restart)
+        self._system = config.system
+        self._deleted: list[str] = []
         self._is_log_problem_shown = False
 
     # ---- the engine's process --------------------------------------------------------------------
@@ -55,6 +65,100 @@ class ChatController:
         """Handle one event of the engine, or its end."""
         await self._events.handle(report)
 
+    # ---- the conversations on disk ---------------------------------------------------------------
+
+    async def open_archive(self, resume: bool = False) -> Summary | None:
+        """Open the database, and with ``resume`` the latest conversation; the latest one before that."""
+        await self.archive.open()
+        latest = await self.archive.latest()
+        if resume and latest is not None:
+            await self.open(latest.id)
+        elif resume:
+            self.view.toast("There is no earlier conversation to go on with.", severity="warning")
+        return latest
+
+    async def keep(self) -> None:
+        """Save what is said and answered until cancelled."""
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
+            self.answers.checkpoint()
+            await self._save()
+
+    async def close(self) -> None:
+        """Save the conversation a last time; nothing is saved afterwards."""
+        self.answers.checkpoint()
+        await self._save()
+        await self.archive.close()
+
+    async def new(self) -> None:
+        """Begin a new conversation; a running answer is stopped, the present conversation is kept on disk."""
+        await self._exchange(Conversation(self._system))
+
+    async def open(self, id: str, message: str = "") -> None:
+        """Go on with another conversation, on the branch of ``message`` if it is named.
+
+        Raises:
+            KvchatError: there is none with this id, or it cannot be read.
+        """
+        await self._save()
+        conversation = await self.archive.load(id)
+        if message:
+            conversation.select(message)
+        await self._exchange(conversation)
+
+    async def fork(self) -> None:
+        """Go on with a copy of the conversation up to the message chosen in the transcript, else of all of it.
+
+        Raises:
+            UsageError: nothing has been said yet.
+        """
+        end = self.view.chosen or (self.state.conversation.leaf.id if self.state.conversation.leaf else None)
+        if end is None:
+            raise UsageError("There is nothing to copy yet.", hint="Ask something first.")
+        await self._exchange(self.state.conversation.fork(end))
+        self.view.toast("This is a copy; the conversation it was copied from is as it was.")
+
+    async def open_last(self) -> None:
+        """Go on with the conversation written to last, besides the present one.
+
+        Raises:
+            UsageError: there is none.
+        """
+        await self._save()
+        others = [one for one in await self.archive.search("") if one.id != self.state.conversation.id]
+        if not others:
+            raise UsageError("There is no earlier conversation.", hint="Ask something first.")
+        await self.open(others[0].id)
+
+    async def delete(self, id: str, title: str) -> None:
+        """Delete a conversation; the present one gives way to a new one."""
+        if id == self.state.conversation.id:
+            await self.new()
+        await self.archive.delete(id)
+        self._deleted.append(id)
+        self.view.toast(f"“{title}” is deleted; /restore brings it back within a day.", timeout=10)
+
+    async def restore(self) -> None:
+        """Bring the conversation deleted last back and go on with it.
+
+        Raises:
+            UsageError: none was deleted.
+        """
+        if not self._deleted:
+            raise UsageError("Nothing has been deleted since the application was started.")
+        await self.archive.restore(self._deleted[-1])
+        await self.open(self._deleted.pop())
+
+    async def rename(self, title: str) -> None:
+        """Give the conversation another title."""
+        self.state.conversation.rename(title)
+        await self._save()
+
+    async def take(self, conversation: Conversation) -> None:
+        """Go on with a conversation that was imported."""
+        await self._exchange(conversation)
+        await self._save()
+
     # ---- what the user asks for ------------------------------------------------------------------
 
     async def ask(self, text: str) -> None:
@@ -69,6 +173,7 @@ class ChatController:
                 "It is sent as soon as the engine is ready.",
                 "Send this one afterwards, or stop the answer first.",
             )
+        await self.branches.leave_edited()
         phase = self.state.phase
         self.answers.queued = await self.view.add_question(text, queued=phase is not Phase.READY)
         # The phase may have changed while the question was mounted.
@@ -84,33 +189,15 @@ class ChatController:
         if self.state.phase.busy:
             self._send(Stop())
 
-    async def regenerate(self) -> None:
-        """Answer the last question again, in place of its answer.
-
-        Raises:
-            UsageError: the engine is busy, or there is no question.
-        """
-        self._require_ready()
-        if not self.state.conversation.reopen():
-            raise UsageError("There is no question to answer again.", hint="Ask one first.")
-        await self.answers.begin(replace=True)
-
     def rebuild(self) -> None:
         """Recompute exactly what was computed with less context.
 
         Raises:
             UsageError: the engine is busy or down.
         """
-        self._require_ready()
+        self.branches.require_ready()
         self._show_phase(Phase.PREFILL)
         self._send(Rebuild())
-
-    async def new(self) -> None:
-        """Begin a new conversation; a running answer is stopped."""
-        self.stop()
-        self.answers.forget()
-        self.state.clear()
-        await self.view.clear()
 
     def switch(self, mode: str, params: Params | None = None) -> None:
         """Switch to ``mode`` (empty: the present one) with ``params``, also during an answer.
@@ -168,7 +255,7 @@ class ChatController:
 
     def set_system(self, text: str | None) -> None:
         """Change the system prompt from the next answer on; None removes it."""
-        self.state.conversation.system = text
+        self.state.conversation.system = self._system = text
 
     def peek(self, start: int, end: int) -> None:
         """Ask for the text of the stored tokens ``start`` to ``end``."""
@@ -190,11 +277,17 @@ class ChatController:
             self.view.toast(text, title="Log", severity="warning", timeout=10)
         self._send(replace(self.load, mode=self.state.mode, given=self.state.given))
 
-    def _require_ready(self) -> None:
-        if self.state.phase is Phase.DOWN:
-            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
-        if self.state.phase is not Phase.READY:
-            raise UsageError("The engine is busy.", hint="/stop ends the answer; then try again.")
+    async def _exchange(self, conversation: Conversation) -> None:
+        """Stop the answer, save the conversation and show another."""
+        self.stop()
+        self.answers.leave()
+        await self._save()
+        self.state.exchange(conversation)
+        self.view.show_state(self.state)
+        await self.view.show_messages(self.state.footed(), below=None)
+
+    async def _save(self) -> None:
+        await self.archive.save(self.state.conversation)
 
     def _send(self, command: Command) -> None:
         try:

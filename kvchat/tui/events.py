@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from kvchat.errors import EngineError, KvchatError, UsageError
+from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
     Failed,
     Finished,
@@ -16,7 +18,6 @@ from kvchat.protocol.messages import (
     Preparing,
     Rebuilt,
     Recovered,
-    Snapshot,
     Started,
     Switched,
     SwitchRefused,
@@ -86,7 +87,8 @@ class EngineEvents:
         self.state.snapshot = snapshot
         self.state.update_params(snapshot)
         self.view.show_state(self.state)
-        self.view.show_snapshot(snapshot, self.state.phase is Phase.ANSWERING)
+        shown = snapshot if self.state.is_stored else replace(snapshot, active=0.0, total=0, ribbon="", attended="")
+        self.view.show_snapshot(shown, self.state.phase is Phase.ANSWERING)
 
     async def _loaded(self, loaded: Loaded) -> None:
         self.state.info = loaded

@@ -13,6 +13,8 @@ NAMES = {
     "right": "→",
     "up": "↑",
     "down": "↓",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
 }
 HINTS = {"enter": "⏎", "escape": "esc"}
 KNOWN = {key.value for key in Keys}

@@ -8,10 +8,12 @@ from enum import Enum, auto
 
 from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
-from kvchat.protocol.messages import Finished, Loaded, Params, Price, Sampling, Snapshot, Stats
-from kvchat.tui.conversation import Conversation
+from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
+from kvchat.protocol.figures import Params, Price, Snapshot, Stats
+from kvchat.protocol.messages import Finished, Loaded, Sampling
 from kvchat.units import count, figure, percent, size
 
+Footed = tuple[Message, str]
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 
 
@@ -36,6 +38,8 @@ class ChatState:
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
     answered yet, ``later`` those kept for the next mode that has them. ``first_mode`` is that of the answer's start.
+    ``edited`` is the id of the question that the next one sent takes the place of. ``is_stored`` says whether the
+    engine's K/V are of this conversation, not of the one before.
     """
 
     conversation: Conversation
@@ -49,9 +53,10 @@ class ChatState:
     first_mode: str = ""
     phase: Phase = Phase.LOADING
     stage: str = ""
+    edited: str | None = None
+    is_stored: bool = False
     info: Loaded | None = None
     snapshot: Snapshot | None = None
-    stats: list[Stats] = field(default_factory=list)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -71,10 +76,20 @@ class ChatState:
         if snapshot.mode == self.mode:
             self.params = snapshot.params
 
-    def clear(self) -> None:
-        """Forget the conversation and its statistics."""
-        self.conversation.clear()
-        self.stats.clear()
+    def exchange(self, conversation: Conversation) -> None:
+        """Go over to another conversation, of which nothing is stored yet."""
+        self.conversation, self.edited, self.is_stored = conversation, None, False
+
+    def footer(self, message: Message) -> str:
+        """The line under a message: the receipt of an answer, and its place among its siblings."""
+        siblings = self.conversation.siblings(message.id)
+        place = f"{siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
+        cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
+        return " · ".join(filter(None, (message.receipt or cut, place)))
+
+    def footed(self) -> list[Footed]:
+        """The messages of the path with their footers."""
+        return [(message, self.footer(message)) for message in self.conversation.path]
 
     def accept(self, mode: str, params: Params) -> None:
         """Keep those pending values that the engine took, as given for ``mode``."""
@@ -94,14 +109,16 @@ class ChatState:
         """Return the line under an answer."""
         s = finished.stats
         modes = self.mode if self.first_mode in ("", self.mode) else f"{self.first_mode} → {self.mode}"
+        if len(s.switches) == 1 and "at" in s.switches[0]:
+            modes += f" at {count(s.switches[0]['at'])}"
         parts = [f"{count(s.generated_tokens)} tok"]
         if s.decode_tokens_per_s is not None:
             parts.append(figure(s.decode_tokens_per_s, "tok/s", 1))
         if s.ttft_s is not None:
             parts.append(f"TTFT {figure(s.ttft_s, 's', 2)}")
         parts.append(modes)
-        if s.active_tokens is not None:
-            parts.append(f"mean read {count(s.active_tokens)} of {count(s.total_tokens)}")
+        if s.read_share is not None:
+            parts.append(f"read {percent(s.read_share)} of {count(s.total_tokens)}")
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)
@@ -136,15 +153,25 @@ def summarize(stats: Iterable[Stats]) -> str:
         ("generated", f"{count(sum(s.generated_tokens for s in answers))} tok"),
         ("prefilled", f"{count(sum(s.prompt_tokens - s.reused_tokens for s in answers))} tok"),
         ("reused", f"{count(sum(s.reused_tokens for s in answers))} tok"),
-        ("speed", figure(_mean(s.decode_tokens_per_s for s in answers), "tok/s", 1)),
-        ("first token", figure(_mean(s.ttft_s for s in answers), "s", 2)),
-        ("recalled", size(sum(s.recalled_bytes for s in answers))),
-        ("hit rate", percent(_mean(s.recall_hit_rate for s in answers))),
+        ("speed", figure(_speed(answers), "tok/s", 1)),
+        ("first token", figure(_mean([(s.ttft_s, 1) for s in answers]), "s", 2)),
+        ("read", percent(_mean([(s.read_share, s.generated_tokens) for s in answers]))),
+        ("fetched", size(sum(s.recalled_bytes for s in answers))),
+        ("already there", percent(_mean([(s.recall_hit_rate, s.generated_tokens) for s in answers]))),
         ("corrections", count(sum(s.corrections for s in answers))),
     ]
     return "\n".join(f"{label:<14}{value:>14}" for label, value in rows)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _speed(answers: Iterable[Stats]) -> float | None:
+    """Tokens per second over all answers: a long one counts more than a short one."""
+    timed = [(s.generated_tokens, s.generated_tokens / s.decode_tokens_per_s) for s in answers if s.decode_tokens_per_s]
+    tokens, taken = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0)
+    return tokens / taken if taken else None
+
+
+def _mean(values: Iterable[tuple[float | None, int]]) -> float | None:
+    """The mean of values with weights."""
+    known = [(value, weight) for value, weight in values if value is not None]
+    weights = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / weights if weights else None

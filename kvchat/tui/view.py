@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Literal, Protocol
 
+from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
-from kvchat.protocol.messages import Snapshot, Switched
-from kvchat.tui.state import ChatState
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Switched
+from kvchat.tui.state import ChatState, Footed
 
 Severity = Literal["information", "warning", "error"]
 
@@ -17,8 +19,8 @@ class QuestionView(Protocol):
 
     text: str
 
-    def send(self) -> None:
-        """Show that the question is no longer queued."""
+    def send(self, message: Message, footer: str) -> None:
+        """Show that the question is no longer queued: it is ``message`` now."""
 
     def remove(self) -> Awaitable[None]:
         """Take the question out of the transcript."""
@@ -38,8 +40,8 @@ class AnswerView(Protocol):
     async def withdraw(self, chars: int) -> str:
         """Remove the last ``chars`` characters and return them."""
 
-    async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
-        """Show the complete answer with its receipt."""
+    async def finish(self, message: Message, footer: str) -> None:
+        """Show the complete answer with the line under it."""
 
     def remove(self) -> Awaitable[None]:
         """Take the answer out of the transcript."""
@@ -48,7 +50,15 @@ class AnswerView(Protocol):
 class SwitchView(Protocol):
     """The line of a mode switch; ``settled`` once it shows the speed after the switch."""
 
+    switched: Switched
     settled: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no token has been generated after the switch."""
+
+    def remove(self) -> Awaitable[None]:
+        """Take the line out of the transcript."""
 
     def count(self, tokens: int, now: float) -> None:
         """Count tokens generated after the switch; ``now`` in seconds."""
@@ -58,13 +68,20 @@ class SwitchView(Protocol):
 
 
 class ChatView(Protocol):
-    """The screen as the controller sees it."""
+    """The screen as the controller sees it; ``chosen`` is the id of the message chosen in the transcript."""
+
+    @property
+    def chosen(self) -> str | None:
+        """The id of the message chosen in the transcript."""
+
+    async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
+        """Show messages with their footers in place of all below the message ``below``; None: of all there is."""
 
     async def add_question(self, text: str, queued: bool) -> QuestionView:
         """Move a question from the prompt to the transcript."""
 
-    async def add_answer(self, replace: bool = False) -> AnswerView:
-        """Add an empty answer, in place of the last one with ``replace``."""
+    async def add_answer(self) -> AnswerView:
+        """Add an empty answer."""
 
     async def add_switch(self, switched: Switched, speed: float | None) -> SwitchView:
         """Mark a switch in the transcript, ribbon and timeline; ``speed`` before it in tokens/s."""
@@ -90,11 +107,8 @@ class ChatView(Protocol):
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
 
-    def restore_prompt(self, text: str) -> None:
-        """Give a question back to the prompt, unless another has been begun there."""
+    def restore_prompt(self, text: str) -> bool:
+        """Give a question back to the prompt, unless another has been begun there; whether it was."""
 
     def copy(self, text: str) -> None:
         """Copy a text to the clipboard."""
-
-    async def clear(self) -> None:
-        """Show an empty conversation."""

@@ -36,7 +36,7 @@ def test_the_fact_is_told_once_in_an_earlier_turn_and_asked_for_at_the_end(token
 
 
 def test_the_result_is_plain_data_with_a_row_for_each_variant():
-    variants = ["full", "streaming:budget=64,sink=4", "sync:keep=64,window=32", "full"]
+    variants = ["full", "streaming:budget=64,sink=4", "sync:budget=132", "full"]
     lines: list[str] = []
     result = passkey.run(variants, n=1, tokens=300, report=lines.append)
     assert json.loads(json.dumps(result)) == result
@@ -68,3 +68,13 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
     rows = passkey.run(["full", "sync", "streaming:budget=512"], n=2, tokens=2000)["rows"]
     assert [row["right"] for row in rows] == [2, 2, 0]
     assert rows[1]["kv_device_bytes"] < 0.53 * rows[0]["kv_device_bytes"]
+
+
+def test_a_question_may_come_inside_an_answer_whose_steps_count():
+    lines: list[str] = []
+    result = passkey.run(["full", "streaming:budget=64,sink=4"], n=1, tokens=300, inside=100, report=lines.append)
+    full, streaming = result["rows"]
+    assert result["settings"]["inside"] == 100
+    assert (full["right"], streaming["right"]) == (1, 0)
+    assert result["settings"]["tokens"] + 40 < full["read_tokens"] < result["settings"]["tokens"] + 100
+    assert streaming["read_tokens"] <= 64 + 64

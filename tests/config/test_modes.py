@@ -27,15 +27,34 @@ def test_every_mode_has_defaults(mode: str) -> None:
         ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused. It must be a number."),
         ("speculative", {"tau": "nan"}, "speculative: tau = 'nan' is refused."),
         ("streaming", {"window": 0}, "streaming: window = 0 is refused. It must be a whole number of at least 1."),
-        ("freeze", {"smooth": 1}, "freeze: smooth = 1 is refused. It must be a number of at least 0 and below 1."),
-        ("freeze", {"score": "max"}, "freeze: score = 'max' is refused. It must be one of prob_max, prob_rel, raw, "),
-        ("freeze", {"wake": "sometimes"}, "freeze: wake = 'sometimes' is refused. It must be true or false."),
+        ("sync", {"rho": 2}, "sync: rho = 2 is refused. It must be a number from 0 to 1."),
+        ("freeze", {"score": "max"}, "freeze: score = 'max' is refused. It must be one of prob_rel, raw, always."),
+        ("freeze", {"recovery": "often"}, "freeze: recovery = 'often' is refused. It must be true or false."),
     ],
 )
 def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         modes.parse(mode, params)
     assert str(caught.value).startswith(message)
+
+
+def test_the_papers_freeze_has_defaults_of_its_own() -> None:
+    paper = modes.parse("freeze", {"profile": "paper"})
+    assert paper.model_dump() == modes.parse("freeze", {}).model_dump() | {
+        "profile": "paper",
+        "score": "always",
+        "recovery": False,
+    }
+    assert modes.parse("freeze", {"profile": "paper", "score": "raw"}).model_dump()["score"] == "raw"
+
+
+def test_only_the_budget_means_the_same_in_every_mode() -> None:
+    """A window of 2,044 tokens given to streaming made speculative impossible (audit, 10)."""
+    given: dict[str, modes.Params] = {}
+    modes.remember(given, "streaming", {"window": 2044, "sink": 4})
+    modes.remember(given, "speculative", {"budget": 512})
+    assert modes.given_for(given, "speculative") == ({"budget": 512}, {})
+    assert modes.given_for(given, "streaming") == ({"budget": 512}, {"window": 2044, "sink": 4})
 
 
 def test_texts_become_numbers() -> None:

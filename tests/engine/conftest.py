@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from support.freeze_run import EARLY, ruled
 
 from kvchat.engine.model.load import LoadedModel, load_model
+
+
+@pytest.fixture(autouse=True)
+def early_freezes() -> Iterator[None]:
+    """Freeze's constants are for long conversations: in these tests tokens freeze from the first steps on."""
+    with ruled(**EARLY):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ DAMAGED = (
     "{" + HEAD + '1, "similarity": [[[NaN]]], "retrieval": [[1]]}',
     "{" + HEAD + '2, "similarity": [[[1]]], "retrieval": [[1]]}',
     "{" + HEAD + '"one", "similarity": [[[1]]], "retrieval": [[1]]}',
+    "{" + HEAD + '1, "similarity": [[[1]]], "retrieval": [[1]], "turning": [[[0, 1]]]}',
 )
 
 
@@ -59,6 +60,20 @@ def test_similarity_and_retrieval_are_what_the_weights_say():
     assert float(similarity[0, 0, 2]) < 0.05
     assert torch.equal(similarity[0], similarity[0].T)
     assert retrieval[0].tolist() == pytest.approx([0, 0, 1], abs=1e-3)
+
+
+def test_how_fast_queries_turn_is_measured_per_head():
+    """Head 0 turns by 60 degrees a token, head 1 stands still."""
+    angles = torch.arange(300) * torch.pi / 3
+    turning = torch.stack((angles.cos(), angles.sin()), -1)
+    recorder = Recorder(fake(2))
+    recorder._sample, recorder._read = Sample([0] * 300, (5, 10)), 1
+    recorder.attention(
+        0, torch.stack((turning, torch.ones(300, 2))), torch.zeros(2, 300, 2), torch.zeros(2, 300, 2), SPEC
+    )
+    deciles = recorder.deciles()
+    expected = torch.tensor([0.5, 1.0], dtype=torch.float64)[None, :, None].expand(1, 2, 11)
+    torch.testing.assert_close(deciles, expected, atol=1e-4, rtol=0)
 
 
 def test_the_recorder_attends_as_the_model_does(model):
@@ -99,6 +114,7 @@ def test_the_shipped_calibration_is_the_commands(model):
         torch.testing.assert_close(
             torch.tensor(getattr(measured, name)), torch.tensor(getattr(shipped, name)), atol=5e-3, rtol=0
         )
+    torch.testing.assert_close(torch.tensor(measured.turning), torch.tensor(shipped.turning), atol=5e-3, rtol=0)
     assert measured.clusters == shipped.clusters == 1
     # One KV head each of layers 4, 5 and 6 carries the retrieval of this model.
     assert [representatives(measured, "retrieval")[layer] for layer in (4, 5)] == [(2,), (3,)]
@@ -170,7 +186,7 @@ def test_an_unknown_rule_is_refused(model):
 
 def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    session = Session(model, "sync", {"window": 32})
+    session = Session(model, "sync", {"budget": 132})
     assert any("kvchat calibrate bundled" in note for note in session.info.notes)
     short = list(session.answer([Turn("user", "Hi.")], Sampling(temperature=0, max_new_tokens=2)))
     assert short
@@ -189,7 +205,7 @@ def test_switching_in_measures_on_what_is_stored(model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
     session = Session(model)
     session.prefill([7, 8, 9] * 200)
-    assert session.switch("sync", window=32).params["clusters"] == 1
+    assert session.switch("sync", budget=132).params["clusters"] == 1
     assert session.snapshot().extras["measured on"].startswith("this prompt")
     session.step(7)
     assert not bool(session.attended(0).all())
@@ -207,6 +223,8 @@ def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
     command("bundled", [text], 2, "retrieval", "cpu", tmp_path / "out.json")
     printed = capsys.readouterr()
     assert printed.out.count("representative KV heads") == 8
+    tau = load(tmp_path / "out.json").tau_for(0.2)
+    assert f"corrects 20% of heads and steps in such text with tau={tau:.2f}" in printed.out
     assert "sync mode reads calibrations in" in printed.err
     saved = json.loads((tmp_path / "out.json").read_text())
     assert (saved["clusters"], saved["revision"]) == (2, model.revision)

@@ -66,7 +66,7 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
     assert not one.graphs.prepares
 
 
-@pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "sync-staggered", "freeze"])
+@pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "freeze"])
 def test_what_comes_late_is_waited_for(row):
     model = loaded("llama", "cuda", torch.bfloat16)
     one = late(ModelRunner(model, mode_of(model, row)))
@@ -108,7 +108,7 @@ ROOMY = {
     "speculative": {"budget": 480, "sink": 32, "window": 64},
     "streaming": {"budget": 480},
     "sync": {"budget": 480},
-    "freeze": {"min_active": 1000},
+    "freeze": {"tau": 0.0},
 }
 
 

@@ -11,7 +11,8 @@ from support.fake_nvml import FakeGpu, FakeNvml, GiB
 
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.session import Session
-from kvchat.protocol.messages import MAX_RIBBON_CELLS, RIBBON, Gpu, Sampling, Turn
+from kvchat.protocol.figures import MAX_RIBBON_CELLS, RIBBON, Gpu
+from kvchat.protocol.messages import Sampling, Turn
 
 STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64}
@@ -133,6 +134,6 @@ def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, mon
     kv = session._kv
     with monkeypatch.context() as patch:
         patch.setattr(kv.state, "device", torch.device("cuda"))
-        collector = MetricsCollector(kv, weight_bytes=1, context=2)
+        collector = MetricsCollector(kv, session._runner.recurrent, weight_bytes=1, context=2)
     readings = (GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4) if known else ()
     assert collector.snapshot(0).gpu == Gpu("RTX", *readings)

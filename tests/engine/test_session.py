@@ -18,7 +18,7 @@ from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Tex
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
 TALE = (Turn("user", "Tell me a short story."),)
-SMALL = {"streaming": {"budget": 64, "window": 40}, "speculative": {"budget": 64, "sink": 0, "window": 32}, "full": {}}
+SMALL = {"streaming": {"budget": 64}, "speculative": {"budget": 64, "sink": 0, "window": 32}, "full": {}}
 
 
 @pytest.fixture
@@ -333,3 +333,17 @@ def test_closing_frees_the_model_under_a_suspended_answer() -> None:
     assert kept() is None
     session.cancel()
     assert session.token_ids
+
+
+@pytest.mark.parametrize(("mode", "params"), [("speculative", {"budget": 96, "tau": -2.0}), ("sync", {"budget": 140})])
+def test_a_truncated_session_chooses_by_the_query_of_its_last_token(model, mode, params):
+    """It chose by that of the first one dropped, which sync keeps for a whole turn (audit, 20)."""
+    ids = [300 + 7 * i % 700 for i in range(400)]
+    sessions = [Session(model, mode, params) for _ in range(2)]
+    sessions[0].prefill(ids)
+    sessions[1].prefill([*ids, *range(900, 940)])
+    sessions[1].truncate(len(ids))
+    for session in sessions:
+        session.step(5)
+    for layer in range(sessions[0].info.layers):
+        assert torch.equal(*(session.attended(layer) for session in sessions))

@@ -90,9 +90,8 @@ BUDGETED = ("streaming", "speculative", "sync")
 
 
 def test_a_mode_that_would_be_refused_says_so_in_its_price(model):
-    session = Session(model, params={})
-    session.switch("streaming", sink=40, window=24)
+    session = Session(model, given={"speculative": {"window": 24}})
     prices = {price.mode: price for price in session.prices()}
-    assert not prices["full"].refusal
+    assert not prices["streaming"].refusal
     assert "window" in prices["speculative"].refusal
     assert prices["speculative"].moved_bytes == 0

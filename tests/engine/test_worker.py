@@ -17,6 +17,7 @@ from support.streams import read_event
 from kvchat.engine import worker
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
+from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -28,7 +29,6 @@ from kvchat.protocol.messages import (
     Loading,
     Peek,
     Peeked,
-    Snapshot,
     Started,
     Stop,
     Switch,

@@ -139,3 +139,16 @@ def test_a_conversation_gives_back_all_it_took():
     del one
     gc.collect()
     assert (gpu.allocated, gpu.pinned) == before
+
+
+@pytest.mark.parametrize("row", ["speculative", "freeze", "sync"])
+def test_recall_is_timed_by_events_in_graphs_too(row):
+    model = loaded("llama", "cuda", torch.float32)
+    one = ModelRunner(model, mode_of(model, row))
+    prefilled(one, token_ids(150))
+    for token in token_ids(30, seed=1):
+        one.step(token)
+    steps = one.kv.state.transfer.timer.steps
+    assert not one.graphs.refusal
+    assert len(steps) > 5
+    assert all(0 <= step.exposed <= step.total for step in steps)

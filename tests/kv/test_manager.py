@@ -21,6 +21,7 @@ from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.step_timer import StepTimer
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.transfer import Transfer
 
@@ -245,7 +246,7 @@ def step_alone(run: Run) -> None:
             run.kv.attention(i, *run.toy.qkv(i, [900], run.kv.total), run.toy.specs[i])
 
 
-CHANGES = [(TorchOps, "move_shared"), (TorchOps, "move_pages"), (TorchOps, "move_tokens"), (Transfer, "end_step")]
+CHANGES = [(TorchOps, "move_shared"), (TorchOps, "move_pages"), (TorchOps, "move_tokens"), (StepTimer, "end_step")]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])

@@ -40,13 +40,12 @@ def modes(draw, page: int):
     budget = draw(st.integers(64, 110))
     if name == "sync":
         numbers = {
-            "window": st.integers(1, 40),
             "m": st.integers(1, 6),
             "rho": st.floats(0, 1),
             "clusters": st.sampled_from([1, 2, 4]),  # of three heads in four either neighbor may be the pair
         }
-        flags = {"staggered": st.booleans(), "offload": st.booleans()}
-        return name, {"budget": budget, **{key: draw(values) for key, values in {**numbers, **flags}.items()}}
+        numbers["offload"] = st.booleans()
+        return name, {"budget": budget, **{key: draw(values) for key, values in numbers.items()}}
     sink = draw(st.integers(0, 20))
     if name == "streaming":
         lazy = {key: draw(st.integers(0, 12)) for key in ("R", "sigma", "delta")}
@@ -60,20 +59,14 @@ def modes(draw, page: int):
 def freezing(draw):
     """Parameters of a freeze mode that freezes soon."""
     numbers = {
+        "profile": st.sampled_from(["default", "paper"]),
         "tau": st.floats(0.3, 2),
         "k": st.sampled_from([0.25, 0.5, 1.0, 2.0]),
-        "window": st.integers(1, 40),
-        "sink": st.integers(0, 6),
-        "history": st.integers(0, 20),
-        "stagger": st.integers(1, 5),
-        "moves": st.integers(1, 30),
-        "min_active": st.integers(0, 60),
-        "max_active": st.one_of(st.none(), st.integers(64, 110)),
-        "smooth": st.sampled_from([0.0, 0.5]),
-        "score": st.sampled_from(["prob_max", "prob_rel", "raw", "scaled", "always"]),
+        "K": st.integers(1, 40),
+        "budget": st.one_of(st.none(), st.integers(64, 110)),
+        "score": st.sampled_from(["prob_rel", "raw", "always"]),
     }
-    flags = {key: st.booleans() for key in ("same_step", "wake", "per_layer")}
-    return {key: draw(values) for key, values in {**numbers, **flags}.items()}
+    return {key: draw(values) for key, values in numbers.items()}
 
 
 def actions(page: int):

@@ -13,21 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvchat.protocol import wire
-from kvchat.protocol.messages import (
-    Chat,
-    Event,
-    Failed,
-    Finished,
-    Gpu,
-    Load,
-    Sampling,
-    Snapshot,
-    Stats,
-    Stop,
-    Switch,
-    Text,
-    Turn,
-)
+from kvchat.protocol.figures import Gpu, Snapshot, Stats
+from kvchat.protocol.messages import Chat, Event, Failed, Finished, Load, Sampling, Stop, Switch, Text, Turn
 
 
 def decode(body: bytes) -> wire.Message:

@@ -12,7 +12,8 @@ from textual.widgets import Static
 
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.messages import Answer, Note
+from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.messages import Note
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.transcript import Transcript
 
@@ -38,7 +39,7 @@ def answers(app: KvchatApp) -> list[Answer]:
 def finished(app: KvchatApp, count: int = 1) -> bool:
     """Whether so many answers are complete and the engine is ready."""
     state = app.controller.state
-    return len(state.stats) == count and state.phase is Phase.READY and answers(app)[-1].finished
+    return len(state.conversation.stats) == count and state.phase is Phase.READY and answers(app)[-1].finished
 
 
 def press(app: App[None], *keys: str) -> None:

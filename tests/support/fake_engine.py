@@ -17,12 +17,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvchat.protocol import messages, wire
+from kvchat.protocol import figures, messages, wire
+from kvchat.protocol.figures import Gpu, Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
     Command,
     Finished,
-    Gpu,
     Load,
     Loaded,
     Loading,
@@ -32,9 +32,7 @@ from kvchat.protocol.messages import (
     Rebuild,
     Rebuilt,
     Recovered,
-    Snapshot,
     Started,
-    Stats,
     Stop,
     Switch,
     Switched,
@@ -61,6 +59,7 @@ def interest(amount, months):
 That is all there is to it.
 """
 WORDS = ("the", "window", "moves", "and", "older", "pages", "rest", "on", "the", "host")
+READ = str.maketrans("SWDRHFX", "9999000")
 MODES = ("full", "freeze", "streaming", "sync", "speculative")
 BUDGETED = {"budget": 512, "sink": 16, "window": 64}
 
@@ -153,8 +152,8 @@ class FakeEngine:
                 break
         seconds = max(time.monotonic() - begun, 1e-6)
         stats = Stats(
-            prompt_tokens, 0, len(said), self.total, self.active(), 0.41, 900.0, len(said) / seconds, 2**20, 2**22,
-            self.recalled, 0.94 if self.recalled else None, 3,
+            prompt_tokens, 0, len(said), self.total, self.active(), self.active() / self.total, 0.41, 900.0,
+            len(said) / seconds, 2**20, 2**22, self.recalled, 0.94 if self.recalled else None, 3,
             switches=({"from": before},) if before != self.mode else (),
         )  # fmt: skip
         send(self.snapshot())
@@ -198,12 +197,13 @@ class FakeEngine:
     def snapshot(self) -> Snapshot:
         speculative = self.mode == "speculative"
         return Snapshot(
-            self.mode, self.params, self.active(), self.total, 16384, 2**20, 2**22, 86 * 2**20, None, None,
+            self.mode, self.params, self.active(), self.total, 16384, 2**20, 2**22, 86 * 2**20, 2**29, None, None,
             Gpu("NVIDIA H200", 6 * 2**30, 140 * 2**30, None, 45, 61, None) if os.environ.get("FAKE_GPU") else None,
             self.speed + self.total % 7 if self.total else None, 0.41 if self.total else None,
             4096.0 if speculative else 0.0, self.recalled, 0.94 if speculative else None, 3 if speculative else 0,
             0.8 if speculative else None, 1.8 if speculative else None, ribbon=ribbon(self.total, self.mode),
-            prices=tuple(messages.Price(m, 3 * 2**20, 2**22, 0.0042) for m in MODES if m != self.mode),
+            attended=ribbon(self.total, self.mode).translate(READ),
+            prices=tuple(figures.Price(m, 3 * 2**20, 2**22, 0.0042) for m in MODES if m != self.mode),
             extras={"pages a step": 1.5, "heads corrected": 3} if speculative else {},
             badges=tuple(filter(None, os.environ.get("FAKE_BADGES", "").split("|"))),
         )  # fmt: skip
@@ -211,7 +211,7 @@ class FakeEngine:
 
 def ribbon(total: int, mode: str) -> str:
     """A plausible picture: sinks, a window, and between them what the mode does with the rest."""
-    cells = min(-(-total // 32), messages.MAX_RIBBON_CELLS)
+    cells = min(-(-total // 32), figures.MAX_RIBBON_CELLS)
     if mode == "full":
         return "D" * cells
     middle = "X" if mode == "streaming" else "H"

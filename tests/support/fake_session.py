@@ -8,6 +8,7 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import KvchatError
+from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Event,
     Finished,
@@ -16,9 +17,7 @@ from kvchat.protocol.messages import (
     Prefilled,
     Rebuilt,
     Sampling,
-    Snapshot,
     Started,
-    Stats,
     Switched,
     Text,
     Turn,
@@ -80,7 +79,12 @@ class FakeSession:
                 break
             self.token_ids.append(100 + n)
             yield Text(piece, 1)
-        stats = Stats(prompt_tokens=7, generated_tokens=len(self.token_ids), switches=tuple(self.switches))
+        stats = Stats(
+            prompt_tokens=7,
+            generated_tokens=len(self.token_ids),
+            switches=tuple(self.switches),
+            extras={"heads corrected": "20%"},
+        )
         text = "".join(self.pieces[: len(self.token_ids)])
         yield Finished("stopped" if self.cancelled.is_set() else "eos", text, stats)
 

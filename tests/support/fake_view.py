@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from kvchat.conversations.conversation import CUT_OFF, Message
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol.messages import Command, Snapshot, Switched
-from kvchat.tui.state import ChatState, Phase
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Command, Switched
+from kvchat.tui.state import ChatState, Footed, Phase
 
 Hook = Callable[[], Coroutine[Any, Any, None]]
 
@@ -39,9 +41,10 @@ class FakeClient:
 class FakeQuestion:
     def __init__(self, text: str, queued: bool) -> None:
         self.text, self.queued, self.removed = text, queued, False
+        self.message = self.footer = ""
 
-    def send(self) -> None:
-        self.queued = False
+    def send(self, message: Message, footer: str) -> None:
+        self.queued, self.message, self.footer = False, message.id, footer
 
     async def remove(self) -> None:
         self.removed = True
@@ -49,7 +52,7 @@ class FakeQuestion:
 
 class FakeAnswer:
     def __init__(self) -> None:
-        self.text = self.receipt = self.waiting = ""
+        self.text = self.receipt = self.waiting = self.message = ""
         self.stopped = self.removed = self.finished = False
 
     def wait(self, words: str) -> None:
@@ -63,8 +66,9 @@ class FakeAnswer:
         self.text, struck = self.text[:kept], self.text[kept:]
         return struck
 
-    async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
-        self.text, self.receipt, self.stopped, self.finished = text, receipt, stopped, True
+    async def finish(self, message: Message, footer: str) -> None:
+        self.message, self.text, self.receipt, self.finished = message.id, message.text, footer, True
+        self.stopped = message.ending in ("stopped", CUT_OFF)
 
     async def remove(self) -> None:
         self.removed = True
@@ -75,6 +79,14 @@ class FakeSwitch:
         self.switched, self.speed = switched, speed
         self.settled = False
         self.tokens = self.closed = 0
+        self.removed = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.tokens
+
+    async def remove(self) -> None:
+        self.removed = True
 
     def count(self, tokens: int, now: float) -> None:
         self.tokens += tokens
@@ -84,7 +96,10 @@ class FakeSwitch:
 
 
 class FakeView:
-    """Everything shown, in order. ``while_mounting`` runs while a question is being added."""
+    """Everything shown, in order. ``while_mounting`` runs while a question is being added.
+
+    ``shown`` holds the calls of ``show_messages``: texts, footers, and the message that they are below.
+    """
 
     def __init__(self) -> None:
         self.questions: list[FakeQuestion] = []
@@ -98,8 +113,13 @@ class FakeView:
         self.snapshots: list[Snapshot | None] = []
         self.page_texts: list[tuple[int, str]] = []
         self.prompt = self.clipboard = ""
-        self.cleared = 0
+        self.shown: list[tuple[list[str], list[str], str | None]] = []
+        self.chosen: str | None = None
+        self.edited: str | None = None
         self.while_mounting: Hook | None = None
+
+    async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
+        self.shown.append(([message.text for message, _ in messages], [footer for _, footer in messages], below))
 
     async def add_question(self, text: str, queued: bool) -> FakeQuestion:
         self.questions.append(FakeQuestion(text, queued))
@@ -107,9 +127,7 @@ class FakeView:
             await self.while_mounting()
         return self.questions[-1]
 
-    async def add_answer(self, replace: bool = False) -> FakeAnswer:
-        if replace:
-            await self.answers[-1].remove()
+    async def add_answer(self) -> FakeAnswer:
         self.answers.append(FakeAnswer())
         return self.answers[-1]
 
@@ -130,6 +148,7 @@ class FakeView:
         self.events.append(text)
 
     def show_state(self, state: ChatState) -> None:
+        self.edited = state.edited
         if self.phases[-1:] != [state.phase]:
             self.phases.append(state.phase)
 
@@ -139,11 +158,10 @@ class FakeView:
     def show_page_text(self, start: int, text: str) -> None:
         self.page_texts.append((start, text))
 
-    def restore_prompt(self, text: str) -> None:
+    def restore_prompt(self, text: str) -> bool:
+        is_empty = not self.prompt
         self.prompt = self.prompt or text
+        return is_empty
 
     def copy(self, text: str) -> None:
         self.clipboard = text
-
-    async def clear(self) -> None:
-        self.cleared += 1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from support.dense_attention import softmax
 from support.reference import Conversation, FullReference
 from torch import Tensor
 
-from kvchat.kv.modes.freeze import RESIZE_INTERVAL
+from kvchat.kv.modes.freeze_timers import NAMED_SCORE, RULES
 
 
 def best(rank: dict[int, float], n: int, theirs: Set[int]) -> set[int]:
@@ -30,10 +29,10 @@ def best(rank: dict[int, float], n: int, theirs: Set[int]) -> set[int]:
 
 @dataclass
 class Simulation:
-    """Freeze timers of tokens that share slots, one token at a time; ``scores`` come from the caller.
+    """Freeze timers, one token at a time; ``scores`` come from the caller.
 
     Positions stand for tokens; ``p`` are the mode's parameters. ``c`` counts detections, ``d`` the steps that a frozen
-    token has still to stay away (0 or less: it waits for room to return). ``theirs`` are the tokens that the kv has
+    token has still to stay away (0 or less: the budget keeps it away). ``theirs`` are the tokens that the kv has
     frozen, asked only where ranks are equal.
     """
 
@@ -44,124 +43,133 @@ class Simulation:
     d: dict[int, int] = field(default_factory=dict)
     score: dict[int, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.rule = RULES[self.p["profile"]]
+
     def active(self) -> set[int]:
         return set(range(self.total)) - set(self.d)
 
-    def step(self, scores: dict[int, float], room: float = math.inf, theirs: Set[int] = frozenset()) -> None:
-        """Advance after an attention over the tokens of ``scores``; at most ``room`` tokens may be active."""
+    def step(self, scores: dict[int, float], named: Set[int] = frozenset(), theirs: Set[int] = frozenset()) -> None:
+        """Advance after an attention over the tokens of ``scores`` whose query named the tokens ``named``."""
         leaving = self._leaving(scores, theirs)
         for j, s in scores.items():
             self.c[j], self.score[j] = self._count(j, s), s
-        steps = {j: self._steps(self.c[j]) for j in leaving}
-        if self.p["same_step"]:  # one that were to leave and return at once does not move
-            steps = {j: n - 1 for j, n in steps.items()}
+        # One that were to leave and return at once does not move.
+        steps = {j: self._steps(self.c[j]) - self.rule.same_step for j in leaving}
         self.d = {j: n - 1 for j, n in self.d.items()} | {j: max(n, 1) for j, n in steps.items()}
-        self._return(room, theirs)
+        waiting = {j: n for j, n in self.d.items() if n <= 0}
+        self.d = {j: n for j, n in self.d.items() if n > 0}
+        self._name(named)
+        self._limit(waiting, theirs)
 
-    def enter(self, total: int, scores: Callable[[], dict[int, float]], theirs: Set[int], new: bool) -> None:
-        """Start from ``total`` stored tokens, some ``new``; ``scores`` computes relevance to the last token."""
-        self.total, most = total, self.p["max_active"]
-        self.c = {j: c for j, c in self.c.items() if j < total and not (new and self.p["wake"])}
+    def enter(self, total: int, named: Set[int], theirs: Set[int]) -> None:
+        """Start from ``total`` stored tokens, after a prompt whose last query named the tokens ``named``."""
+        self.total = total
+        self.c = {j: c for j, c in self.c.items() if j < total}
         self.score = {j: s for j, s in self.score.items() if j < total}
-        self.d = {j: n for j, n in self.d.items() if j < total - self.p["window"] and not (new and self.p["wake"])}
-        if self.d or (most and total >= most):
-            self.score = scores()
-            self.d = {j: n for j, n in self.d.items() if self.score[j] < self.p["tau"]}
-        if most:
-            may = {j: self.score.get(j, 0.0) for j in self.active() if self._may(j)}
-            self.d |= dict.fromkeys(best(may, len(self.active()) - (most - 1), theirs), 1)
+        self.d = {j: n for j, n in self.d.items() if j < total - self.p["K"]}
+        self._name(named)
+        self._limit({}, theirs)
+
+    def _name(self, named: Set[int]) -> None:
+        self.c |= dict.fromkeys(named, 0)
+        self.score |= dict.fromkeys(named, NAMED_SCORE)
+        self.d = {j: n for j, n in self.d.items() if j not in named}
+
+    def _limit(self, waiting: dict[int, int], theirs: Set[int]) -> None:
+        """Freeze the least relevant above the budget; ``waiting`` tokens would return, the longest waiting first."""
+        if self.p["budget"] is None:
+            return
+        urgency = {j: self.score.get(j, 0.0) for j in self.active() if self._may(j)}
+        urgency |= {j: max(urgency[j], 0.01) * (1 - n) for j, n in waiting.items() if j in urgency}
+        out = best(urgency, len(self.active()) - (self.p["budget"] - 1), theirs)
+        self.d |= {j: waiting.get(j, 1) for j in out}
 
     def _may(self, j: int) -> bool:
         """The token may be frozen."""
-        old = self.p["sink"] <= j < self.total - self.p["window"]
-        return old and not (self.p["protect"] and j in self.pinned)
+        old = self.rule.sink <= j < self.total - self.p["K"]
+        return old and not (self.rule.protects and j in self.pinned)
 
     def _count(self, j: int, s: float) -> int:
-        c = self.c.get(j, -(j % self.p["stagger"]))
-        if s > self.p["tau"] and c > 0:
-            c //= 2
-        elif s < self.p["tau"] and self._may(j):
-            c += 1
-        return min(c, self.p["history"]) if self.p["history"] else c
+        c = self.c.get(j, -(j % self.rule.stagger))
+        if self.rule.recalls and s > self.p["tau"] and c > 0:
+            return c // 2
+        return c + 1 if s < self.p["tau"] and self._may(j) else c
 
     def _steps(self, c: int) -> int:
         return math.floor(math.sqrt(max(c, 0)) / self.p["k"])
 
     def _leaving(self, scores: dict[int, float], theirs: Set[int]) -> set[int]:
-        """Return the tokens flagged often enough, more of them above the ceiling, none below the floor."""
-        p, least = self.p, 1 + self.p["same_step"]
+        """Return the tokens flagged often enough, none below the floor."""
+        least = 1 + self.rule.same_step
         may = {j: s for j, s in scores.items() if self._may(j)}
-        flagged = {j: s for j, s in may.items() if s < p["tau"] and self._steps(self._count(j, s)) >= least}
-        others = {j: s for j, s in may.items() if j not in flagged}
-        over = len(scores) + 1 - p["max_active"] if p["max_active"] else 0
-        n = min(max(len(flagged), over), len(scores) - p["min_active"])
-        return best(flagged, n, theirs) | best(others, n - len(flagged), theirs)
-
-    def _return(self, room: float, theirs: Set[int]) -> None:
-        """Return tokens whose timer ran out, the most relevant and longest waiting first, while there is room."""
-        waiting = {j: -(self.score.get(j, 0.0) + 0.01) * (1 - n) for j, n in self.d.items() if n <= 0}
-        n = min(len(waiting), self.p["moves"], max(0, room - len(self.active())))
-        for j in best(waiting, int(n), set(range(self.total)) - theirs):
-            del self.d[j]
+        flagged = {j: s for j, s in may.items() if s < self.p["tau"] and self._steps(self._count(j, s)) >= least}
+        return best(flagged, len(scores) - self.rule.floor, theirs) if self.rule.floor else set(flagged)
 
 
 class FreezeReference(FullReference):
-    """ASR-KF-EGR: one simulation for all layers, or one per layer.
+    """ASR-KF-EGR, one simulation for all layers.
 
     The store's own scores, once found right to rounding, decide whether a token is flagged, so that rounding never
-    does. How many slots there are is the store's business as well: returning tokens fit in or wait.
+    does.
     """
 
     def __init__(self, run: Conversation, p: dict[str, Any]) -> None:
-        layers = range(run.toy.geometry.layers)
-        self.groups = [[layer] for layer in layers] if p["per_layer"] else [list(layers)]
-        self.simulations = [Simulation(p) for _ in self.groups]
+        self.simulation = Simulation(p)
         super().__init__(run, p)
 
     def enter(self, num_reachable: int) -> None:
-        total = len(self.run.ids)
-        for i, simulation in enumerate(self.simulations):
-            scores = functools.partial(self._scores, i, set(range(total)))
-            simulation.enter(total, scores, self._theirs(i), new=total > simulation.total)
+        self.simulation.enter(len(self.run.ids), self._named(), self._theirs())
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
-        i = next(i for i, layers in enumerate(self.groups) if layer in layers)
-        return self._mask(self.simulations[i].active() | {len(self.run.ids) - 1})
+        return self._mask(self.simulation.active() | {len(self.run.ids) - 1})
 
     def end(self) -> None:
-        for i, simulation in enumerate(self.simulations):
-            simulation.total = len(self.run.ids)
-            room = self.run.kv.state.slots[i].n - RESIZE_INTERVAL
-            if self.p["max_active"]:
-                room = min(room, self.p["max_active"] - 1)
-            simulation.step(self._scores(i, simulation.active(), simulation.score), room, self._theirs(i))
+        self.simulation.total = len(self.run.ids)
+        named = self._named()
+        self.simulation.step(self._scores(self.simulation.active(), named), named, self._theirs())
 
-    def _theirs(self, i: int) -> set[int]:
-        return set(self.run.kv.mode.timers[i].frozen[: len(self.run.ids)].nonzero().flatten().tolist())
+    def _theirs(self) -> set[int]:
+        return set(self.run.kv.mode.timers.frozen[: len(self.run.ids)].nonzero().flatten().tolist())
 
     def _mask(self, tokens: set[int]) -> Tensor:
         mask = torch.zeros(self.run.toy.geometry.kv_heads, len(self.run.ids), dtype=torch.bool)
         mask[:, sorted(tokens)] = True
         return mask
 
-    def _scores(self, i: int, tokens: set[int], before: dict[int, float] | None = None) -> dict[int, float]:
-        """The store's scores of ``tokens``, held against float64: over the layers that can see the token.
+    def _named(self) -> set[int]:
+        """Return the tokens of pages that have most of a KV head's weight over all pages, by Quest's bound."""
+        g, total = self.run.toy.geometry, len(self.run.ids)
+        if not self.simulation.rule.recalls or not total:
+            return set()
+        named: set[int] = set()
+        for layer, spec in enumerate(self.run.toy.specs):
+            sight = total - (spec.window or total)
+            pages = [page for page in range(g.pages(total)) if (page + 1) * g.page > sight]
+            for head in range(g.kv_heads):
+                share = torch.zeros(len(pages), dtype=torch.float64)
+                for q in self.run.query[layer][head * g.group : (head + 1) * g.group].double():
+                    keys = [self.run.keys[layer][head, page * g.page : (page + 1) * g.page].double() for page in pages]
+                    bounds = [torch.maximum(q * k.amax(0), q * k.amin(0)).sum() for k in keys]
+                    share += (spec.scaling * torch.stack(bounds)).softmax(0) / g.group
+                named |= {
+                    j
+                    for page, s in zip(pages, share.tolist(), strict=True)
+                    if s > 0.5
+                    for j in range(page * g.page, min((page + 1) * g.page, total))
+                }
+        return named
 
-        ``before`` are earlier scores, a share of which counts.
-        """
+    def _scores(self, tokens: set[int], named: Set[int]) -> dict[int, float]:
+        """The store's scores of ``tokens``, held against float64: over the layers that can see the token."""
         mask = self._mask(tokens)
-        found = [self._relevance(layer, mask) for layer in self.groups[i]]
-        if self.p["score"] == "prob_max":
-            scores = torch.stack([score for score, _ in found]).amax(0)
-        else:
-            scores = sum(score for score, _ in found) / sum(seen for _, seen in found).clamp(min=1)
-        for j in tokens:
-            if (earlier := (before or {}).get(j, 0.0)) > 0:
-                scores[j] += self.p["smooth"] * (earlier - scores[j])
-        theirs = self.run.kv.mode.timers[i].score[: len(self.run.ids)].double()
+        found = [self._relevance(layer, mask) for layer in range(self.run.toy.geometry.layers)]
+        scores = sum(score for score, _ in found) / sum(seen for _, seen in found).clamp(min=1)
+        theirs = self.run.kv.mode.timers.score[: len(self.run.ids)].double()
         if self.run.exact:
-            torch.testing.assert_close(theirs[mask[0]], scores[mask[0]], atol=1e-5, rtol=1e-4)
-        return {j: float(theirs[j]) for j in tokens}
+            compared = sorted(tokens - named)
+            torch.testing.assert_close(theirs[compared], scores[compared], atol=1e-5, rtol=1e-4)
+        return {j: float(scores[j] if j in named else theirs[j]) for j in tokens}
 
     def _relevance(self, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores ``[T]`` (0 outside ``mask`` and the layer's window) and which tokens the window covers."""
@@ -169,13 +177,10 @@ class FreezeReference(FullReference):
         seen = torch.arange(total) >= total - (spec.window or total)
         if kind == "always":
             return torch.zeros(total, dtype=torch.float64), seen.double()
-        if kind in ("prob_max", "prob_rel"):
+        if kind == "prob_rel":
             weights = softmax(query, self.run.keys[layer], mask & seen, spec)
-            counted = mask[0] & seen & (torch.arange(total) >= self.p["sink"])
-            if kind == "prob_max":
-                return weights.amax(0) * counted.sum(), seen.double()
+            counted = mask[0] & seen & (torch.arange(total) >= self.simulation.rule.sink)
             shares = weights * counted.sum() / weights[:, counted].sum(1, keepdim=True).clamp(min=1e-300)
             return shares.mean(0), seen.double()
         keys = self.run.keys[layer].double().repeat_interleave(self.run.toy.geometry.group, 0)
-        products = (keys @ query.double()[:, :, None])[:, :, 0].abs().mean(0)
-        return products * (spec.scaling if kind == "scaled" else 1.0) * seen, seen.double()
+        return (keys @ query.double()[:, :, None])[:, :, 0].abs().mean(0) * seen, seen.double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args, get_type_hints
 
-from kvchat.protocol import messages
+from kvchat.protocol.figures import Params
 
 # Each by its name; the title ends with the bell and the clipboard's with the string terminator.
 SEQUENCES = {
@@ -60,7 +60,7 @@ def forbidden_in(written: bytes) -> list[str]:
 def _value(hint: Any, name: str) -> Any:
     if hint is str:
         return hostile(name)
-    if hint == messages.Params:
+    if hint == Params:
         return {hostile(f"{name}.key"): hostile(f"{name}.value")}
     if hint in (int, float, bool):
         return hint(1)

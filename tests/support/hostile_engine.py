@@ -8,6 +8,7 @@ import sys
 from support.hostile import fill, hostile
 
 from kvchat.protocol import wire
+from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Failed,
@@ -21,7 +22,6 @@ from kvchat.protocol.messages import (
     Preparing,
     Rebuilt,
     Recovered,
-    Snapshot,
     Started,
     Switched,
     SwitchRefused,

@@ -8,6 +8,7 @@ one more class in ``store_run.REFERENCES`` and one more row in ``mode_rows``.
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -186,8 +187,9 @@ class SyncReference(FullReference):
         self.t, self.used = 0, {}
         geometry = self.run.toy.geometry
         heads, clusters = geometry.kv_heads, self.p["clusters"]
-        self.k = self.p["budget"] - (self.p["window"] + self.p["m"] - 1)
-        self.dynamic_share = min(self.k - SYNC_SINK, math.floor((1 - self.p["rho"]) * self.k))
+        self.window = max(1, min(128, (self.p["budget"] - SYNC_SINK) // 2 - (self.p["m"] - 1)))
+        self.k = self.p["budget"] - (self.window + self.p["m"] - 1)
+        self.dynamic_share = min(self.k - SYNC_SINK, self.k - math.ceil(Decimal(str(self.p["rho"])) * self.k))
         self.region = geometry.round_up(self.k - SYNC_SINK + self.dynamic_share)
         retrieval = calibration(geometry).retrieval
         self.groups = {
@@ -198,7 +200,7 @@ class SyncReference(FullReference):
             for layer in range(geometry.layers)
         }
         self.sets = {layer: {r: self._first(layer, r) for r in groups} for layer, groups in self.groups.items()}
-        self.kept_from = dict.fromkeys(self.groups, len(self.run.ids) + 1 - self.p["window"])
+        self.kept_from = dict.fromkeys(self.groups, len(self.run.ids) + 1 - self.window)
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
         if layer == 0:
@@ -211,8 +213,8 @@ class SyncReference(FullReference):
                 mask[head, : SYNC_SINK if head != leader else now + 1] = True
                 mask[head, [*static, *dynamic]] = True
                 mask[head, max(0, self.kept_from[layer]) :] = True
-        if self.t % self.p["m"] == (layer % self.p["m"] if self.p["staggered"] else 0):
-            self.kept_from[layer] = now + 2 - self.p["window"]
+        if self.t % self.p["m"] == 0:
+            self.kept_from[layer] = now + 2 - self.window
             for leader, (static, dynamic) in self.sets[layer].items():
                 ranked = [x for x in self._ranked(layer, leader, query) if x not in static]
                 self.sets[layer][leader] = static, self._admitted(ranked, static, dynamic)
@@ -234,7 +236,7 @@ class SyncReference(FullReference):
         toy, total = self.run.toy, len(self.run.ids)
         spec, group = toy.specs[layer], toy.geometry.group
         sight = total - (spec.window or total)
-        last, keys = total - self.p["window"], self.run.keys[layer]
+        last, keys = total - self.window, self.run.keys[layer]
         if last < SYNC_SINK:
             return []
         mask = torch.arange(total) >= sight

@@ -48,6 +48,18 @@ LONG_ROPE = rope(
     original_max_position_embeddings=64,
 )
 
+RECURRENT_FIRST = ["linear_attention", "full_attention"] * 2
+DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": RECURRENT_FIRST,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+SHARED_EXPERT = {**MOE, "shared_expert_intermediate_size": 32}
+MAMBA = {"mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+
 # Configuration class and differences from COMMON, by name; a dict under "only" replaces COMMON.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -143,6 +155,61 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 1,
         },
     ),
+    # hybrid: some layers keep a recurrent state, in falcon_h1 all of them beside their K/V
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA_NET, **SHARED_EXPERT}),
+    "qwen3_next": ("Qwen3NextConfig", {**DELTA_NET, **SHARED_EXPERT}),
+    "lfm2": ("Lfm2Config", {"full_attn_idxs": [1, 3]}),
+    "lfm2_moe": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, **MOE}),
+    "lfm3": ("Lfm3Config", {"layer_types": ["conv", "full_attention"] * 2}),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            **MAMBA,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "head_dim": 16,
+            "layers_block_type": ["mamba", "attention", "mlp", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    ),
+    "jamba": ("JambaConfig", {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            "num_key_value_heads": 4,
+            "layer_types": RECURRENT_FIRST,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+    "bamba": ("BambaConfig", {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_head": 32, **MAMBA}),
+    "olmo_hybrid": ("OlmoHybridConfig", {"layer_types": RECURRENT_FIRST}),
     # refused
     "gptj": ("GPTJConfig", {"only": {**GPT2_NAMES, "rotary_dim": 8}}),
     "falcon": (
@@ -163,24 +230,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
         },
     ),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {
-            "head_dim": 16,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "shared_expert_intermediate_size": 32,
-            **MOE,
-        },
-    ),
-    "falcon_h1": (
-        "FalconH1Config",
-        {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
-    ),
-    "lfm2": ("Lfm2Config", {"full_attn_idxs": [1, 3]}),
-    "jamba": ("JambaConfig", {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {"num_hidden_layers": 3}),
+    "minimax": ("MiniMaxConfig", {"head_dim": 16, "layer_types": RECURRENT_FIRST, "num_local_experts": 4}),
     "mamba2": (
         "Mamba2Config",
         {
@@ -196,6 +247,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+HYBRID = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "lfm3", "granite_hybrid", "nemotron_h", "falcon_h1"),
+    *("jamba", "kimi_linear", "bamba", "olmo_hybrid"),
+)
 
 
 def config(name: str) -> Any:
@@ -216,10 +273,15 @@ def fresh(name: str, dtype: torch.dtype = torch.float32) -> Any:
     attention_hook.register()
     torch.manual_seed(0)
     built = transformers.AutoModelForCausalLM.from_config(config(name), attn_implementation=attention_hook.NAME)
-    with torch.no_grad():
-        for parameter_name, parameter in built.named_parameters():
-            _randomize(parameter_name, parameter)
+    randomize(built)
     return built.eval().to(dtype)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Give every parameter random values."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _randomize(name, parameter)
 
 
 def _randomize(name: str, parameter: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.probe import probe
+from kvchat.engine.model.self_test import reads_chunks
 from kvchat.kv.inspect import attended, check_integrity, read_tokens
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
@@ -21,10 +22,9 @@ PARAMS = {
     "streaming": ("streaming", {"budget": 64, "R": 8, "sigma": 6, "delta": 5}),
     "speculative": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": 0.7}),
     "speculative-reuse": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": -2.0}),
-    "freeze": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "k": 1.0, "recovery": False}),
-    "freeze-layers": ("freeze", {"window": 8, "min_active": 40, "stagger": 4, "per_layer": True, "recovery": False}),
-    "sync": ("sync", {"budget": 80, "window": 16, "m": 3}),
-    "sync-staggered": ("sync", {"budget": 80, "window": 16, "m": 4, "staggered": True}),
+    "freeze": ("freeze", {"K": 8, "k": 1.0, "recovery": False}),
+    "freeze-paper": ("freeze", {"profile": "paper", "K": 8}),
+    "sync": ("sync", {"budget": 80, "m": 3}),
 }
 
 
@@ -32,10 +32,11 @@ def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -
     """Return a tiny random model as ``load_model`` returns one."""
     model = tiny_models.fresh(name).to(device, dtype)
     seen = probe(model)
+    chunked = reads_chunks(model)
     sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
     fixed = ("tiny", "0", torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
     without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
-    return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0)
+    return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0, reads_chunks=chunked)
 
 
 def runner_of(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:

@@ -17,7 +17,8 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Welcome
 
 SLASH = (
-    "stop mode next previous budget sink window set system regen rebuild new stats copy theme panels restart help quit"
+    "stop mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"
+    " fork delete restore export import stats copy code thinking theme panels restart help chats quit"
 )
 
 
@@ -77,21 +78,21 @@ def test_two_actions_can_trade_their_keys():
 
 
 async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
-    config = replace(config, keys={"mode.next": "f9", "help": "f2"})
+    config = replace(config, keys={"mode.next": "f8", "help": "f2"})
     async with running(config) as (app, pilot, until):
-        assert "F9 changes" in str(app.chat.query_one(Welcome).content)
+        assert "F8 changes" in str(app.chat.query_one(Welcome).content)
         hints = app.chat.query_one(KeyHints).render().plain
-        assert " F9 mode " in hints
+        assert " F8 mode " in hints
         assert " F2 help" in hints
         assert "F6" not in hints
         await pilot.press("f6")
-        await pilot.press("f9")
+        await pilot.press("f8")
         await until(lambda: app.controller.state.mode == "freeze")
         docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
-        assert docs["/next"].endswith("  F9")
+        assert docs["/next"].endswith("  F8")
         await pilot.press("f2")
         await until(lambda: isinstance(app.screen, HelpScreen) and app.screen.query(Static))
-        assert ("F9", BY_ID["mode.next"].doc) in key_rows(app.keys)
+        assert ("F8", BY_ID["mode.next"].doc) in key_rows(app.keys)
         await pilot.press("f2")
         await until(lambda: app.screen is app.chat)
         app.rebind({})
@@ -104,7 +105,7 @@ async def test_keys_of_widgets_can_be_rebound(running, config):
     async with running(config) as (app, pilot, until):
         assert " ^S send " in app.chat.query_one(KeyHints).render().plain
         await pilot.press("a", "enter", "b", "ctrl+s")
-        await until(lambda: app.controller.state.stats)
+        await until(lambda: app.controller.state.conversation.stats)
         assert app.controller.state.conversation.turns[0].content == "a\nb"
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
@@ -124,7 +125,7 @@ async def test_refused_keys_leave_the_defaults(running, config):
 async def test_a_key_that_is_refused_is_a_toast_and_a_command_an_error(running):
     async with running() as (app, pilot, until):
         await pilot.press("f5")
-        await until(lambda: any("no question to answer" in notice.message for notice in app._notifications))
+        await until(lambda: any("There is no question yet" in notice.message for notice in app._notifications))
         assert not app.chat.query("Problem")
         typed(app, "/regen")
         await until(lambda: app.chat.query("Problem"))

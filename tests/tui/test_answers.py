@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.protocol.messages import Finished, Prefilled, Started, Stats, Switched, Text, Withdrawn
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Prefilled, Started, Switched, Text, Withdrawn
 from kvchat.tui.state import Phase
 
 
@@ -30,7 +31,6 @@ async def test_text_is_fed_and_completed_with_a_receipt(asked):
     answer = asked.view.answers[0]
     assert (answer.text, answer.receipt, answer.finished, answer.stopped) == ("hello", "2 tok · full", True, False)
     assert asked.turns == ["one", "hello"]
-    assert asked.view.events[-1] == answer.receipt
 
 
 async def test_a_stopped_answer_keeps_its_text(asked):
@@ -45,7 +45,7 @@ async def test_an_answer_stopped_before_the_first_word_gives_the_question_back(a
     assert (asked.view.prompt, asked.turns) == ("one", [])
     assert asked.view.answers[0].removed
     assert asked.view.questions[0].removed
-    assert asked.controller.state.stats == []
+    assert asked.controller.state.conversation.stats == []
 
 
 async def test_an_abandoned_answer_keeps_its_text(asked):
@@ -62,13 +62,23 @@ async def test_withdrawn_text_is_struck(asked):
     assert asked.view.notes == ["withdrawn: bad"]
 
 
-async def test_a_switch_counts_the_tokens_after_it(asked):
+async def test_a_switch_counts_the_tokens_after_it_until_it_is_settled(asked):
     await asked.controller.handle(Switched("full", "streaming", {}, 10, 0, 0.0))
     await asked.controller.handle(Text("a b", 2))
+    asked.view.switches[0].settled = True
     await asked.controller.handle(Switched("streaming", "full", {}, 12, 0, 0.0))
-    first, second = asked.view.switches
-    assert (first.tokens, first.closed) == (2, 1)
-    first.settled = True
-    await asked.controller.handle(Switched("full", "streaming", {}, 12, 0, 0.0))
     await asked.controller.handle(Text("c", 1))
-    assert (first.tokens, second.tokens) == (2, 1)
+    first, second = asked.view.switches
+    assert (first.tokens, first.closed, second.tokens) == (2, 1, 1)
+
+
+async def test_switches_without_a_token_between_them_are_one(chat):
+    await chat.load()
+    for before, mode, moved in (("full", "freeze", 5), ("freeze", "streaming", 7)):
+        await chat.controller.handle(Switched(before, mode, {}, 10, moved, 0.0))
+    assert [switch.removed for switch in chat.view.switches] == [True, False]
+    merged = chat.view.switches[-1].switched
+    assert (merged.before, merged.mode, merged.moved_bytes) == ("full", "streaming", 12)
+    await chat.controller.handle(Switched("streaming", "full", {}, 10, 0, 0.0))
+    assert all(switch.removed for switch in chat.view.switches)
+    assert len(chat.view.switches) == 2

@@ -13,7 +13,8 @@ from support.environment import PYTHONPATH
 from support.hostile_engine import ANSWER
 
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.messages import Chat, Finished, Load, Loaded, Prefilled, Sampling, Snapshot, Stop, Text, Turn
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Chat, Finished, Load, Loaded, Prefilled, Sampling, Stop, Text, Turn
 from kvchat.tui import client as client_module
 from kvchat.tui.client import Crashed, EngineClient, Report, coalesce
 

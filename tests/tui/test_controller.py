@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.messages import Chat, Finished, Load, Peek, Rebuild, Stats, Stop, Switch, Switched, Text, Turn
+from kvchat.protocol.figures import Snapshot, Stats
+from kvchat.protocol.messages import Chat, Finished, Load, Peek, Rebuild, Stop, Switch, Switched, Text, Turn
+from kvchat.tui import controller
 from kvchat.tui.client import Crashed
 from kvchat.tui.controller import PEEK_TOKENS
 from kvchat.tui.state import Phase
@@ -92,19 +96,6 @@ async def test_stopping_is_sent_only_during_an_answer(chat):
     assert chat.client.sent[-1] == Stop()
 
 
-async def test_regenerating_replaces_the_last_answer(chat):
-    await chat.load()
-    with pytest.raises(UsageError, match="no question"):
-        await chat.controller.regenerate()
-    await chat.ask("one")
-    with pytest.raises(UsageError, match="busy"):
-        await chat.controller.regenerate()
-    await chat.controller.handle(DONE)
-    await chat.controller.regenerate()
-    assert [answer.removed for answer in chat.view.answers] == [True, False]
-    assert chat.client.sent[-1].turns == (Turn("user", "one"),)
-
-
 async def test_rebuilding_needs_an_engine_that_is_ready(chat):
     with pytest.raises(UsageError, match="busy"):
         chat.controller.rebuild()
@@ -120,10 +111,10 @@ async def test_a_new_conversation_stops_and_forgets(chat):
     await chat.ask("queued")
     await chat.controller.new()
     assert chat.client.sent[-1] == Stop()
-    assert (chat.turns, chat.view.cleared) == ([], 1)
+    assert (chat.turns, chat.view.shown, chat.view.prompt) == ([], [([], [], None)], "queued")
     await chat.controller.handle(Text("late", 1))
     await chat.controller.handle(DONE)
-    assert (chat.turns, chat.controller.state.stats, chat.phase) == ([], [], Phase.READY)
+    assert (chat.turns, chat.controller.state.conversation.stats, chat.phase) == ([], [], Phase.READY)
     assert chat.view.answers[0].text == ""
 
 
@@ -195,3 +186,61 @@ async def test_a_command_too_long_for_the_protocol_is_shown(chat):
     chat.controller.rebuild()
     assert chat.view.errors == [chat.client.send_error] * 2
     assert (chat.view.prompt, chat.turns) == ("one", [])
+
+
+async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
+    monkeypatch.setattr(controller, "CHECKPOINT_S", 0.01)
+    assert await chat.controller.open_archive(resume=True) is None
+    assert "no earlier conversation" in chat.view.toasts[0]
+    await chat.load()
+    await chat.ask("one")
+    assert (await chat.controller.archive.latest()).title == "one"
+    await chat.controller.handle(Text("par", 1))
+    keeping = asyncio.create_task(chat.controller.keep())
+    while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
+        await asyncio.sleep(0.01)
+    keeping.cancel()
+    await chat.controller.close()
+
+
+async def test_another_conversation_is_opened_at_the_message_found(chat):
+    await chat.controller.open_archive()
+    await chat.load()
+    with pytest.raises(UsageError, match="no earlier"):
+        await chat.controller.open_last()
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    first = chat.controller.state.conversation
+    await chat.controller.branches.regenerate()
+    await chat.controller.handle(Finished("eos", "hello", Stats(generated_tokens=1)))
+    await chat.controller.new()
+    assert chat.turns == []
+    await chat.controller.open_last()
+    assert chat.turns == ["one", "hello"]
+    assert chat.view.shown[-1][0] == ["one", "hello"]
+    hi = next(message for message in first.messages.values() if message.text == "hi")
+    await chat.controller.open(first.id, hi.id)
+    assert chat.turns == ["one", "hi"]
+    await chat.controller.fork()
+    assert chat.controller.state.conversation.id != first.id
+    await chat.controller.close()
+
+
+async def test_panels_show_nothing_of_the_conversation_before(chat):
+    snapshot = Snapshot("full", {}, 9.0, 9, 100, 1, 1, ribbon="D", attended="9")
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    await chat.controller.handle(snapshot)
+    assert chat.view.snapshots[-1] == snapshot
+    await chat.controller.new()
+    await chat.controller.handle(snapshot)
+    shown = chat.view.snapshots[-1]
+    assert (shown.total, shown.ribbon, shown.kv_host_bytes) == (0, "", 1)
+
+
+async def test_the_system_prompt_given_by_hand_goes_into_new_conversations(chat):
+    await chat.load()
+    chat.controller.set_system("be brief")
+    await chat.controller.new()
+    assert chat.controller.state.conversation.system == "be brief"

@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from kvchat.protocol import messages
+from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Failed,
     Loading,
@@ -14,8 +15,6 @@ from kvchat.protocol.messages import (
     Preparing,
     Rebuilt,
     Recovered,
-    Snapshot,
-    Stats,
     Switched,
     SwitchRefused,
     Text,

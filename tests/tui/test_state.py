@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from kvchat.protocol.messages import Finished, Price, Sampling, Snapshot, Stats
-from kvchat.tui.conversation import Conversation
+from dataclasses import replace
+
+from kvchat.conversations.conversation import Conversation
+from kvchat.protocol.figures import Price, Snapshot, Stats
+from kvchat.protocol.messages import Finished, Sampling
 from kvchat.tui.state import ChatState, describe_modes, describe_price, summarize
 
 
@@ -29,9 +32,11 @@ def test_values_are_kept_by_the_mode_they_were_given_for_and_the_last_counts():
 def test_a_receipt_names_both_modes_and_counts():
     s = state("streaming")
     s.first_mode = "full"
-    stats = Stats(generated_tokens=1200, total_tokens=14203, active_tokens=512.4, ttft_s=0.41, decode_tokens_per_s=58.2)
+    stats = Stats(generated_tokens=1200, total_tokens=14203, read_share=0.04, ttft_s=0.41, decode_tokens_per_s=58.2)
     line = s.receipt(Finished("length", "text", stats))
-    assert line == "1,200 tok · 58.2 tok/s · TTFT 0.41 s · full → streaming · mean read 512 of 14,203 · token limit"
+    assert line == "1,200 tok · 58.2 tok/s · TTFT 0.41 s · full → streaming · read 4 % of 14,203 · token limit"
+    switched = replace(stats, switches=({"at": 57, "before": "full", "mode": "streaming"},))
+    assert "full → streaming at 57 · read" in s.receipt(Finished("length", "text", switched))
 
 
 def test_modes_are_listed_with_prices():
@@ -44,6 +49,15 @@ def test_modes_are_listed_with_prices():
     assert sum(line.endswith("(1.0 MiB · 4 ms)") for line in lines) == 1
     assert sum(line.endswith("(refused)") for line in lines) == 1
     assert describe_price(Price("sync", 2**20)) == "1.0 MiB"
+
+
+def test_a_long_answer_counts_more_than_a_short_one():
+    short = Stats(generated_tokens=10, decode_tokens_per_s=100.0, read_share=1.0, recall_hit_rate=1.0)
+    long = Stats(generated_tokens=990, decode_tokens_per_s=10.0, read_share=0.1)
+    rows = {line[:14].strip(): line[14:].strip() for line in summarize([short, long]).split("\n")}
+    assert rows["speed"] == "10.1 tok/s"
+    assert rows["read"] == "11 %"
+    assert rows["already there"] == "100 %"
 
 
 def test_answers_are_summed():

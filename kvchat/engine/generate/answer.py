@@ -82,8 +82,8 @@ class AnswerLoop(Released):
         self._switcher.check_context(len(prompt.ids))
         self.token_ids = []
         self._switcher.narrow()
-        self._switcher.note_preamble(self._preamble(turns))
-        self.truncate(prompt.reused)
+        self._switcher.note_preamble(self._encoder.preamble(turns))
+        self._forget(prompt.reused)
         answer = self._metrics.begin(len(prompt.ids), prompt.reused)
         yield Started(len(prompt.ids), prompt.reused)
         logits = yield from self._read_prompt(prompt.ids[prompt.reused :])
@@ -162,7 +162,7 @@ class AnswerLoop(Released):
         kept = self._text_of(monitor.sampler.sampling, self.token_ids)
         # The token before the first withdrawn one is read again, exactly: its logits are needed.
         last = self.stored.ids[-tokens - 1]
-        self.truncate(self._kv.total - tokens - 1)
+        self._forget(self._kv.total - tokens - 1)
         logits = self.prefill([last])
         yield Withdrawn(len(text.shown) - len(kept.shown), tokens)
         return logits, kept
@@ -187,7 +187,23 @@ class AnswerLoop(Released):
         return logits
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens`` stored tokens."""
+        """Forget all but the first ``tokens`` stored tokens.
+
+        The last of them is read again, because by its query modes choose what the next token reads; it counts as
+        reduced if it did before.
+        """
+        if not 0 < tokens < self._kv.total:
+            self._forget(tokens)
+            return
+        whole = copy.deepcopy(self.stored)
+        whole.truncate(tokens)
+        self._forget(tokens - 1)
+        self.prefill(whole.ids[-1:])
+        self.stored.agree_as(whole)
+        self.stored.reduced = whole.reduced
+
+    def _forget(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``; those that follow are prefilled at once."""
         if tokens < self._kv.total:
             self.stored.truncate(tokens)  # first: if filling the slots fails, these tokens are forgotten all the same
             self._runner.truncate(tokens)
@@ -202,7 +218,7 @@ class AnswerLoop(Released):
         first = self.stored.first_reduced
         whole, began = copy.deepcopy(self.stored), time.perf_counter()
         ids = whole.ids[first:]
-        self.truncate(first)
+        self._forget(first)
         if (yield from self._read_prompt(ids)) is not None:
             self.stored.agree_as(whole)
         yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
@@ -228,10 +244,6 @@ class AnswerLoop(Released):
         for token in tokens:
             text.add(token)
         return text
-
-    def _preamble(self, turns: Sequence[Turn]) -> int:
-        """Tokens of the system prompt."""
-        return len(self._model.tokenizer.encode(turns[0].content)) if turns[0].role == "system" else 0
 
     def _is_full(self) -> bool:
         return self._kv.mode.limited_by_context and self._kv.total >= self._model.context

@@ -81,10 +81,14 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 class GraphRunner:
-    """Runs the steps of a KV manager, by graphs where there is a recorder; ``refusal`` says why this mode has none."""
+    """Runs the steps of a KV manager, by graphs where there is a recorder; ``refusal`` says why this mode has none.
 
-    def __init__(self, kv: KVManager, recorder: Recorder | None) -> None:
-        self.refusal = ""
+    A ``refusal`` that is given holds for every mode.
+    """
+
+    def __init__(self, kv: KVManager, recorder: Recorder | None, refusal: str = "") -> None:
+        self._always = refusal if recorder else ""
+        self.refusal = self._always
         self._kv = kv
         self._recorder = recorder
         self._mode = kv.mode
@@ -136,6 +140,6 @@ class GraphRunner:
     def _forget(self) -> None:
         """Drop graphs that hold addresses of memory which the mode freed when it was left."""
         self._mode = self._kv.mode
-        self.refusal = ""
+        self.refusal = self._always
         self._recorded.clear()
         self._warm.clear()

@@ -28,6 +28,8 @@ ROLES = ("system", "user", "assistant")
 ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenizing
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 KEPT_CONTENTS = 1024  # contents of turns whose escaped form is kept: every turn comes again with the next
+PROBE = "kvchat-probe"
+USER = (Turn("user", PROBE),)
 _NONCHARACTERS = {ord(ESCAPE): None, ord(GUARD): None}
 
 
@@ -107,7 +109,9 @@ class PromptEncoder:
         self._anchor = _find_anchor(tokenizer)
         self._control = control_ids(tokenizer)
         self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
-        self._folds_system = not self._renders_system()
+        # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
+        self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
+        self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
         self._control |= self._turn_markers()
         self._escaped.cache_clear()
 
@@ -128,6 +132,14 @@ class PromptEncoder:
         ids = stored.ids[:kept] + rest
         reused = kept + common_prefix(stored.ids[kept:], rest)
         return Prompt(ids, min(reused, len(ids) - 1), text)
+
+    def preamble(self, turns: Sequence[Turn]) -> int:
+        """Tokens before the first user turn's text, where the conversation begins with a system prompt; else 0."""
+        if turns[0].role != "system":
+            return 0
+        # What two conversations with this system prompt have in common, the template's own tokens included.
+        one, other = (self._tokenize(self.render((turns[0], Turn("user", text))), anchored=False) for text in "0A")
+        return common_prefix(one, other)
 
     def render(self, turns: Sequence[Turn]) -> str:
         """The text of a conversation up to where the model goes on, with ``ESCAPE`` in would-be control tokens.
@@ -159,10 +171,10 @@ class PromptEncoder:
             return self._plain(turns)
         if self._folds_system:
             turns = _fold_system(turns)
-        return self._apply_template(turns).replace(GUARD, "")
+        return self._apply_template(turns, self._in_parts).replace(GUARD, "")
 
-    def _apply_template(self, turns: Sequence[Turn]) -> str:
-        messages = [{"role": turn.role, "content": self._content(turn)} for turn in turns]
+    def _apply_template(self, turns: Sequence[Turn], in_parts: bool) -> str:
+        messages = [{"role": turn.role, "content": self._content(turn, in_parts)} for turn in turns]
 
         def render() -> str:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -170,7 +182,7 @@ class PromptEncoder:
 
         try:
             text = limited(render, TEMPLATE_S, TEMPLATE_BYTES)
-            added = len(text) - sum(len(message["content"]) for message in messages)
+            added = len(text) - sum(len(turn.content) for turn in turns)
             if added > TEMPLATE_CHARACTERS:
                 raise LimitExceededError(f"it adds {added:,} characters")
         except Exception as error:  # templates are programs from elsewhere and raise whatever they like
@@ -181,13 +193,13 @@ class PromptEncoder:
             ) from error
         return text
 
-    def _content(self, turn: Turn) -> str:
+    def _content(self, turn: Turn, in_parts: bool) -> str | list[dict[str, str]]:
         text = self._escape(turn.content)
-        if turn.role != "assistant":
-            return text
-        before = GUARD if text[:1].isspace() else ""
-        after = GUARD if text[-1:].isspace() else ""
-        return f"{before}{text}{after}"
+        if turn.role == "assistant":
+            before = GUARD if text[:1].isspace() else ""
+            after = GUARD if text[-1:].isspace() else ""
+            text = f"{before}{text}{after}"
+        return [{"type": "text", "text": text}] if in_parts else text
 
     def _escape(self, text: str) -> str:
         return self._escaped(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
@@ -220,7 +232,7 @@ class PromptEncoder:
             return frozenset()
         turns = [Turn("user", "x"), Turn("assistant", "y"), Turn("user", "z")]
         try:
-            text = self._apply_template(turns if self._folds_system else [Turn("system", "s"), *turns])
+            text = self._apply_template(turns if self._folds_system else [Turn("system", "s"), *turns], self._in_parts)
         except UsageError:
             return frozenset()
         added = self._tokenizer.added_tokens_decoder.items()
@@ -244,12 +256,12 @@ class PromptEncoder:
         bos = self._tokenizer.bos_token_id
         return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
 
-    def _renders_system(self) -> bool:
-        """Whether the template has a system role: some raise without one, some drop the text."""
+    def _renders(self, turns: Sequence[Turn], in_parts: bool = False) -> bool:
+        """Whether ``PROBE`` among the turns comes out of the template: some raise at a role, some drop the text."""
         if not self._tokenizer.chat_template:
             return True
         try:
-            return "kvchat-probe" in self._apply_template([Turn("system", "kvchat-probe"), Turn("user", "Hello")])
+            return PROBE in self._apply_template(turns, in_parts)
         except UsageError:
             return False
 

@@ -13,6 +13,7 @@ from kvchat.engine.memory_errors import explained, is_out_of_memory
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.prefill_memory import bytes_per_token
+from kvchat.engine.model.recurrent_state import TAIL, RecurrentState
 from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import KVManager
@@ -57,7 +58,10 @@ class ModelRunner:
         with torch.inference_mode():
             self.kv = KVManager(geometry_of(model), model.device, mode)
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device))
+        self.recurrent = RecurrentState(model.model.config, model.reads_chunks)
+        # Not captured: whether each architecture's state stays at its address was seen on no GPU yet.
+        eager = "recurrent layers run eagerly" if self.recurrent.exists else ""
+        self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager)
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -75,12 +79,15 @@ class ModelRunner:
         """
         self._check_tokens((token,))
         with torch.inference_mode(), explained(self.kv, "decoding"):
+            self._reread()
             try:
                 self.kv.begin_step(pinned=token in self._control)
                 self._token.fill_(token)
                 logits = self.graphs.run(self._forward)
                 self.kv.commit_step()
+                self.recurrent.commit([token])
             except BaseException:
+                self.recurrent.rollback()
                 self.kv.rollback_step()
                 raise
         return logits
@@ -89,10 +96,13 @@ class ModelRunner:
         """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
         self.kv.forward_begin()
         position = self.kv.state.position.view(1)
-        logits = attention_hook.forward(self.model.model, self._token, position, self.kv, logits=True)
+        logits = self._run(self._token, position, logits=True)
         self.kv.forward_end()
         assert logits is not None
         return logits
+
+    def _run(self, ids: Tensor, positions: Tensor, logits: bool) -> Tensor | None:
+        return attention_hook.forward(self.model.model, ids, positions, self.kv, logits=logits, state=self.recurrent)
 
     # ---- a prefill
 
@@ -106,12 +116,19 @@ class ModelRunner:
             DoesNotFitError: there is no memory for even the smallest forward; what was yielded is stored.
         """
         self._check_tokens(ids)
+        with torch.inference_mode(), explained(self.kv, "reading the conversation again"):
+            self._reread()
+        self.recurrent.keep()
         chunk_size = self.chunk or self._planned_chunk(len(ids))
         done = 0
         while done < len(ids):
-            chunk, logits = self._read_chunk(ids, done, chunk_size)
-            chunk_size = len(chunk)
-            done += chunk_size
+            wanted = self.recurrent.chunk(len(ids) - done, chunk_size)
+            chunk, logits = self._read_chunk(ids, done, wanted)
+            if len(chunk) < wanted:
+                chunk_size = len(chunk)
+            done += len(chunk)
+            if len(ids) - done in (TAIL, 0):
+                self.recurrent.keep()
             yield chunk, logits
         with torch.inference_mode(), explained(self.kv, "answering"):
             self.kv.refill()
@@ -144,13 +161,29 @@ class ModelRunner:
             try:
                 self.kv.begin_prefill(len(chunk))
                 positions = torch.arange(total, total + len(chunk), device=device)
-                ids = torch.tensor(chunk, device=device)
-                logits = attention_hook.forward(self.model.model, ids, positions, self.kv, logits=last)
+                logits = self._run(torch.tensor(chunk, device=device), positions, logits=last)
                 self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
+                self.recurrent.commit(chunk)
             except BaseException:
+                self.recurrent.rollback()
                 self.kv.rollback_prefill()
                 raise
         return logits
+
+    def _reread(self) -> None:
+        """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""
+        while unread := self.recurrent.unread:
+            start, tokens = self.recurrent.position, self.recurrent.chunk(len(unread), self.chunk or CHUNKS[0])
+            try:
+                self.kv.begin_reread(start)
+                positions = torch.arange(start, start + tokens, device=self.model.device)
+                self._run(torch.tensor(unread[:tokens], device=self.model.device), positions, logits=False)
+                self.recurrent.commit_reread(tokens)
+            except BaseException:
+                self.recurrent.rollback()
+                raise
+            finally:
+                self.kv.end_reread()
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``.
@@ -158,6 +191,7 @@ class ModelRunner:
         Raises:
             DoesNotFitError: memory is short; they are forgotten, and the next step fills the slots first.
         """
+        self.recurrent.truncate(tokens)
         with torch.inference_mode(), explained(self.kv, "filling the slots"):
             self.kv.truncate(tokens)
 

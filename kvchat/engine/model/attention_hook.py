@@ -8,15 +8,17 @@ registered, so no mask is built: the backend knows which token may attend to whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.errors import EngineError, ModelError
 from kvchat.kv.attention_spec import AttentionSpec
 
@@ -41,7 +43,29 @@ class AttentionBackend(Protocol):
 
 
 _backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
-_specs: WeakKeyDictionary[nn.Module, AttentionSpec] = WeakKeyDictionary()
+
+
+class Shape(NamedTuple):
+    """Query heads, KV heads and the sizes of one head's key and value."""
+
+    q_heads: int
+    kv_heads: int
+    d_k: int
+    d_v: int
+
+
+class Layer(NamedTuple):
+    """What is known of an attention module: its number among those of its model, its rule, and the shape of all layers.
+
+    ``common`` is None where all layers have one shape anyway.
+    """
+
+    number: int
+    spec: AttentionSpec
+    common: Shape | None = None
+
+
+_known: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -61,17 +85,38 @@ def bound(backend: AttentionBackend) -> Iterator[None]:
         _backend.reset(token)
 
 
-def forward(model: Any, ids: Tensor, positions: Tensor, backend: AttentionBackend, *, logits: bool) -> Tensor | None:
+def unify_layers(model: Any, attending: Sequence[int], common: Shape | None) -> None:
+    """Let backends see the layers ``attending``, which have all been run, as 0, 1, ... and all of the shape ``common``.
+
+    The others have no K/V. Zeros fill up smaller heads and change no score; fewer KV heads are repeated.
+    """
+    for module in model.modules():
+        if module in _known:
+            known = _known[module]
+            _known[module] = Layer(attending.index(module.layer_idx), known.spec, common or known.common)
+
+
+def forward(
+    model: Any,
+    ids: Tensor,
+    positions: Tensor,
+    backend: AttentionBackend,
+    *,
+    logits: bool,
+    state: RecurrentState | None = None,
+) -> Tensor | None:
     """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``backend``.
 
-    Returns the last token's logits [vocab] in float32; None without ``logits``, when the head is not run either.
+    A hybrid model reads and changes ``state``; without one it begins anew. Returns the last token's logits [vocab] in
+    float32; None without ``logits``, when the head is not run either.
     Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
     """
+    beside = state.arguments if state else {"use_cache": False}
     with torch.inference_mode(), bound(backend):
         if not logits:
-            model.base_model(ids[None], position_ids=positions[None], use_cache=False)
+            model.base_model(ids[None], position_ids=positions[None], **beside)
             return None
-        output = model(ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=1)
+        output = model(ids[None], position_ids=positions[None], logits_to_keep=1, **beside)
         last: Tensor = output.logits[0, -1]
         return last.float()
 
@@ -89,15 +134,27 @@ def attention(
     """
     if attention_mask is not None or not kwargs.keys() <= KNOWN:
         _refuse_unknown(module, attention_mask, kwargs)
-    spec = _specs.get(module)
-    if spec is None:
-        spec = _specs[module] = _spec_of(module, query.shape[-1], kwargs)
+    layer, spec, common = _known.get(module) or _met(module, query.shape[-1], kwargs)
     backend = _backend.get(None)
     if backend is None:
         raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    attended = backend.attention(layer, query[0], key[0], value[0], spec)
+    if common is None:
+        attended = backend.attention(layer, query[0], key[0], value[0], spec)
+    else:
+        attended = backend.attention(layer, *_filled(query[0], key[0], value[0], common), spec)[..., : value.shape[-1]]
     return attended.transpose(0, 1)[None].contiguous(), None
+
+
+def _filled(query: Tensor, key: Tensor, value: Tensor, common: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    key, value = (x.repeat_interleave(common.kv_heads // len(x), 0) for x in (key, value))
+    more_k, more_v = common.d_k - key.shape[-1], common.d_v - value.shape[-1]
+    return pad(query, (0, more_k)), pad(key, (0, more_k)), pad(value, (0, more_v))
+
+
+def _met(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
+    number: int = module.layer_idx  # type: ignore[assignment]
+    known = _known[module] = Layer(number, _spec_of(module, d_k, kwargs))
+    return known
 
 
 def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSpec:

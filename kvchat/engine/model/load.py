@@ -17,16 +17,22 @@ from typing import Any
 
 import torch
 
-from kvchat.engine.model import attention_hook, quantization, supported
+from kvchat.engine.model import attention_hook, quantization, supported, text_part
 from kvchat.engine.model.checkpoint import Checkpoint, ModelLocation, Progress, complete, locate, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
-from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
 from kvchat.units import size
 
+ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
+LOUD = (
+    "bitsandbytes",
+    "torchao",
+    "torch.utils._pytree",
+)  # say which kernels they lack, and what they are going to drop
 INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 
 
@@ -34,7 +40,8 @@ INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 class LoadedModel:
     """A model on its device, its tokenizer and its observed properties.
 
-    ``context`` is in tokens; ``weights`` names their quantization, ``fused`` the kinds of modules that are fused.
+    ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization, ``fused`` the
+    kinds of modules that are fused. ``reads_chunks`` is that of ``RecurrentState``.
     """
 
     model: Any
@@ -56,6 +63,7 @@ class LoadedModel:
     weight_bytes: int
     weights: str = ""
     fused: str = ""
+    reads_chunks: bool = True
 
 
 def load_model(
@@ -71,7 +79,8 @@ def load_model(
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
     ``name`` may also be a GGUF file, whose weights are unpacked to the dtype.
-    ``quantize`` "4bit" keeps the weights in 4 bits (nf4); a model that is quantized already stays as it is with "none".
+    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
+    it is with "none".
     ``fuse`` replaces the modules that the fast path recognizes.
 
     Raises:
@@ -81,11 +90,11 @@ def load_model(
     """
     on = resolve_device(device)
     location = locate(name, progress)
-    with _quiet():
-        config = _config(location)
-        model_class = supported.model_class(config)
+    with quiet():
+        config = read_config(location)
+        model_class, text_config = supported.model_class(config)
         precision = resolve_dtype(dtype, config, on)
-        quantized = quantization.resolve(quantize, config, precision)
+        quantized = quantization.resolve(quantize, config, precision, on)
         checkpoint = complete(location, progress)
         _check_layers(config, checkpoint)
         _check_fits(checkpoint, on, quantized.share)
@@ -93,15 +102,16 @@ def load_model(
         tokenizer = _tokenizer(checkpoint)
         progress("Loading the weights")
         try:
-            model = _model(model_class, checkpoint, precision, on, quantized)
+            model = _model(model_class, text_config, checkpoint, precision, on, quantized)
             progress("Testing the model")
-            return wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
+            loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
         except torch.OutOfMemoryError as error:
             raise _does_not_fit(checkpoint, on) from error
         except KvchatError:
             raise
         except Exception as error:
             raise supported.unreadable(checkpoint.name, "the model", error) from error
+    return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(config)])))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
@@ -112,18 +122,25 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     """
     pinned = pin_frequencies(model)
     seen = probe(model)
-    selftest(model)
+    chunked = reads_chunks(model)
+    selftest(model, chunked=chunked)
     fusion = swap.fuse(model, swap.kernels_for(model.device)) if fuse else swap.FusionReport()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
-    return replace(loaded, notes=(*loaded.notes, *filter(None, [fusion.note])), fused=fusion.fused)
+    notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
+    return replace(loaded, notes=notes, fused=fusion.fused, reads_chunks=chunked)
 
 
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _config(location: ModelLocation) -> Any:
+def read_config(location: ModelLocation) -> Any:
+    """transformers' configuration of a located model.
+
+    Raises:
+        ModelError: transformers cannot read it.
+    """
     from transformers import AutoConfig
 
     if location.gguf:
@@ -161,15 +178,24 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.folder, local_files_only=True, trust_remote_code=False, **_gguf(checkpoint)
         )
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise supported.unreadable(checkpoint.name, "its tokenizer", error) from error
+    processors = checkpoint.folder / "chat_template.json"  # where older multimodal repositories keep it
+    if not tokenizer.chat_template and processors.is_file():
+        tokenizer.chat_template = read_json(processors).get("chat_template")
+    return tokenizer
 
 
 def _model(
-    model_class: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantized: Quantization
+    model_class: Any,
+    config: Any,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantized: Quantization,
 ) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
     else. Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
@@ -181,6 +207,7 @@ def _model(
         with contextlib.redirect_stderr(io.StringIO()):  # the bar over a GGUF file's tensors has no switch
             model, info = model_class.from_pretrained(
                 checkpoint.folder,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention_hook.NAME,
                 local_files_only=True,
@@ -198,6 +225,8 @@ def _model(
     except Exception as error:  # whatever a config leads to that nobody tried
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
+    if device.type == "cpu" and quantization.describe(model) == "int8":
+        quantization.multiply_on_cpu(model)
     return model.eval() if in_place else model.eval().to(device)
 
 
@@ -243,6 +272,8 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
     if latent:
         expanded = seen.kv_heads * (seen.d_k + seen.d_v) / (latent + text.qk_rope_head_dim)
         notes.append(f"K/V are stored expanded and take {expanded:.0f} times the memory of this model's latent form.")
+    if seen.unlike:
+        notes.append("Its layers differ in their heads: K/V of each are stored as large as those of the largest.")
     if shared:
         notes.append(f"{shared} layers share K/V with others; kvchat stores them for each layer.")
     if pinned:
@@ -284,14 +315,15 @@ def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers neither logs nor draws bars inside this block: the screen belongs to the application."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    quantizer = getLogger("bitsandbytes")  # says on a CPU which kernels it could load from the hub
-    quantizer_level = quantizer.level
-    quantizer.setLevel(CRITICAL)
+    loggers = [getLogger(name) for name in LOUD]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(CRITICAL)
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -301,6 +333,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        quantizer.setLevel(quantizer_level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
         if bars:
             logging.enable_progress_bar()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from kvchat.engine.model import attention_hook, tolerances
+from kvchat.engine.model.attention_hook import Shape
+from kvchat.engine.model.recurrent_state import RecurrentState, attending_layers
 from kvchat.errors import ModelError
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
@@ -29,8 +31,9 @@ NEAR = (3, 34)
 class Probe:
     """A model's attention as observed. ``d_k`` and ``d_v`` are the sizes of one head's key and value.
 
-    ``specs`` has one entry per layer. ``rotations`` too, None for a layer without positions and the same object for
-    layers that turn alike; it is empty where keys cannot be moved to other positions, and ``refusal`` says why.
+    ``specs`` has one entry per layer that attends. ``rotations`` too, None for a layer without positions and the same
+    object for layers that turn alike; it is empty where keys cannot be moved to other positions, and ``refusal`` says
+    why. Layers that are ``unlike`` each other are given the largest shape of all.
     """
 
     q_heads: int
@@ -40,20 +43,37 @@ class Probe:
     specs: tuple[AttentionSpec, ...]
     rotations: tuple[Rotation | None, ...]
     refusal: str | None
+    unlike: bool = False
 
 
 def probe(model: Any) -> Probe:
     """Observe ``model`` (loaded with kvchat's attention) in at most five one-token forwards.
 
     Raises:
-        ModelError: the layers are not alike, or not every layer attends.
+        ModelError: the layers cannot be given one shape, or others attend than the configuration says.
     """
     base = _observe(model, BASE)
-    layers = _check_alike(model, base)
+    attending = _check_attending(model, base)
+    common = _common(model, set(base.shapes.values()))
+    if common or attending != list(range(len(attending))):
+        attention_hook.unify_layers(model, attending, common)
+        base = _observe(model, BASE)
     q_heads, kv_heads, d_k, d_v = base.shapes[0]
     rotations, refusal = _rotations(model, base)
-    specs = tuple(base.specs[layer] for layer in range(layers))
-    return Probe(q_heads, kv_heads, d_k, d_v, specs, rotations if refusal is None else (), refusal)
+    specs = tuple(base.specs[layer] for layer in range(len(attending)))
+    kept = rotations if refusal is None else ()
+    return Probe(q_heads, kv_heads, d_k, d_v, specs, kept, refusal, common is not None)
+
+
+def observe_shape(model: Any, state: RecurrentState) -> Shape:
+    """The shape of every layer's heads, from one token that also gives ``state`` its size; works on the meta device.
+
+    Raises:
+        ModelError: the layers cannot be given one shape.
+    """
+    observer = _observe(model, 0, state)
+    shapes = set(observer.shapes.values())
+    return _common(model, shapes) or shapes.pop()
 
 
 def pin_frequencies(model: Any) -> bool:
@@ -78,11 +98,11 @@ class _Observer:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.specs: dict[int, AttentionSpec] = {}
-        self.shapes: dict[int, tuple[int, int, int, int]] = {}
+        self.shapes: dict[int, Shape] = {}
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         self.keys[layer], self.values[layer], self.specs[layer] = key[:, 0].float(), value[:, 0].float(), spec
-        self.shapes[layer] = query.shape[0], key.shape[0], key.shape[2], value.shape[2]
+        self.shapes[layer] = Shape(query.shape[0], key.shape[0], key.shape[2], value.shape[2])
         return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
 
 
@@ -96,28 +116,37 @@ def _follows_length(module: Any) -> bool:
     return any("dynamic" in kind or kind == "longrope" for kind in listed)
 
 
-def _observe(model: Any, position: int) -> _Observer:
+def _observe(model: Any, position: int, state: RecurrentState | None = None) -> _Observer:
     observer = _Observer()
     token = torch.tensor([model.get_input_embeddings().num_embeddings // 2], device=model.device)
-    attention_hook.forward(model, token, torch.tensor([position], device=model.device), observer, logits=False)
+    at = torch.tensor([position], device=model.device)
+    attention_hook.forward(model, token, at, observer, logits=False, state=state)
     return observer
 
 
-def _check_alike(model: Any, seen: _Observer) -> int:
-    layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
-    if sorted(seen.shapes) != list(range(layers)):
+def _check_attending(model: Any, seen: _Observer) -> list[int]:
+    """The layers that attend."""
+    attending = attending_layers(model.config)
+    if sorted(seen.shapes) not in (attending, list(range(len(attending)))):
         raise ModelError(
             f"kvchat cannot run {type(model).__name__}.",
-            f"{len(seen.shapes)} of its {layers} layers attend; kvchat keeps the K/V of models where all do.",
+            f"{len(seen.shapes)} of its layers attend, and by its configuration {len(attending)} should.",
         )
-    shapes = set(seen.shapes.values())
-    if len(shapes) > 1:
-        listed = ", ".join(str(shape) for shape in sorted(shapes))
+    return attending
+
+
+def _common(model: Any, shapes: set[Shape]) -> Shape | None:
+    """The shape that the layers of all ``shapes`` can be given; None where there is but one."""
+    if len(shapes) == 1:
+        return None
+    largest = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
+    if any(shape.q_heads != largest.q_heads or largest.kv_heads % shape.kv_heads for shape in shapes):
+        listed = ", ".join(str(tuple(shape)) for shape in sorted(shapes))
         raise ModelError(
             f"kvchat cannot run {type(model).__name__}.",
             f"Its layers differ in (query heads, KV heads, key size, value size): {listed}.",
         )
-    return layers
+    return largest
 
 
 # ---- rotation --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Quantized weights: 4 bits by bitsandbytes on request, and checkpoints that are quantized already.
+"""Quantized weights: int8 and int4 by torchao, nf4 by bitsandbytes, and checkpoints that are quantized already.
 
 transformers and its quantizers do the work; kvchat chooses their configuration and names the package that is missing.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvchat.errors import ModelError, UsageError, did_you_mean
 
-CHOICES = ("none", "4bit")
-INSTALL = "pip install 'kvchat[bnb]'"
+CHOICES = ("none", "int8", "int4", "nf4")
+BITS = {"int8": 8, "int4": 4, "nf4": 4}
+PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
+INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,12 @@ class Quantization:
     share: float = 1.0
 
 
-def resolve(quantize: str, config: Any, dtype: torch.dtype) -> Quantization:
+def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device) -> Quantization:
     """The quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``; ``dtype`` is the arithmetic's.
 
     Raises:
-        UsageError: there is no such choice.
-        ModelError: bitsandbytes is not installed, or the checkpoint is quantized already.
+        UsageError: there is no such choice, or not for this device and dtype.
+        ModelError: the library is not installed, or the checkpoint is quantized already.
     """
     if quantize not in CHOICES:
         raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
@@ -45,16 +48,22 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype) -> Quantization:
         return Quantization(own)
     if own:
         raise ModelError(
-            f"The model is quantized already, by {own}.", "Its weights cannot be put into 4 bits again.", "Give none."
+            f"The model is quantized already, by {own}.", f"Its weights cannot be made {quantize} again.", "Give none."
         )
-    return _four_bits(config, dtype)
+    _check_installed(quantize, (PACKAGES[quantize], "accelerate"))
+    stored = config.get_text_config(decoder=True).dtype or torch.float32
+    chosen = _nf4(dtype) if quantize == "nf4" else _int8() if quantize == "int8" else _int4(dtype, device)
+    return Quantization(PACKAGES[quantize], {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
 
 
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
     """The refusal of a model for which a package is missing; transformers' message names it."""
     message = " ".join(str(error).split())[:300]
-    hint = f"{INSTALL}, then try again." if "bitsandbytes" in quantized.method else "Install it, then try again."
-    return ModelError(f"{name} needs a package that is not installed.", f"transformers says: {message}", hint)
+    install = {"bitsandbytes": INSTALL["nf4"], "torchao": INSTALL["int8"]}
+    hint = next((command for package, command in install.items() if package in quantized.method), "Install it")
+    return ModelError(
+        f"{name} needs a package that is not installed.", f"transformers says: {message}", f"{hint}, then try again."
+    )
 
 
 def weight_bytes(model: Any) -> int:
@@ -78,8 +87,11 @@ def describe(model: Any) -> str:
     """The name of a loaded model's quantization; empty if its weights are not packed."""
     if not is_packed(model):
         return ""
-    method = own_method(model.config)
-    return "nf4" if method == "bitsandbytes" and model.config.quantization_config.load_in_4bit else method
+    method, chosen = own_method(model.config), model.config.quantization_config
+    if method == "torchao":
+        kind = type(chosen.quant_type).__name__
+        return next((name for name in ("int8", "int4") if kind.lower().startswith(f"{name}weightonly")), method)
+    return "nf4" if method == "bitsandbytes" and chosen.load_in_4bit else method
 
 
 def own_method(config: Any) -> str:
@@ -90,22 +102,82 @@ def own_method(config: Any) -> str:
     return str(getattr(method, "value", method))
 
 
-def _four_bits(config: Any, dtype: torch.dtype) -> Quantization:
-    from transformers import BitsAndBytesConfig
+def multiply_on_cpu(model: Any) -> None:
+    """Let a model with int8 weights on a CPU multiply one token by torch's own int8 kernel, its head too.
 
-    absent = [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]
+    torchao's tensors multiply by unpacking all weights first there, which takes longer than float weights do.
+    """
+    from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
+
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
+        quantize_(head, Int8WeightOnlyConfig(), filter_fn=lambda module, name: True)
+    for module in model.modules():
+        if type(module) is nn.Linear and isinstance(module.weight, Int8Tensor):
+            module.__dict__["forward"] = partial(
+                _int8_product, module.weight.qdata, module.weight.scale.flatten(), module.bias
+            )
+
+
+def _int8_product(weight: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """``x [..., in]`` times int8 ``weight [out, in]``, each row with its ``scale [out]``."""
+    if x.numel() == x.shape[-1]:
+        # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
+        product = torch._weight_int8pack_mm(x.view(1, -1).bfloat16(), weight, scale.bfloat16())
+        product = product.to(x.dtype).view(*x.shape[:-1], -1)
+        return product if bias is None else product + bias
+    return nn.functional.linear(x, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
+
+
+def _check_installed(quantize: str, packages: tuple[str, ...]) -> None:
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         verb = "is" if len(absent) == 1 else "are"
         raise ModelError(
-            "Weights in 4 bits need bitsandbytes.", f"{' and '.join(absent)} {verb} not installed.", INSTALL
+            f"{quantize} weights need {packages[0]}.",
+            f"{' and '.join(absent)} {verb} not installed.",
+            INSTALL[quantize],
         )
-    chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    stored = config.get_text_config(decoder=True).dtype or torch.float32
-    return Quantization("bitsandbytes", {"quantization_config": chosen}, 0.5 / stored.itemsize)
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def _int4(dtype: torch.dtype, device: torch.device) -> Any:
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        raise UsageError(
+            "int4 weights need a CUDA GPU and bfloat16.",
+            f"Given: {device.type}, {str(dtype).removeprefix('torch.')}. torchao multiplies int4 by nothing else.",
+            "Give int8, or --dtype bfloat16 on a GPU.",
+        )
+    from torchao.quantization import Int4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
 
 
 def _tensors(model: Any) -> Iterator[Tensor]:
-    yield from (*model.parameters(), *model.buffers())
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield from _parts(tensor)
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)  # bitsandbytes keeps its constants beside the parameter
         yield from (value for value in vars(state).values() if isinstance(value, Tensor)) if state else ()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that lie in memory: those of torchao wrap several, and say the size of what they stand for."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.attention_hook import AttentionBackend
 from kvchat.engine.model.dense_attention import DenseManager
+from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.engine.model.tolerances import logits_tolerance, relative_error
 from kvchat.errors import ModelError
 
@@ -25,17 +26,42 @@ DECODE = 5
 SECOND_TURN = 10
 
 
-def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseManager) -> float:
+def reads_chunks(model: Any) -> bool:
+    """Whether a forward of several tokens goes on from a recurrent state; jamba's begins anew, without a word.
+
+    Raises:
+        ModelError: transformers refuses, or keeps state where it cannot be copied.
+    """
+    chunks, state = _chunks(model), RecurrentState(model.config)
+    if not state.exists:
+        return True
+    try:
+        last = _stepwise(model, chunks[:2], DenseManager(), state)[-1]
+    except ValueError as error:
+        raise ModelError(f"kvchat cannot run {type(model).__name__}.", f"transformers says: {error}") from error
+    if not state.is_kept:
+        raise ModelError(
+            f"kvchat cannot run {type(model).__name__}.", "It keeps recurrent state in its layers, not in a cache."
+        )
+    expected = _reference(model, torch.cat(chunks[:2]))[-1]
+    return relative_error(last, expected) <= logits_tolerance(model)
+
+
+def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseManager, chunked: bool = True) -> float:
     """Compare chunked prefill, decode and a second turn through the hook with one eager forward over all tokens.
+
+    Without ``chunked`` all tokens after the first chunk go one by one.
+
 
     Returns the relative L2 error of the logits of every token whose logits a chat would use.
 
     Raises:
         ModelError: the error is too large for the model's dtype, so its answers would be wrong.
     """
-    chunks = _chunks(model)
+    chunks = _chunks(model, chunked)
     ends = torch.cumsum(torch.tensor([len(chunk) for chunk in chunks]), 0) - 1
-    measured = relative_error(_stepwise(model, chunks, make_backend()), _reference(model, torch.cat(chunks))[ends])
+    made = _stepwise(model, chunks, make_backend(), RecurrentState(model.config))
+    measured = relative_error(made, _reference(model, torch.cat(chunks))[ends])
     allowed = logits_tolerance(model)
     if not measured <= allowed:
         raise ModelError(
@@ -47,19 +73,21 @@ def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseMan
     return measured
 
 
-def _chunks(model: Any) -> list[Tensor]:
+def _chunks(model: Any, chunked: bool = True) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = [*PREFILL, *[1] * DECODE, SECOND_TURN]
+    if not chunked:
+        lengths = [PREFILL[0], *[1] * sum(lengths[1:])]
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocab, (sum(lengths),), generator=generator).to(model.device)
     return list(torch.split(ids, lengths))
 
 
-def _stepwise(model: Any, chunks: list[Tensor], backend: AttentionBackend) -> Tensor:
+def _stepwise(model: Any, chunks: list[Tensor], backend: AttentionBackend, state: RecurrentState) -> Tensor:
     logits, start = [], 0
     for chunk in chunks:
         positions = torch.arange(start, start + len(chunk), device=chunk.device)
-        logits.append(attention_hook.forward(model, chunk, positions, backend, logits=True))
+        logits.append(attention_hook.forward(model, chunk, positions, backend, logits=True, state=state))
         start += len(chunk)
     return torch.stack([last for last in logits if last is not None])
 

@@ -8,43 +8,45 @@ from typing import Any
 
 from torch import nn
 
+from kvchat.engine.model import text_part
 from kvchat.engine.model.quantization import own_method
+from kvchat.engine.model.recurrent_state import ATTENTION, BOTH, RECURRENT, attending_layers, is_recurrent, layer_types
 from kvchat.errors import ModelError
 
-ATTENDED_LAYERS = {"full_attention", "sliding_attention"}
+KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
 
 
-def model_class(config: Any) -> Any:
-    """transformers' causal language model for its ``config``.
+def model_class(config: Any) -> tuple[Any, Any]:
+    """transformers' class for the text of a checkpoint's ``config``, and the configuration to build it with.
 
     Raises:
         ModelError: there is none, or kvchat cannot run it.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = text_part.find(config)
     if found is None:
         raise ModelError(f'"{config.model_type}" is no model for chatting.', "It is not a causal language model.")
-    reason = refusal(config, found)
+    chosen, its_config = found
+    reason = refusal(its_config, chosen)
     if reason:
-        raise ModelError(f"kvchat cannot run {found.__name__}.", f"{reason}.", "Choose another model.")
-    return found
+        raise ModelError(f"kvchat cannot run {chosen.__name__}.", f"{reason}.", "Choose another model.")
+    return chosen, its_config
 
 
 def refusal(config: Any, model_class: Any) -> str | None:
     """Why kvchat cannot run a model of transformers' ``config`` and ``model_class``; None if they show no reason."""
     text = config.get_text_config(decoder=True)
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDED_LAYERS)
     if config.is_encoder_decoder:
         return "It is an encoder-decoder; kvchat drives decoders only"
     if not model_class._can_set_attn_implementation():
         return "transformers does not let its attention be replaced"
-    if model_class._is_stateful:
-        return "It keeps a recurrent state, which cannot be rolled back to an earlier token"
+    if model_class._is_stateful and not is_recurrent(config):
+        return "It keeps a recurrent state in a way of its own, which cannot be rolled back to an earlier token"
+    if not attending_layers(config):
+        return "No layer of it attends, so there are no K/V to keep"
     if not getattr(text, "max_position_embeddings", None):
         return "Its configuration does not tell how many tokens it can read"
-    if others:
-        return f"It has layers of the kind {', '.join(others)}; kvchat knows full and sliding attention"
+    if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
+        return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     return None
 
 

@@ -10,13 +10,16 @@ from torch import Tensor
 
 
 class SideStream:
-    """A stream beside the current one; on a CPU everything runs in order. ``inside`` is true while it is entered."""
+    """A stream beside the current one; on a CPU everything runs in order.
+
+    ``inside`` is true while it is entered, and its work runs beside that of another; ``running`` until ``join``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._inputs: list[Tensor] = []
-        self._running = False
+        self.running = False
         self.inside = False
 
     @contextmanager
@@ -26,13 +29,13 @@ class SideStream:
         Keep ``inputs`` alive until ``join()``; otherwise the allocator may reuse their memory while the side stream
         still reads it.
         """
+        if self._stream is None:
+            yield
+            return
         self.inside = True
         try:
-            if self._stream is None:
-                yield
-                return
             self._inputs += inputs
-            self._running = True
+            self.running = True
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 yield
@@ -41,7 +44,7 @@ class SideStream:
 
     def join(self) -> None:
         """Make the current stream wait for the work queued on the side stream."""
-        if self._stream is not None and self._running:
+        if self._stream is not None and self.running:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._inputs.clear()
-        self._running = False
+        self.running = False

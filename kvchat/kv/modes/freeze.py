@@ -1,36 +1,41 @@
 """freeze: irrelevant tokens leave the device for growing times and return.
 
-Paper: ASR-KF-EGR (soft freeze, sublinear timers; Algorithm 1, Eqs. 2-3). After each step every active token outside the
-window of the K most recent is scored. One that scores below tau is flagged for the c-th time and frozen for
-``floor(sqrt(c) / k)`` steps: it gives up its slot, which the next token or the next returning one takes. All that
-return in a step come with one copy a layer. ``freeze_timers`` keeps the counts.
+Paper: ASR-KF-EGR (soft freeze, sublinear timers; Algorithm 1, Eqs. 2-3). After each step every token that was read and
+lies outside the window of the K most recent is scored. One that scores below tau is flagged for the c-th time and
+frozen for ``floor(sqrt(c) / k)`` steps: it gives up its slot. ``freeze_timers`` keeps the counts.
 
-Departures and decisions:
-    * Score ``prob_rel``: the softmax probability, renormalized without the sinks, times the number of active tokens but
-      sinks, mean over heads and over the layers that can see the token; 1 is an equal share. ``prob_max`` is that of
-      the keenest head of any layer: a token that one head needs stays, where the mean would outvote that head. Of what
-      the token scored before, ``smooth`` counts too. Eq. 2's raw |q.k| is of order 10 to 100, so that tau = 0.5 would
-      flag nothing; it is there as ``raw``, and with scaling as ``scaled``.
-    * The floor ``min_active``, at which the least relevant leave first, decides between what is saved and perplexity.
-    * One choice for all layers and heads, or one per layer (``per_layer``).
-    * A timer does not fall in the step it is set in; c halves when a token scores above tau; c counts at most
-      ``history`` flags, so a token stays away 8 steps at most; sinks and control tokens stay; first freezes are
-      staggered by position; a floor and a ceiling on active tokens; at most ``moves`` return in a step, most relevant
-      and longest waiting first. ``profile="paper"`` undoes all of these.
-    * A new turn is a new topic: it is read exactly, then all tokens are active and their counts restart (``wake``).
-      If only tokens woke that its last token finds relevant, facts of earlier turns would not be found: the bundled
-      model attends to a number when it is about to repeat it, not when it is asked for it. The ceiling ``max_active``
-      takes that risk: it keeps what the last token finds relevant.
+``profile="paper"`` is Algorithm 1 and nothing else, at every prompt length. Its tables (170 read of 514, 119 of 269)
+come out exactly if every token outside the window is flagged at every step (``score="always"``), c counts all flags
+and a timer falls in the step that sets it. Eq. 2's mean |q.k| (``score="raw"``) is of order 10 to 100, so that the
+paper's tau = 0.5 would flag nothing. What a frozen token knows is then found by chance only: see the measurements.
 
-Shapes: one table ``[1, 1, n]``; n follows the number of active tokens every ``RESIZE_INTERVAL`` steps (the only time it
-is read), with room for that many new tokens; returning tokens take what room is left, the rest waits.
-Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens.
+The default profile departs from it; what each departure is for and costs:
+    * Recall while frozen. The paper restores a token when its timer runs out, not when it is needed, and so loses facts
+      (section 4.3 asks before anything has frozen). Here the query of each step names, in each layer and KV head, the
+      page to which it gives more than half of the weight over all pages, by their bounds as in speculative mode; its
+      tokens are read from the next step on, with their flags forgotten. Costs the page bounds on the device (a 32nd of
+      the K/V), one product with them a step, and some hundred tokens read.
+    * Score ``prob_rel``: the softmax probability, renormalized without the sinks, times the number of tokens read but
+      sinks, mean over heads and over the layers that can see the token; 1 is an equal share.
+    * c halves when a token scores above tau: what was relevant again is not put away at once. Eq. 3's history window W,
+      for which the paper gives no value and which its tables exclude, is not there.
+    * The first 4 tokens and the chat's control tokens never freeze: attention rests on them.
+    * Nothing freezes while fewer than 400 tokens are read, above that the least relevant first: short conversations
+      save nothing and lose nothing. First freezes are spread over 64 steps by position, because a prompt's tokens would
+      all leave and return in the same steps.
+    * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently.
+    * One choice for all layers and heads, as Eq. 2 averages over heads and says nothing of layers.
+
+A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it.
+
+Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step read of the last ``RESIZE_INTERVAL``.
+Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens. It
+begins by reading one number from the device, how many tokens it will read, so that all of them have slots; whoever
+sampled a token has waited for the same work.
 """
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,246 +43,233 @@ from torch import Tensor
 
 from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, TokenState
-from kvchat.kv.modes.freeze_scores import WEIGHED, Scores
-from kvchat.kv.modes.freeze_timers import Timers, state_bytes
+from kvchat.kv.modes.freeze_scores import Scores
+from kvchat.kv.modes.freeze_timers import RULES, Timers, state_bytes
+from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.state import KVState
 
-RESIZE_INTERVAL = 16  # steps between two looks at the number of active tokens
-MIN_ROOM = 32  # spare slots for returning tokens: max(32, active // 8); resize when fewer than half are left
+MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named
+RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
+MIN_ROOM = 32  # spare slots: max(32, an eighth)
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
+SEES_ALL = 2**40  # tokens, of a layer without a window
 SHRINK = 0.8  # shrink when this share of the slots would suffice
-
-PAPER: dict[str, Any] = {
-    "score": "always",
-    "smooth": 0.0,
-    "k": 2.0,
-    "sink": 0,
-    "protect": False,
-    "history": 0,
-    "stagger": 1,
-    "same_step": True,
-    "min_active": 0,
-    "moves": 2**20,
-}
 
 
 class Freeze(Mode):
-    """Token slots that irrelevant tokens leave; ``timers`` and scores for each group of slots."""
+    """Token slots that irrelevant tokens leave."""
 
     name = "freeze"
     recovery_levels = LEVELS
+    parameters: FreezeParameters
 
     def __init__(
         self, parameters: FreezeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
     ) -> None:
         super().__init__(parameters, geometry, traits, preamble)
-        unset = {name: value for name, value in PAPER.items() if name not in parameters.model_fields_set}
-        self.rule = parameters.model_copy(update=unset if parameters.profile == "paper" else {})
-        self.sink, self.window = self.rule.sink, self.rule.window
-        self._refuse_small_ceiling()
-        self.timers: list[Timers] = []
-        self._sizes: list[int] = []
-        self._measured_at = 0
-        self._certain = 0
-        self._known = 0
+        self.rule = RULES[parameters.profile]
+        self.sink, self.window = self.rule.sink, parameters.K
+        self._refuse_small_budget()
+        self.timers: Timers | None = None
+        self._size = 0
+        self._peak = 0
+        self._looked_at = 0
+        self._exact = True
 
     def plan(self, capacity: int) -> Plan:
-        layers = self.geometry.layers
-        ends = list(range(layers + 1)) if self.rule.per_layer else [0, layers]
-        most = min(capacity, self.rule.max_active or capacity)
-        sizes = self._sizes or [most + RESIZE_INTERVAL] * (len(ends) - 1)
-        layouts = [
-            Layout(first, last, sink=0, window=size, unordered=True)
-            for (first, last), size in zip(pairwise(ends), sizes, strict=True)
-        ]
-        return Plan(layouts, len(layouts) * state_bytes(capacity))
+        g = self.geometry
+        size = self._size or min(capacity, self.parameters.budget or capacity)
+        layouts = [Layout(0, g.layers, sink=0, window=size, unordered=True)]
+        bounds = g.pages(capacity) * g.layers * g.kv_heads * 2 * g.d_k * g.dtype.itemsize if self.rule.recalls else 0
+        return Plan(layouts, state_bytes(capacity) + bounds)
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
         # When a switch to another mode fails this one is entered again, and goes on.
-        if not self.timers:
-            self.timers = [Timers(self.rule, state.device, self.geometry.headroom) for _ in state.slots]
+        if self.timers is None:
+            self.timers = Timers(self.parameters, state.device, self.geometry.headroom)
+            self.bounds = PageBounds(self.geometry, state.device)
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
             self._entered_at = state.steps
 
+    @property
+    def slots(self) -> DeviceSlots:
+        """Those of all layers."""
+        return self.state.slots[0]
+
     # ---- between steps
 
+    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+        if self.rule.recalls:
+            self.bounds.compute(layer, start, keys)
+
     def fill(self, fresh: bool) -> None:
-        total, most = self.state.total, self.rule.max_active
-        for slots, timers in zip(self.state.slots, self.timers, strict=True):
-            timers.reserve(total)
-            timers.truncate(total)
-            if self.rule.wake and total > self._known:
-                timers.restart(total)
-            over = most is not None and int((~timers.frozen[:total]).sum()) >= most
-            if over or bool(timers.frozen[:total].any()):
-                self._look_again(slots, timers)
-            if most is not None:
-                timers.limit(total, most - 1, self.state.pinned)
-        self._known = total
+        total, timers = self.state.total, self._timers
+        timers.reserve(total)
+        timers.truncate(total)
+        if self.rule.recalls:
+            self.bounds.refresh(self.state.host)
+            self._note_layers()
+            timers.name(self._named(self.state.position - 1))
+        if self.parameters.budget is not None:
+            timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
         self._bring()
 
     def recover(self, level: Level) -> None:
-        for timers in self.timers:
-            frozen = timers.frozen[: self.state.total]
-            if level == "SR":
-                timers.wake(frozen & (timers.timer[: len(frozen)] > 1))
-            elif level == "WR":
-                timers.wake(frozen & (timers.since[: len(frozen)] >= self.state.total - RECENT))
-            else:
-                timers.wake(frozen)
-                timers.detections.copy_(torch.where(timers.detections > 0, timers.detections // 2, timers.detections))
-                timers.hold.fill_(RECENT)
-            if self.rule.max_active is not None:
-                timers.limit(self.state.total, self.rule.max_active - 1, self.state.pinned)
-        self._bring()
-
-    def _look_again(self, slots: DeviceSlots, timers: Timers) -> None:
-        """Score all tokens by the last token's queries; the frozen ones that are relevant wake."""
-        state, total = self.state, self.state.total
-        positions = torch.arange(total, device=state.device)
-        scores = Scores(self.rule, positions)
-        for layer in range(slots.layout.first, slots.layout.last):
-            spec = state.specs[layer]
-            if spec is not None:
-                keys, values = state.host.dense(layer, total)
-                query = state.query[layer].view(len(keys), -1, keys.shape[-1])
-                masked = positions <= total - 1 - (spec.window or total)
-                bias = torch.zeros(total, dtype=keys.dtype, device=state.device).masked_fill(masked, -torch.inf)
-                sinks = None if spec.sinks is None else spec.sinks.view(len(keys), -1)
-                weights = attend(query, keys, values, bias.view(1, 1, -1), spec, sinks)[1]
-                scores.add(Weights(weights), query, keys, spec, state.position - 1)
-        timers.score[:total] = scores.result()
-        timers.wake(timers.score[:total] >= self.rule.tau)
+        timers, total = self._timers, self.state.total
+        frozen = timers.frozen[:total]
+        if level == "SR":
+            timers.wake(frozen & (timers.timer[:total] > 1))
+        elif level == "WR":
+            timers.wake(frozen & (timers.since[:total] >= total - RECENT))
+        else:
+            timers.wake(frozen)
+            timers.detections.copy_(torch.where(timers.detections > 0, timers.detections // 2, timers.detections))
+            timers.hold.fill_(RECENT)
+        if self.parameters.budget is not None:
+            timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
 
     def _bring(self) -> None:
-        """Make the slots hold exactly the active tokens."""
-        self._measure()
-        self._resize()
-        for slots, timers in zip(self.state.slots, self.timers, strict=True):
-            frozen, table = timers.frozen[: self.state.total], slots.table[0, 0].clone()
-            held = table[table != EMPTY].long()
-            table[(table != EMPTY) & timers.frozen[table.long()]] = EMPTY
-            missing = ~frozen
-            missing[held] = False
-            positions = missing.nonzero().flatten()
-            free = (table == EMPTY).nonzero().flatten()
-            table[free[: len(positions)]] = positions.to(torch.int32)
-            self.state.transfer.load_table(slots, table.expand_as(slots.table))
-
-    def _resize(self) -> None:
-        """Resize the slots; where memory runs out the present ones serve as long as the active tokens have room."""
-        present = [slots.n for slots in self.state.slots]
-        try:
+        """Make the slots hold exactly the tokens that the next one reads."""
+        slots, frozen = self.slots, self._timers.frozen
+        if self._fit(self._timers.awake(self.state.total) + 1):
             self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
-        except torch.OutOfMemoryError:
-            active = [self.state.total - int(t.frozen[: self.state.total].sum()) for t in self.timers]
-            if any(tokens + RESIZE_INTERVAL > n for tokens, n in zip(active, present, strict=True)):
-                raise
-            self._sizes = present
+            slots = self.slots
+        table = slots.table[0, 0].clone()
+        table.masked_fill_((table != EMPTY) & frozen[table.long()], EMPTY)
+        missing = ~frozen[: self.state.total]
+        missing[table[table != EMPTY].long()] = False
+        positions = missing.nonzero().flatten()
+        free = (table == EMPTY).nonzero().flatten()
+        table[free[: len(positions)]] = positions.to(torch.int32)
+        self.state.transfer.load_table(slots, table.expand_as(slots.table))
 
-    def _measure(self) -> bool:
-        """Note how many slots are wanted for what is active; has it changed?"""
-        self._measured_at = self.state.steps
-        total, first = self.state.total, math.ceil(self.rule.k**2)
-        active = [total - int(timers.frozen[:total].sum()) for timers in self.timers]
-        sizes = [self._size(slots.n, tokens) for slots, tokens in zip(self.state.slots, active, strict=True)]
-        changed, self._sizes = sizes != [slots.n for slots in self.state.slots], sizes
-        flags = max([int(timers.detections[:total].max()) for timers in self.timers] if total else [0])
-        self._certain = total + max(1, first - max(flags, 0)) if min(active) == total else 0
-        return changed
-
-    def _size(self, n: int, active: int) -> int:
-        """Slots for ``active`` tokens where there are ``n`` now; ``n`` as long as it suffices."""
-        least, most = max(MIN_ROOM, active // 8), self.rule.max_active
-        ahead = self.geometry.headroom // ROOM_SHARE
-        ahead = ahead if most is None else min(ahead, most - active)
-        wanted = self.geometry.round_up(active + RESIZE_INTERVAL + max(least, ahead))
-        return wanted if active + RESIZE_INTERVAL + least // 2 > n or wanted < SHRINK * n else n
+    def _fit(self, needed: int) -> bool:
+        """Whether there must be more slots for ``needed`` tokens, or could be fewer for what was needed lately."""
+        self._peak = max(self._peak, needed)
+        n, steps = self.slots.n, self.state.steps
+        size = self.geometry.round_up(self._peak + max(MIN_ROOM, self._peak // 8, self.geometry.headroom // ROOM_SHARE))
+        due = steps - self._looked_at >= RESIZE_INTERVAL
+        if due:
+            self._peak, self._looked_at = needed, steps
+        if needed <= n and not (due and size < SHRINK * n):
+            return False
+        self._size = size
+        return True
 
     # ---- a step
 
     def prepare_step(self) -> bool:
-        changed = self.state.steps - self._measured_at >= RESIZE_INTERVAL and self._measure()
-        self._known = self.state.total + 1
-        for timers in self.timers:
-            timers.reserve(self._known)
-        return changed
+        tokens = self.state.total + 1
+        self._timers.reserve(tokens)
+        if self.rule.recalls:
+            self.bounds.reserve(self.state.capacity)
+            self.bounds.tokens = tokens
+        needed = self._timers.awake(self.state.total) + 1
+        self._exact = needed == tokens
+        return self._fit(needed)
 
     def forward_begin(self, position: Tensor) -> None:
+        self._return(position)
         super().forward_begin(position)
-        self._scores = [Scores(self.rule, slots.table[0, 0]) for slots in self.state.slots]
+        self._scores = Scores(self.parameters.score, self.sink, self.slots.table[0, 0])
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
-        return self.rule.score in WEIGHED
+        return self.parameters.score == "prob_rel"
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        index = layer if self.rule.per_layer else 0
-        keys = self.state.slots[index].keys(layer)
+        keys = self.slots.keys(layer)
         grouped = query.view(len(keys), -1, query.shape[-1])
-        self._scores[index].add(weights[0] if weights else None, grouped, keys, spec, self.state.position)
+        self._scores.add(weights[0] if weights else None, grouped, keys, spec, self.state.position)
 
     def forward_end(self, position: Tensor) -> None:
-        for slots, timers, scores in zip(self.state.slots, self.timers, self._scores, strict=True):
-            leaves = timers.observe(position, slots.table[0, 0], scores.result(), self.state.pinned)
-            slots.table.masked_fill_(leaves, EMPTY)
-            self._thaw(slots, timers)
+        table, timers = self.slots.table[0, 0], self._timers
+        named = None
+        if self.rule.recalls:
+            self._widen_bounds(position)
+            named = self._named(position)
+        timers.observe(position, table, self._scores.result(), self.state.pinned, named)
+        self.slots.table.masked_fill_((self.slots.table != EMPTY) & timers.frozen[self.slots.table.long()], EMPTY)
 
-    def _thaw(self, slots: DeviceSlots, timers: Timers) -> None:
-        """The most urgent tokens return, as many as may move and have room."""
-        urgency = timers.urgency()
-        most = min(self.rule.moves, slots.n, len(urgency))
-        value, positions = urgency.topk(most)
-        active = (slots.table != EMPTY).sum()
-        room = slots.n - RESIZE_INTERVAL - active
-        if self.rule.max_active is not None:
-            room = room.clamp(max=self.rule.max_active - 1 - active)
-        taken = (value > 0) & (torch.arange(most, device=value.device) < room)
+    def _return(self, position: Tensor) -> None:
+        """Bring the tokens back that are neither frozen nor in a slot; ``prepare_step`` made room for all."""
+        slots, timers, table = self.slots, self._timers, self.slots.table[0, 0]
+        absent = ~timers.frozen & (timers.index < position)
+        absent = absent.index_fill(0, torch.where(table == EMPTY, timers.capacity, table).long(), False)
+        most = min(slots.n, len(absent))
+        taken, positions = absent.to(torch.int32).topk(most)
+        taken = taken > 0
         self.state.transfer.load_into_free(slots, positions, slots.free_slots(most), taken)
-        timers.frozen[positions] &= ~taken
         self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first
-        self.state.transfer.count_wanted((active + taken.sum()) * (layers * self.geometry.kv_heads))
+        self.state.transfer.count_wanted((slots.table != EMPTY).sum() * (layers * self.geometry.kv_heads))
 
-    def graph_buffers(self) -> list[Tensor]:
-        states = [[t.detections, t.timer, t.since, t.score, t.frozen, t.hold] for t in self.timers]
-        return [self.thawed, *(tensor for state in states for tensor in state)]
+    # ---- pages that a query names
+
+    def _named(self, position: Tensor) -> Tensor:
+        """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
+        g, bounds, index = self.geometry, self.bounds.data, self._timers.index
+        pages = torch.arange(bounds.shape[2], device=bounds.device)
+        masked = (pages * g.page > position) | ((pages + 1) * g.page <= position + 1 - self._sight)
+        scores = self.state.ops.page_scores(self.state.query.flatten(0, 1), bounds.flatten(0, 1), 1.0)
+        scores = scores.float().view(g.layers, g.kv_heads, g.group, -1) * self._scaling
+        share = scores.masked_fill(masked[:, None, None], -torch.inf).softmax(-1).mean(2).nan_to_num().amax((0, 1))
+        page = torch.div(index, g.page, rounding_mode="floor").clamp(max=len(share) - 1)
+        return (share > MAJORITY)[page] & (index <= position)
+
+    def _widen_bounds(self, position: Tensor) -> None:
+        """Let the bounds cover the new token's keys, of all layers at once."""
+        keys = self.slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, self.slots.current_slot)
+        page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
+        row = torch.maximum(self.bounds.data.index_select(2, page), torch.cat((keys, -keys), -1))
+        self.bounds.data.index_copy_(2, page, row)
+
+    def _note_layers(self) -> None:
+        """Each layer's attention scale, and how many tokens it sees."""
+        layers, device = range(self.geometry.layers), self.state.device
+        windows = [spec.window if spec else None for spec in self.state.specs]
+        self._scaling = torch.tensor([self.state.scaling(i) for i in layers], device=device).view(-1, 1, 1, 1)
+        self._sight = torch.tensor([SEES_ALL if w is None else w for w in windows], device=device).view(-1, 1)
 
     # ---- what others read
 
+    def graph_buffers(self) -> list[Tensor]:
+        own = [self.bounds.data, self._scaling, self._sight] if self.rule.recalls else []
+        return [self.thawed, *self._timers.buffers(), *own]
+
     def is_exact(self, tokens: int) -> bool:
-        # Conservative: between two looks it is not known whether a token that could be frozen was.
-        never = max(self.rule.min_active, self.sink + self.window) + 1
-        return (
-            tokens <= (min(never, self.rule.max_active) if self.rule.max_active else never) or tokens <= self._certain
-        )
+        return self._exact
 
     def report(self) -> ModeReport:
-        return ModeReport(self.rule.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)
+        return ModeReport(self.parameters.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)
 
     def _stats(self) -> dict[str, Any]:
-        frozen = [timers.frozen[: self.state.total] for timers in self.timers]
-        away = sum(int(mask.sum()) for mask in frozen)
-        waits = sum(int(t.timer[: len(m)][m].clamp(min=0).sum()) for t, m in zip(self.timers, frozen, strict=True))
-        steps = self.state.steps - self._entered_at
+        timers = self._timers
+        frozen = timers.frozen[: self.state.total]
+        away, steps = int(frozen.sum()), self.state.steps - self._entered_at
+        waits = int(timers.timer[: len(frozen)][frozen].clamp(min=0).sum())
         return {
-            "frozen now": away // len(frozen),
+            "frozen now": away,
             "mean timer": round(waits / away, 1) if away else 0.0,
-            "mean thaws": round(int(self.thawed) / len(frozen) / steps, 1) if steps else 0.0,
+            "mean thaws": round(int(self.thawed) / steps, 1) if steps else 0.0,
         }
 
-    def _refuse_small_ceiling(self) -> None:
-        least, most = max(self.rule.min_active, self.sink + self.window), self.rule.max_active
-        if most is not None and most <= least:
+    @property
+    def _timers(self) -> Timers:
+        assert self.timers is not None
+        return self.timers
+
+    def _refuse_small_budget(self) -> None:
+        least, budget = self.sink + self.window, self.parameters.budget
+        if budget is not None and budget <= least:
             raise UsageError(
-                "The freeze mode's ceiling is too small.",
-                f"max_active = {most} is not above min_active = {self.rule.min_active} and "
-                f"sink + window = {self.sink + self.window}.",
-                f"Give a max_active above {least}, or less min_active.",
+                "The freeze budget is too small.",
+                f"budget = {budget} tokens is not above sinks + K = {self.sink} + {self.window} = {least}.",
+                f"Give a budget above {least}, or a smaller K.",
             )

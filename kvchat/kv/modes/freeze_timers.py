@@ -5,6 +5,8 @@ Everything is a tensor by position or by slot, of fixed shape within a step, and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,33 @@ from kvchat.config.modes import FreezeParameters
 from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
 
-# What a score of 0 counts for a token that waits to return, so that it is not forgotten.
+SINK = 4
+# What a score of 0 counts for a token that waits under a budget, so that it is not forgotten.
 MIN_RETURN_SCORE = 0.01
-# Above every score: puts tokens that are relevant behind those that are not.
-SORT_LAST = 1e9
+NAMED_SCORE = 1e9  # above all others, until the token is scored
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the profiles differ in.
+
+    ``sink`` first tokens and, if ``protects``, the chat's control tokens are never frozen; the least relevant freeze
+    only while more than ``floor`` are read; the first freezes are spread over ``stagger`` steps; with ``same_step`` a
+    timer falls in the step that sets it; ``recalls`` lets a query wake pages and halves the flags of what is relevant.
+    """
+
+    sink: int
+    floor: int
+    stagger: int
+    protects: bool
+    same_step: bool
+    recalls: bool
+
+
+RULES = {
+    "default": Rule(sink=SINK, floor=400, stagger=64, protects=True, same_step=False, recalls=True),
+    "paper": Rule(sink=0, floor=0, stagger=1, protects=False, same_step=True, recalls=False),
+}
 
 
 def duration(detections: Tensor, k: float) -> Tensor:
@@ -29,11 +54,11 @@ def state_bytes(capacity: int) -> int:
 
 
 class Timers:
-    """State of the tokens that share slots, by position: tensors ``[capacity + 1]``; the last entry is a dummy.
+    """State of the tokens by position: tensors ``[capacity + 1]``; the last entry is a dummy.
 
     ``detections`` begins at minus the token's offset, which staggers the first freezes; ``timer`` is the number of
-    steps to stay away, 0 or less where the token waits for room to return; ``since`` the position at which it left;
-    ``score`` its smoothed one. ``hold`` (0-d) is the number of steps for which nothing may be frozen.
+    steps to stay away, 0 or less where the budget keeps a token away; ``since`` the position at which it left;
+    ``score`` its last one; ``index`` its position. ``hold`` (0-d) is the number of steps in which nothing may freeze.
     """
 
     detections: Tensor
@@ -42,13 +67,18 @@ class Timers:
     score: Tensor
     frozen: Tensor
 
-    def __init__(self, rule: FreezeParameters, device: torch.device, headroom: int = GROWTH_HEADROOM) -> None:
-        self.rule = rule
+    def __init__(self, parameters: FreezeParameters, device: torch.device, headroom: int = GROWTH_HEADROOM) -> None:
+        self.parameters = parameters
+        self.rule = RULES[parameters.profile]
         self.device = device
         self.headroom = headroom
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
         self.capacity = 0
         self._allocate(grown(0, headroom))
+
+    def buffers(self) -> list[Tensor]:
+        """Return the tensors that last from step to step."""
+        return [self.detections, self.timer, self.since, self.score, self.frozen, self.hold, self.index]
 
     def reserve(self, tokens: int) -> None:
         """Make room for the state of ``tokens``."""
@@ -56,79 +86,83 @@ class Timers:
             self._allocate(grown(tokens, self.headroom))
 
     def truncate(self, tokens: int) -> None:
-        """Forget the tokens from position ``tokens`` on; those in the window before it are active."""
+        """Forget the tokens from position ``tokens`` on; those in the window before it are read."""
         self.detections[tokens:] = self._offsets(self.capacity + 1)[tokens:]
-        self.frozen[max(0, tokens - self.rule.window) :] = False
+        self.frozen[max(0, tokens - self.parameters.K) :] = False
         self.score[tokens:] = 0
 
-    def observe(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> Tensor:
-        """One step: the tokens in ``table [n]`` scored ``score [n]``; which slots they leave, bool ``[n]``.
+    def awake(self, total: int) -> int:
+        """How many of ``total`` tokens the next one reads; waits for the device."""
+        return total - int(self.frozen[:total].sum())
 
-        ``position`` (0-d) is that of the newest token. The timers of tokens that were away fall by one.
+    def observe(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor, named: Tensor | None) -> None:
+        """One step: the tokens in ``table [n]`` scored ``score [n]``; ``frozen`` says what the next step leaves out.
+
+        ``position`` (0-d) is that of the newest token, ``named [capacity + 1]`` the tokens whose pages its query named.
         """
-        rule, held = self.rule, table != EMPTY
+        p, rule, held = self.parameters, self.rule, table != EMPTY
         index = torch.where(held, table, self.capacity).long()
-        score = self._smoothed(self.score[index], score)
-        may = held & (table <= position - rule.window) & ~self._protected(index, pinned)
-        low = may & (score < rule.tau)
+        may = held & self._may(index, position + 1, pinned)
+        low = may & (score < p.tau)
         c = self._counted(self.detections[index], low, score)
         # A timer that falls in the step it is set in: a token that were to leave and return at once does not move.
-        d = duration(c, rule.k) - int(rule.same_step)
-        leaves = self._bounded(low & (d > 0) & (self.hold == 0), may, score, held.sum())
+        d = duration(c, p.k) - int(rule.same_step)
+        leaves = self._above_floor(low & (d > 0) & (self.hold == 0), score, held.sum())
         self.timer -= 1
         self.hold.sub_(1).clamp_(min=0)
         for state, value in ((self.timer, d.clamp(min=1)), (self.since, position.to(torch.int32))):
             state[index] = torch.where(leaves, value, state[index])
         self.detections[index], self.score[index], self.frozen[index] = c, score, leaves
-        return leaves
-
-    def urgency(self) -> Tensor:
-        """How much each token should return now, ``[capacity]``; 0 where it should not. Grows while it waits."""
         waiting = self.frozen & (self.timer <= 0)
-        return torch.where(waiting, (self.score + MIN_RETURN_SCORE) * (1 - self.timer), 0.0)[:-1]
+        self.frozen &= ~waiting
+        if named is not None:
+            self.name(named)
+        if p.budget is not None:
+            self.limit(position + 1, pinned, waiting)
 
-    def limit(self, total: int, most: int, pinned: Tensor) -> None:
-        """Freeze the least relevant of ``total`` tokens until at most ``most`` are active; between steps."""
-        index = torch.arange(total, device=self.device)
-        active = ~self.frozen[:total]
-        may = active & (index < total - self.rule.window) & ~self._protected(index, pinned)
-        over = min(int(active.sum()) - most, int(may.sum()))
-        if over > 0:
-            least = torch.where(may, self.score[:total], SORT_LAST).topk(over, largest=False).indices
-            self.frozen[least], self.timer[least], self.since[least] = True, 1, total
+    def name(self, tokens: Tensor) -> None:
+        """The tokens of a mask ``[capacity + 1]`` are read again, and were never flagged."""
+        self.frozen &= ~tokens
+        self.detections.masked_fill_(tokens, 0)
+        self.score.masked_fill_(tokens, NAMED_SCORE)
 
-    def restart(self, tokens: int) -> None:
-        """All of the first ``tokens`` are active and were never flagged."""
-        self.frozen[:tokens] = False
-        self.detections[:tokens] = self._offsets(tokens)
+    def limit(self, total: Tensor, pinned: Tensor, waiting: Tensor) -> None:
+        """Freeze the least relevant tokens until the next one reads ``budget``, itself included.
+
+        ``total`` (0-d) tokens are stored. The urgency of those ``waiting [capacity + 1]``, whose timer ran out, grows.
+        """
+        assert self.parameters.budget is not None
+        awake = ~self.frozen & (self.index < total)
+        may = awake & self._may(self.index, total, pinned)
+        over = awake.sum() - (self.parameters.budget - 1)
+        urgent = torch.where(waiting, self.score.clamp(min=MIN_RETURN_SCORE) * (1 - self.timer), self.score)
+        order = torch.where(may, urgent, torch.inf).argsort(stable=True)
+        rank = torch.empty_like(order).scatter_(0, order, self.index)
+        out = may & (rank < over)
+        self.frozen |= out
+        self.timer.masked_fill_(out & ~waiting, 1)
 
     def wake(self, tokens: Tensor) -> None:
-        """The tokens of a mask ``[total]`` are active again."""
+        """The tokens of a mask ``[total]`` are read again."""
         self.frozen[: len(tokens)] &= ~tokens
 
-    def _smoothed(self, before: Tensor, score: Tensor) -> Tensor:
-        """A share of the score before counts; none was 0, as a token never scored has it."""
-        return torch.where(before > 0, score.lerp(before, self.rule.smooth), score) if self.rule.smooth else score
-
     def _counted(self, c: Tensor, low: Tensor, score: Tensor) -> Tensor:
-        """Detections after this step: one more where low, half where relevant, at most the history window."""
-        c = torch.where((score > self.rule.tau) & (c > 0), c // 2, c + low.to(torch.int32))
-        return c.clamp(max=self.rule.history) if self.rule.history else c
+        """Detections after this step: one more where low, half where relevant."""
+        counted = c + low.to(torch.int32)
+        return torch.where((score > self.parameters.tau) & (c > 0), c // 2, counted) if self.rule.recalls else counted
 
-    def _bounded(self, leaves: Tensor, may: Tensor, score: Tensor, active: Tensor) -> Tensor:
-        """The floor and the ceiling on active tokens: the least relevant leave first, beyond the flagged if need be."""
-        least, most = self.rule.min_active, self.rule.max_active
-        if not least and most is None:
+    def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
+        """The least relevant of ``leaves`` as long as more than ``floor`` tokens are read."""
+        if not self.rule.floor:
             return leaves
-        order = torch.where(may, score.double() + SORT_LAST * ~leaves, torch.inf).argsort()
+        order = torch.where(leaves, score, torch.inf).argsort(stable=True)
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        # One more token comes before the next look.
-        forced = torch.zeros_like(leaves) if most is None else may & (rank < active + 1 - most)
-        return (leaves | forced) & (rank < active - least)
+        return leaves & (rank < awake - self.rule.floor)
 
-    def _protected(self, index: Tensor, pinned: Tensor) -> Tensor:
-        sinks = index < self.rule.sink
-        return sinks | pinned[index.clamp(max=len(pinned) - 1)] if self.rule.protect else sinks
+    def _may(self, index: Tensor, total: Tensor, pinned: Tensor) -> Tensor:
+        """The tokens at positions ``index`` may be frozen: neither sinks nor in the window nor protected."""
+        may = (index >= self.rule.sink) & (index < total - self.parameters.K)
+        return may & ~pinned[index.clamp(max=len(pinned) - 1)] if self.rule.protects else may
 
     def _offsets(self, entries: int) -> Tensor:
         return -(torch.arange(entries, dtype=torch.int32, device=self.device) % self.rule.stagger)
@@ -145,4 +179,5 @@ class Timers:
             if self.capacity:
                 tensor[: self.capacity] = getattr(self, name)[: self.capacity]
             setattr(self, name, tensor)
+        self.index = torch.arange(capacity + 1, device=self.device)
         self.capacity = capacity

@@ -9,6 +9,12 @@ Departures and decisions:
     * The window is exact (the last W tokens, a ring), not whole pages: a page that the window is leaving is a candidate
       from its first token on, and of a resident page only tokens outside sinks and window are read. So a token attends
       to at most ``budget`` tokens, to none twice, and no page is missing for a step (candidates for position i+1).
+    * Nothing waits for whether a head was flagged: page scores of all heads are made before attention at every step,
+      where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
+    * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
+      figures "heads corrected" and "mean C", and ``kvchat calibrate``.
+    * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
+      section 4 converts between two and streams through a double buffer.
     * Scores are scaled by the layer's attention scale (``selection.page_scores``).
     * The window holds at least one page, so that candidates are always complete.
 
@@ -72,7 +78,7 @@ class Speculative(Mode):
         return Plan([*full, rest], g.pages(capacity) * bounds_per_page)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [self.bounds.data]
+        return [self.bounds.data, self.cosine]
 
     @property
     def slots(self) -> DeviceSlots:
@@ -82,6 +88,8 @@ class Speculative(Mode):
     def attach(self, state: KVState) -> None:
         super().attach(state)
         self.bounds = PageBounds(self.geometry, state.device, self.first)
+        self.cosine = torch.zeros((), dtype=torch.float64, device=state.device)
+        self._entered_at = state.steps, int(state.transfer.totals[2])
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         if layer >= self.first:
@@ -110,6 +118,7 @@ class Speculative(Mode):
         self._now, self._next = self._candidates(position), self._candidates(position + 1)
         self._oldest = position - self.window
         self._flags: list[Tensor] = []
+        self._query = self.state.query[self.first :].clone()
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         if layer >= self.first:
@@ -128,6 +137,9 @@ class Speculative(Mode):
     def forward_end(self, position: Tensor) -> None:
         if self.k:
             self._open(slice(None), self._oldest + 1)
+            self.cosine += torch.cosine_similarity(
+                self.state.query[self.first :].float(), self._query.float(), -1
+            ).mean()
         if self._flags:
             self.state.transfer.count_corrections(torch.cat(self._flags).sum())
 
@@ -137,7 +149,16 @@ class Speculative(Mode):
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
         stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        return ModeReport(self.parameters.model_dump() | chosen, stats)
+        return ModeReport(self.parameters.model_dump() | chosen, stats | self._turning())
+
+    def _turning(self) -> dict[str, str | float]:
+        """Share of head-steps corrected since the mode was entered, and the mean of C over them."""
+        steps = self.state.steps - self._entered_at[0]
+        if not (steps and self.k):
+            return {}
+        heads = (self.geometry.layers - self.first) * self.geometry.kv_heads
+        corrected = int(self.state.transfer.totals[2]) - self._entered_at[1]
+        return {"heads corrected": f"{corrected / steps / heads:.0%}", "mean C": round(float(self.cosine) / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
         return self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer))
@@ -152,7 +173,8 @@ class Speculative(Mode):
         flagged = ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
         self._flags.append(flagged)
         scores = self._scores(layer, query)
-        self._recall(layer, self.choose(layer, scores, self._now, flagged))
+        again = self.parameters.tau <= 1  # something was chosen for this step already
+        self._recall(layer, self.choose(layer, scores, self._now, flagged), again)
         index = layer - self.first
         self._open(slice(index, index + 1), self._oldest)
         return scores
@@ -163,8 +185,8 @@ class Speculative(Mode):
         last = torch.div(position - self.window, p, rounding_mode="floor")
         return Candidates.between(self.sink // p, last, self.bounds.pages)
 
-    def _recall(self, layer: int, placed: Tensor) -> None:
-        self.state.transfer.load_pages(self.slots, layer, placed, self.slots.pages_of(layer))
+    def _recall(self, layer: int, placed: Tensor, again: bool = False) -> None:
+        self.state.transfer.load_pages(self.slots, layer, placed, self.slots.pages_of(layer), again)
 
     def _open(self, layers: slice, last: Tensor) -> None:
         self.state.ops.open_pages(self.slots, layers, self.sink, last)

@@ -5,6 +5,10 @@ Attention reads the first S tokens and the recent ones; C = budget. When the num
 the oldest recents are dropped down to L* (Eq. 8). What is dropped leaves the device only: the host pool keeps it.
 
 Departures:
+    * C = budget = S + W; B, the paper's non-core tokens ("optional", 0 by default, e.g. overlap), is a larger W here:
+      the algorithm keeps the first S and the last L* - S tokens whatever they are called.
+    * A prompt is read exactly, also what was dropped: the paper's prompts are shorter than C. It costs one pass over
+      the host pool, and what was dropped stays dropped for decoded tokens.
     * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink
       keys are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and
       every difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from
@@ -12,6 +16,10 @@ Departures:
     * A prune takes effect after the step that reaches C + R, as in the paper's program, which prunes the cache that the
       model's forward returned.
     * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
+
+Defaults: R = 64, delta = 16, sigma = 64. The paper has sigma < R; here a prune between two tokens drops delta,
+smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to C + 64 tokens,
+never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
 Shapes: one table ``[1, 1, S + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S.
 Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled.
@@ -23,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import StreamingParameters
-from kvchat.errors import DoesNotFitError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import (
@@ -66,9 +74,10 @@ class Streaming(Mode):
             raise DoesNotFitError("Streaming cannot re-align this model's sinks.", traits.realign_refusal)
         self.capacity = self._soft_capacity()
         self.sink = self._sinks()
+        self._refuse_two_capacities()
         self.window = self.capacity - self.sink
         self.limited_by_context = parameters.R == 0  # sinks that are re-aligned go on beyond it
-        refuse_small_budget(self.name, self.capacity, self.sink, parameters.window or 1)
+        refuse_small_budget(self.name, self.capacity, self.sink, 1)
 
     def plan(self, capacity: int) -> Plan:
         g, p = self.geometry, self.parameters
@@ -125,6 +134,20 @@ class Streaming(Mode):
         if p.budget is None and p.window is not None:
             return p.window + (MIN_SINK if p.sink is None else p.sink)
         return budget_of(p, self.traits.context)
+
+    def _refuse_two_capacities(self) -> None:
+        """C is ``budget`` or S + W: both are refused where they differ.
+
+        Raises:
+            UsageError: with the numbers.
+        """
+        p = self.parameters
+        if p.window is not None and self.sink + p.window != self.capacity:
+            raise UsageError(
+                "The streaming budget contradicts its window.",
+                f"budget = {self.capacity} is not sink + window = {self.sink} + {p.window} = {self.sink + p.window}.",
+                "Give the streaming mode a budget or a window, not both.",
+            )
 
     def _sinks(self) -> int:
         """As given, else the system prompt up to a quarter of C, at least four tokens."""

@@ -8,11 +8,19 @@ steps nothing is chosen and nothing moves (suspension).
 
 Departures and decisions:
     * Followers also keep a ring of recent tokens, which the paper does not mention and new tokens need. A token leaves
-      it only at an anticipation, where it may be chosen: the ring is w tokens long after one and w + m - 1 before the
-      next, so no token is out of reach for want of an anticipation.
-    * The first 4 tokens are always among the static ones.
+      it only at an anticipation, where it may be chosen: the ring is w = 128 tokens long after one (less where a small
+      budget leaves less than twice as much) and w + m - 1 before the next, so no token is out of reach for want of an
+      anticipation.
+    * The first 4 tokens are always among the static ones, of which they take 4.
+    * k follows from ``budget``, else from ``mem`` and the tokens stored when a turn's decoding begins. The paper's Mem%
+      counts k tokens a follower and all tokens of a representative, which its tables' rows fit but Llama-70B's at 20 %;
+      here it counts all that is allocated, ring and double buffer too. It is 50 % unless followers then kept less than
+      a third of the tokens (as with 2 KV heads).
     * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
     * Representatives are the best retrievers of their clusters; the paper's rule is ``representatives="centroid"``.
+    * Clusters by 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000); another text can
+      be given to ``kvchat calibrate``. By the paper's rule the representative then differs in half of the layers of
+      the bundled model, by retrieval in none.
     * Scores are maxima over the query heads of a group, as in the calibration.
     * Fetched tokens go to slots that are not read, as many as there are dynamic tokens: the paper's double
       buffer, without copying what stays. Where static tokens were fewer than their share there are more dynamic ones;
@@ -26,6 +34,7 @@ Costs: an anticipation ranks all tokens once per cluster; between anticipations 
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -43,6 +52,7 @@ from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
 
 SINK = 4
+RING = 128
 
 
 def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
@@ -81,13 +91,15 @@ class Sync(Mode):
         self.clusters = self._clusters()
         recent = self._recent()
         self.ring = recent + parameters.m - 1
+        self.mem = self._mem()
+        self.k = 0
         self.split = False
         if self.clusters == geometry.kv_heads:
             return
         if parameters.budget is not None:
             refuse_small_budget(self.name, parameters.budget, SINK, self.ring, " (window is w + m - 1)")
-        elif parameters.keep is None:
-            refuse_small_mem(parameters.mem, geometry.kv_heads, self.clusters)
+        else:
+            refuse_small_mem(self.mem, geometry.kv_heads, self.clusters)
         if traits.calibration is not None:
             self.split = True
             self.sink, self.window = SINK, recent
@@ -100,7 +112,7 @@ class Sync(Mode):
         layers = self.geometry.layers
         if not self.split:
             return Plan([Layout(0, layers, sink=0, window=capacity)])
-        held_bytes = layers * self.clusters * self._width(capacity) * torch.int64.itemsize
+        held_bytes = layers * self.clusters * self._width(self._most(capacity)) * torch.int64.itemsize
         return Plan([self._representatives(capacity), self._followers(capacity)], held_bytes)
 
     def _representatives(self, capacity: int) -> Layout:
@@ -111,22 +123,23 @@ class Sync(Mode):
         layers, heads = self.geometry.layers, tuple(r.followers for r in self.roles)
         if not self.parameters.offload:
             return Layout(0, layers, 0, capacity, shared=False, heads=heads)
-        pages = self.geometry.pages(self._region(capacity))
+        pages = self.geometry.pages(self._region(self._most(capacity)))
         return Layout(0, layers, SINK, min(self.ring, capacity), pages, shared=False, heads=heads)
 
-    def k_of(self, capacity: int) -> int:
-        """Static and dynamic tokens of a follower, the sinks included, with room for ``capacity`` stored tokens."""
+    def k_of(self, tokens: int) -> int:
+        """k: static and dynamic tokens of a follower, the sinks included, in a turn that begins with ``tokens``."""
         p = self.parameters
-        if p.keep is not None:
-            k = p.keep
-        elif p.budget is not None:
+        if p.budget is not None:
             k = p.budget - self.ring
         else:
-            per_follower = paper_k(p.mem, capacity, self.geometry.kv_heads, self.clusters)
+            per_follower = paper_k(self.mem, tokens, self.geometry.kv_heads, self.clusters)
             # Slots come in whole pages, twice: the region's and all of a head's.
             k = max(MIN_BUDGET, int((per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)))
-        # More than there can be outside the ring of the step that needs the next slot would stay empty.
-        return max(SINK, min(k, capacity + 1 - self._recent()))
+        return max(SINK, k)
+
+    def _most(self, capacity: int) -> int:
+        """The highest k of a turn with room for ``capacity`` tokens, no more than can lie outside the ring."""
+        return max(SINK, min(self.k_of(capacity), capacity + 1 - self._recent()))
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
@@ -135,7 +148,7 @@ class Sync(Mode):
             self.overlap = torch.zeros(2, dtype=torch.int64, device=state.device)
             follows = [[*r.follows] for r in self.roles]
             self._follows = torch.tensor(follows, device=state.device)
-            self.held = torch.full((self.geometry.layers, self.clusters, 0), EMPTY, device=state.device)
+            self.held = torch.empty((self.geometry.layers, self.clusters, 0), dtype=torch.int64, device=state.device)
 
     def graph_buffers(self) -> list[Tensor]:
         return [self.held, self.overlap] if self.split else []
@@ -150,14 +163,15 @@ class Sync(Mode):
         state.transfer.load_table(everything, self.wanted_table(everything, everything.layout.window))
         candidates = max(0, state.total + 1 - self.window - SINK)
         self.t = 0
-        self.static = min(self._static_share(), candidates)
+        self.k = self.k_of(state.total)
+        self.static = min(self.k - SINK - self._dynamic_share(self.k), candidates)
         layers = self.geometry.layers
+        self.held = self.held.new_empty((layers, self.clusters, 0))
         self._widen_held()
-        self.held.fill_(EMPTY)
         last = torch.tensor(state.total - self.window, device=state.device)
         if candidates:
             for layer in range(layers):
-                chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), self._k - SINK)
+                chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), self.k - SINK)
                 self.held[layer, :, : chosen.shape[1]] = chosen
         self._load(rest, last)
         return None
@@ -167,7 +181,7 @@ class Sync(Mode):
         if self.parameters.offload:
             table = self.wanted_table(rest, self.window - 1)
             for layer in range(self.geometry.layers):
-                table[layer, :, : rest.offset] = self.held[layer][self._follows[layer]].to(torch.int32)
+                table[layer, :, : self.held.shape[2]] = self.held[layer][self._follows[layer]].to(torch.int32)
             self.state.transfer.load_table(rest, table)
             return
         self.state.transfer.load_table(rest, self.wanted_table(rest, rest.layout.window))
@@ -193,17 +207,19 @@ class Sync(Mode):
     def prepare_step(self) -> bool:
         if self.split:
             self.t += 1
-            self.anticipations += any(self.anticipates(layer) for layer in range(self.geometry.layers))
+            self.anticipations += self.anticipates
             self._widen_held()
         return False
 
     def _widen_held(self) -> None:
-        grown = self._width(self._capacity) - self.held.shape[2]
-        if grown > 0:
-            self.held = torch.nn.functional.pad(self.held, (0, grown), value=EMPTY)
+        """Make room for what is held; fewer slots than k needs are there only while they hold every token."""
+        width = self._width(self.k)
+        width = min(width, self.state.slots[1].offset) if self.parameters.offload else width
+        if width > self.held.shape[2]:
+            self.held = torch.nn.functional.pad(self.held, (0, width - self.held.shape[2]), value=EMPTY)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
-        return self.split and self.held.shape[2] > 0 and self.anticipates(layer)
+        return self.split and self.held.shape[2] > 0 and self.anticipates
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # This layer's attention of this step is done: what changes now acts from the next step on.
@@ -218,7 +234,7 @@ class Sync(Mode):
         ranked = self._rank(layer, best, last)
         ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
         before = self.held[layer, :, self.static :]
-        wanted = self._best(ranked, self._k - SINK - self.static)
+        wanted = self._best(ranked, self.k - SINK - self.static)
         placed = assign_token_slots(wanted, before, ranked.shape[1])
         self.overlap[0].add_(((placed == before) & (placed >= 0)).sum())
         self.overlap[1].add_((placed >= 0).sum())
@@ -226,16 +242,13 @@ class Sync(Mode):
         before.copy_(placed)
         self._open(self.state.slots[1], layer, last)
 
-    def anticipates(self, layer: int) -> bool:
-        """True if ``layer`` chooses at the current step, counted from 1 since the mode filled its slots."""
-        m = self.parameters.m
-        return self.t % m == (layer % m if self.parameters.staggered else 0)
+    @property
+    def anticipates(self) -> bool:
+        """The current step, counted from 1 since the mode filled its slots, chooses."""
+        return self.t % self.parameters.m == 0
 
     def graph_key(self) -> tuple[int, ...]:
-        if not self.split:
-            return ()
-        since = self.t % self.parameters.m
-        return (since if self.parameters.staggered else int(since == 0)), self.static
+        return (int(self.anticipates), self.static) if self.split else ()
 
     # ---- choosing
 
@@ -262,7 +275,7 @@ class Sync(Mode):
         """Let the followers' attention read what they hold, the sinks, and what is later than ``last``."""
         table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
         if self.parameters.offload:
-            table[:, : rest.offset] = held.to(torch.int32)
+            table[:, : held.shape[1]] = held.to(torch.int32)
             ring = table[:, rest.offset :]
             ring.masked_fill_((ring >= SINK) & (ring <= last), EMPTY)
             return
@@ -275,10 +288,10 @@ class Sync(Mode):
     # ---- what others read
 
     def is_exact(self, tokens: int) -> bool:
-        return not self.split or tokens - self.window <= self._k
+        return not self.split or tokens - self.window <= self.k
 
     def report(self) -> ModeReport:
-        chosen = {"clusters": self.clusters, "window": self._recent()} | ({"keep": self._k} if self.split else {})
+        chosen = {"clusters": self.clusters} | ({"mem": self.mem} if self.parameters.budget is None else {})
         return ModeReport(self.parameters.model_dump() | chosen, self._stats())
 
     def _stats(self) -> dict[str, Any]:
@@ -289,44 +302,41 @@ class Sync(Mode):
         return {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
             "measured on": self.traits.calibration.measured_on if self.traits.calibration else "",
-            "k": self._k,
+            "k": self.k,
+            "recent": self.window,
+            "of full's memory": f"{self._memory_share():.0%}",
             "anticipation steps": self.anticipations,
             "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
         }
 
     # ---- inside
 
-    @property
-    def _capacity(self) -> int:
-        """Tokens that the slots are made for."""
-        return self.state.slots[0].layout.window
-
-    @property
-    def _k(self) -> int:
-        return self.k_of(self._capacity)
-
-    def _static_share(self) -> int:
-        """ceil(rho * k) tokens, of which the sinks have slots of their own."""
-        return max(0, self._k - SINK - self._dynamic_share(self._k))
+    def _memory_share(self) -> float:
+        """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
+        held, g = self.state.slots, self.geometry
+        return sum(slots.kv.nbytes for slots in held) / (g.layers * g.kv_heads * held[0].n * 2 * g.row_bytes)
 
     def _dynamic_share(self, k: int) -> int:
-        return min(k - SINK, int((1 - self.parameters.rho) * k))
+        """floor((1 - rho) * k), exactly for rho as it was written."""
+        return min(k - SINK, int((1 - Fraction(str(self.parameters.rho))) * k))
 
-    def _region(self, capacity: int) -> int:
+    def _region(self, k: int) -> int:
         """Slots for static and, twice, dynamic tokens."""
-        k = self.k_of(capacity)
         return k - SINK + self._dynamic_share(k)
 
-    def _width(self, capacity: int) -> int:
+    def _width(self, k: int) -> int:
         """``_region`` in whole pages."""
-        return self.geometry.round_up(self._region(capacity))
+        return self.geometry.round_up(self._region(k))
 
     def _recent(self) -> int:
-        """The ring after an anticipation: as given, else 128, but at most half of what a small budget allows."""
+        """The ring after an anticipation: at most half of what a small budget allows."""
         p = self.parameters
-        if p.budget is None or "window" in p.model_fields_set:
-            return p.window
-        return max(1, min(p.window, (p.budget - SINK) // 2 - (p.m - 1)))
+        return RING if p.budget is None else max(1, min(RING, (p.budget - SINK) // 2 - (p.m - 1)))
+
+    def _mem(self) -> float:
+        """As given, else the paper's 50 %, or so much that a follower keeps a third of the tokens."""
+        heads, leading = self.geometry.kv_heads, self.clusters
+        return self.parameters.mem or max(0.5, (leading + (heads - leading) / 3) / heads)
 
     def _clusters(self) -> int:
         heads, calibration = self.geometry.kv_heads, self.traits.calibration

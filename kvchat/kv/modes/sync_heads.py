@@ -1,4 +1,5 @@
-"""Which KV heads of a layer resemble each other, and which of them speaks for the others (SyncKV, section 4.1).
+"""What was measured of a model's KV heads: which resemble each other and which speaks for the others (SyncKV, section
+4.1), and how fast their queries turn (FreeKV, section 3.3).
 
 The rows of D = max(S) - S are clustered by K-Means (the paper, appendix B.1). A layer has at most a few dozen heads, so
 K-Means is written out here: scikit-learn would bring scipy and joblib into every installation for these lines.
@@ -13,6 +14,7 @@ from torch import Tensor
 
 RULES = ("retrieval", "centroid")
 STARTS = 20
+POINTS = 201  # of each head's distribution, from its deciles
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,9 @@ class Calibration:
     """What was measured of a model's KV heads. ``clusters`` is the number of representatives a layer by default.
 
     ``similarity [layer][head][head]`` is the mean overlap coefficient of the heads' most attended tokens,
-    ``retrieval [layer][head]`` the attention mass on the source of tokens that are being repeated.
-    ``measured_on`` describes the text that was read.
+    ``retrieval [layer][head]`` the attention mass on the source of tokens that are being repeated. ``measured_on``
+    describes the text that was read. ``turning [layer][head]`` are the deciles (0 to 100 %) of C, the mean cosine of
+    its queries to the last token's, which speculative mode compares with tau; empty in files of earlier versions.
     """
 
     revision: str
@@ -29,6 +32,16 @@ class Calibration:
     clusters: int
     similarity: tuple[tuple[tuple[float, ...], ...], ...]
     retrieval: tuple[tuple[float, ...], ...]
+    turning: tuple[tuple[tuple[float, ...], ...], ...] = ()
+
+    def tau_for(self, share: float) -> float:
+        """The tau by which about this share of head-steps is corrected in text like what was measured.
+
+        The first layer, which speculative mode reads in full, is left out. ``turning`` must not be empty.
+        """
+        deciles = torch.tensor(self.turning[1:] or self.turning, dtype=torch.float64).flatten(0, 1)
+        cosines = torch.nn.functional.interpolate(deciles[:, None], size=POINTS, mode="linear", align_corners=True)
+        return float(cosines.flatten().quantile(share))
 
 
 @dataclass(frozen=True)
@@ -40,9 +53,9 @@ class Roles:
     follows: tuple[int, ...]
 
 
-def default_clusters(kv_heads: int) -> int:
-    """Representatives a layer: 2 of 8, 1 of 4 (the paper's choice for Llama and Qwen)."""
-    return max(1, kv_heads // 4)
+def default_clusters(kv_heads: int, architecture: str = "") -> int:
+    """Representatives a layer, the paper's choice: 1 for Qwen whatever its size, else a quarter (2 for Llama's 8)."""
+    return 1 if architecture.startswith("qwen") else max(1, kv_heads // 4)
 
 
 def roles(calibration: Calibration, clusters: int, rule: str) -> list[Roles]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
@@ -18,16 +19,19 @@ from textual.widgets import Static
 
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
-from kvchat.protocol.messages import Snapshot, Switched
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Switched
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.history import PromptHistory
-from kvchat.tui.state import ChatState
+from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
+from kvchat.tui.widgets.answer import Answer, past_message
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
-from kvchat.tui.widgets.messages import Answer, Note, Problem, Question, SwitchNote
+from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
@@ -55,6 +59,7 @@ class ChatScreen(Screen[None]):
         super().__init__()
         self.controller = ChatController(config, client, self)
         self._keys = keys
+        self._resume = config.resume
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
 
@@ -76,6 +81,7 @@ class ChatScreen(Screen[None]):
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
         self.run_worker(self._listen(), name="events")
+        self.run_worker(self._open_archive(), name="conversations")
         self.call_after_refresh(self.controller.start)
 
     def on_resize(self) -> None:
@@ -127,9 +133,22 @@ class ChatScreen(Screen[None]):
             await run(self.controller, "")
 
     def action_stop(self) -> None:
-        """Stop the answer and focus the prompt."""
+        """Stop the answer, or the editing of a question, and focus the prompt."""
         self.controller.stop()
+        self.controller.branches.stop_editing()
         self.query_one(Prompt).focus()
+
+    def action_conversations(self, text: str = "") -> None:
+        """Show the conversations kept, those that say ``text``."""
+        self.app.push_screen(ConversationsScreen(self.controller, text))
+
+    def on_key(self, event: events.Key) -> None:
+        """What is typed while another part has the focus goes to the prompt."""
+        prompt = self.query_one(Prompt)
+        if event.is_printable and event.character and event.key not in self.active_bindings and not prompt.has_focus:
+            event.stop()
+            prompt.focus()
+            prompt.insert(event.character)
 
     def action_interrupt(self) -> None:
         """Copy the selection, else stop the answer, else quit when pressed twice."""
@@ -149,6 +168,10 @@ class ChatScreen(Screen[None]):
         shown = bool(self.query_one(KvColumn).display)
         self.set_class(not shown, "panels-on")
         self.set_class(shown, "panels-off")
+
+    def action_thinking(self) -> None:
+        """Show or fold thoughts."""
+        self.toggle_class("thoughts-on")
 
     def action_newest(self) -> None:
         """Scroll to the newest line and follow it."""
@@ -172,14 +195,23 @@ class ChatScreen(Screen[None]):
 
     # ---- ChatView --------------------------------------------------------------------------------
 
+    @property
+    def chosen(self) -> str | None:
+        return self._transcript.chosen
+
+    async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
+        if below is None:
+            self.query_one(Ribbon).clear()
+            self.query_one(Timeline).clear()
+        widgets: list[Widget] = [past_message(message, footer) for message, footer in messages]
+        await self._transcript.replace_below(below, widgets or ([] if below else [self._welcome()]))
+
     async def add_question(self, text: str, queued: bool) -> Question:
         self._accept_prompt()
         await self._transcript.query(Welcome).remove()
         return await self._transcript.add(Question(text, queued))
 
-    async def add_answer(self, replace: bool = False) -> Answer:
-        for answer in self._transcript.answers()[-1:] if replace else ():
-            await answer.remove()
+    async def add_answer(self) -> Answer:
         return await self._transcript.add(Answer())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> SwitchNote:
@@ -204,6 +236,7 @@ class ChatScreen(Screen[None]):
         bar = self.query_one(ModeBar)
         bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
         bar.mode, bar.params = state.mode, state.params
+        self.query_one(Prompt).border_title = "editing: Enter asks on a new branch, Esc ends it" if state.edited else ""
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         if snapshot is None:
@@ -217,19 +250,15 @@ class ChatScreen(Screen[None]):
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
 
-    def restore_prompt(self, text: str) -> None:
-        self.query_one(Prompt).restore(text)
+    def restore_prompt(self, text: str) -> bool:
+        prompt = self.query_one(Prompt)
+        prompt.focus()
+        return prompt.restore(text)
 
     def copy(self, text: str) -> None:
         """Copy by OSC 52, which a terminal may ignore without an answer."""
         self.app.copy_to_clipboard(text)
         self.toast(f"Sent {len(text):,} characters to the terminal's clipboard (OSC 52).", title="Copied")
-
-    async def clear(self) -> None:
-        self.query_one(Ribbon).clear()
-        self.query_one(Timeline).clear()
-        await self._transcript.clear()
-        await self._transcript.add(self._welcome())
 
     # ---- helpers ---------------------------------------------------------------------------------
 
@@ -255,6 +284,13 @@ class ChatScreen(Screen[None]):
             self.query_one(Prompt).accept()
         except OSError as error:
             self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
+
+    async def _open_archive(self) -> None:
+        latest = await self.controller.open_archive(self._resume)
+        if latest is not None:
+            for welcome in self.query(Welcome):
+                welcome.offer(latest.title, self._key("last"))
+        await self.controller.keep()
 
     async def _listen(self) -> None:
         with self._missing_widgets_ignored_at_exit():

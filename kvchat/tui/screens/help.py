@@ -15,6 +15,8 @@ from textual.widgets import Static
 
 from kvchat.config.modes import ModeInfo
 from kvchat.tui.actions import ACTIONS, COMMANDS, describe_keys
+from kvchat.tui.panel_rows import EXPLANATIONS
+from kvchat.tui.widgets.panels import legend
 
 
 class HelpScreen(ModalScreen[None]):
@@ -46,10 +48,13 @@ class HelpScreen(ModalScreen[None]):
                 ("Keys", key_rows(self._keys)),
                 ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
                 ("KV modes", mode_rows(self._modes)),
+                ("Panels", list(EXPLANATIONS.items())),
             )
             for title, rows in sections:
                 yield Static(title, classes="title")
                 yield Static(table(rows, color))
+            yield Static("Ribbon", classes="title")
+            yield Static(legend())
 
 
 def table(rows: Iterable[tuple[str, str]], color: str) -> Table:

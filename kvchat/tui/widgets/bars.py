@@ -8,7 +8,8 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from kvchat.protocol.messages import Loaded, Params, Snapshot
+from kvchat.protocol.figures import Params, Snapshot
+from kvchat.protocol.messages import Loaded
 from kvchat.tui.actions import BY_ID, HINTED
 from kvchat.tui.keys import hint_key
 from kvchat.tui.state import Phase
@@ -95,7 +96,8 @@ class StatusBar(Widget):
             (f" {figure(s.tokens_per_s, 'tok/s', 1)} " if s.tokens_per_s is not None else "", "bold $foreground"),
             (bars(self._speeds), "$primary"),
         )
-        words = [f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "", *self._recall(s)]
+        reads = f"reads {percent(s.active / s.total)}" if s.total else ""
+        words = [reads, f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "", *self._recall(s)]
         if s.gpu:
             words.append(f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}")
         right = Content.assemble((f" ctx {percent(s.total / s.context if s.context else None)} ", "$foreground"))
@@ -108,8 +110,8 @@ class StatusBar(Widget):
 
     def _recall(self, s: Snapshot) -> list[str]:
         return [
-            f"recall p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
-            f"hit {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
+            f"fetching p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
+            f"already there {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
         ]
 
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-from typing import TYPE_CHECKING
-
-from textual.app import ComposeResult
-from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message
-from textual.timer import Timer
 from textual.widgets import Static
 
+from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.tui import flush
 from kvchat.units import count, figure, size
 
-if TYPE_CHECKING:
-    from textual.widgets import Markdown
-
 SHOWN_CHARACTERS = 4000
+COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
 SETTLED_TOKENS = 64
 TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 
@@ -38,21 +29,25 @@ class Question(Static):
         super().__init__(classes="queued" if queued else "", markup=False)
         self.text = text
         self.queued = queued
+        self.message = ""
+        self._footer = ""
 
     def on_mount(self) -> None:
         self.update(self._content())
 
-    def send(self) -> None:
-        """Show that the question is no longer queued."""
+    def send(self, message: Message, footer: str) -> None:
+        """Show that the question is no longer queued: it is ``message`` now."""
         self.queued = False
+        self.message, self._footer = message.id, footer
         self.remove_class("queued")
-        self.update(self._content())
+        if self.is_mounted:
+            self.update(self._content())
 
     def _content(self) -> Content:
         shown = visible(self.text[:SHOWN_CHARACTERS])
         more = f" … ({size(len(self.text.encode('utf-8', 'replace')))})" if len(self.text) > SHOWN_CHARACTERS else ""
         body = shown.replace("\n", "\n  ") + more + ("  (queued)" if self.queued else "")
-        return Content(f"❯ {body}")
+        return Content.assemble(f"❯ {body}", (f"  {self._footer}" if self._footer else "", "dim not bold"))
 
 
 class Note(Static):
@@ -76,6 +71,11 @@ class SwitchNote(Note):
         self._tokens = 0
         self._begun: float | None = None
         super().__init__(self._line(None))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no token has come after the switch."""
+        return self._begun is None
 
     def count(self, tokens: int, now: float) -> None:
         """Count tokens after the switch; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
@@ -119,121 +119,3 @@ class Problem(Static):
         title, detail, hint = map(visible, (error.title, error.detail, error.hint))
         parts = [Content.styled(f"✖ {title}", "bold $error"), Content(detail), Content.styled(hint, "dim")]
         super().__init__(Content("\n").join(part for part in parts if part), markup=False)
-
-
-class Answer(Vertical):
-    """One answer, streamed as Markdown. ``collapsed`` it is one plain widget of the same height.
-
-    It owns its text, which is the engine's to the byte; what is drawn of it is ``visible``.
-    ``weight`` counts the widgets it is made of while it is not collapsed.
-    """
-
-    DEFAULT_CSS = """
-    Answer { height: auto; margin: 1 1 0 1; border-left: outer $primary; padding: 0 0 0 1; }
-    Answer.stopped { border-left: outer $warning; }
-    Answer > Markdown { padding: 0; margin: 0; background: transparent; }
-    Answer > .tail { color: $text; }
-    Answer > .tail.waiting { color: $text-muted; }
-    Answer > .receipt { color: $text-disabled; }
-    """
-
-    class Grew(Message):
-        """More of the answer is on screen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = ""
-        self.receipt = ""
-        self.collapsed = False
-        self.finished = False
-        self.weight = 1
-        self._open = flush.OpenBlock()
-        self._pending = ""
-        self._timer: Timer | None = None
-
-    def compose(self) -> ComposeResult:
-        if self.collapsed:
-            yield Static(visible(self.text), classes="placeholder", markup=False)
-            return
-        from textual.widgets import Markdown  # 40 ms that the first paint need not wait for
-
-        yield Markdown(visible(self.text) or None, open_links=False)
-        tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
-        tail.display = not self.finished
-        yield tail
-        receipt = Static(self.receipt, classes="receipt", markup=False)
-        receipt.display = bool(self.receipt)
-        yield receipt
-
-    def wait(self, words: str) -> None:
-        """Show what the engine does before the first word."""
-        if not self.text:
-            self._show_tail(words, waiting=True)
-
-    def feed(self, text: str) -> None:
-        """Append text; the next flush draws it."""
-        self.text += text
-        self._pending += visible(text)
-        if self._timer is None:
-            self._timer = self.set_timer(flush.SHORTEST_S, self._flush)
-
-    async def withdraw(self, chars: int) -> str:
-        """Remove the last ``chars`` characters, also from the screen, and return them."""
-        kept = len(self.text) - chars
-        self.text, withdrawn = self.text[:kept], self.text[kept:]
-        self._open, self._pending = flush.OpenBlock(), ""
-        await self._markdown.update(self._open.feed(visible(self.text)))
-        self._show_tail(self._open.tail)
-        return withdrawn
-
-    async def finish(self, text: str, receipt: str, stopped: bool = False) -> None:
-        """Show the complete answer, parsed once more as one text, with the receipt under it."""
-        self.text, self.receipt, self.finished = text, receipt, True
-        if self._timer:
-            self._timer.stop()
-        self.set_class(stopped, "stopped")
-        await self._markdown.update(visible(text))
-        self._show_tail("" if text.strip() else "(no text)", waiting=True)
-        line = self.query_one(".receipt", Static)
-        line.update(receipt)
-        line.display = bool(receipt)
-        self.weight = sum(1 for _ in self.walk_children())
-        self.post_message(self.Grew())
-
-    async def set_collapsed(self, collapsed: bool) -> None:
-        """Swap the Markdown blocks for one plain widget of the remembered height, or back."""
-        if collapsed == self.collapsed or not self.finished:
-            return
-        self.styles.height = self.size.height if collapsed else "auto"
-        self.collapsed = collapsed
-        await self.recompose()
-
-    async def _flush(self) -> None:
-        self._timer = None
-        if self.finished:
-            return
-        pending, self._pending = self._pending, ""
-        begun = perf_counter()
-        if closed := self._open.feed(pending):
-            await self._markdown.append(closed)
-        if self.finished:
-            return
-        self._show_tail(self._open.tail)
-        self.post_message(self.Grew())
-        self._timer = self.set_timer(flush.interval(perf_counter() - begun), self._again)
-
-    async def _again(self) -> None:
-        self._timer = None
-        if self._pending:
-            await self._flush()
-
-    @property
-    def _markdown(self) -> Markdown:
-        markdown: Markdown = self.query_one("Markdown")  # type: ignore[assignment]
-        return markdown
-
-    def _show_tail(self, text: str, waiting: bool = False) -> None:
-        for tail in self.query(".tail").results(Static):
-            tail.set_class(waiting, "waiting")
-            tail.update(text.rstrip("\n"))
-            tail.display = bool(text.strip())

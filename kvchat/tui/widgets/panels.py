@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -13,101 +12,15 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.config.modes import mode_names
-from kvchat.protocol.messages import RIBBON, Gpu, Params, Snapshot
-from kvchat.tui.state import describe_price
+from kvchat.protocol.figures import RIBBON, Snapshot
+from kvchat.tui.panel_rows import Rows, context_rows, extra_rows, memory_rows, mode_rows, recall_rows
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.units import MISSING, count, figure, percent, size
+from kvchat.units import BARS, MISSING
 
-Rows = list[tuple[str, str]]
 MAX_EVENTS = 200
 CALM = "calm"
-WIDTH = 32  # of a line in the column, beside a scrollbar
-
-
-def mode_rows(snapshot: Snapshot) -> Rows:
-    """The mode's parameters in force; more than four share lines, so that the column fits 40 lines."""
-    rows = [(name, _value(value)) for name, value in snapshot.params.items()]
-    return [*((packed(rows) if len(rows) > 4 else rows) or [("parameters", "none")]), *price_rows(snapshot)]
-
-
-def packed(rows: Rows) -> Rows:
-    """Put each row on the first line that has room for it, labels before values."""
-    lines: Rows = []
-    for label, value in rows:
-        joined = [(f"{labels} · {label}", f"{values} · {value}") for labels, values in lines]
-        fits = (i for i, (labels, values) in enumerate(joined) if len(labels) + 1 + len(values) <= WIDTH)
-        if (line := next(fits, None)) is None:
-            lines.append((label, value))
-        else:
-            lines[line] = joined[line]
-    return lines
-
-
-def price_rows(snapshot: Snapshot) -> Rows:
-    """What switching to the next mode would cost."""
-    modes = mode_names()
-    after = modes[(modes.index(snapshot.mode) + 1) % len(modes)] if snapshot.mode in modes else ""
-    return [(f"next → {price.mode}", describe_price(price)) for price in snapshot.prices if price.mode == after]
-
-
-def context_rows(s: Snapshot) -> Rows:
-    """Tokens read by the last step and tokens stored."""
-    share = f" · {percent(s.active / s.total)}" if s.total else ""
-    rows = [("read", f"{count(s.active)} tok{share}"), ("stored", f"{count(s.total)} of {count(s.context)}")]
-    return [*rows, ("reduced context", f"{count(s.reduced_tokens)} tok")] if s.reduced_tokens else rows
-
-
-def recall_rows(s: Snapshot) -> Rows:
-    """Recall from host to device: bytes, hit rate and time."""
-    p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
-    corrections = [("corrections", count(s.corrections))] if s.corrections else []  # one mode alone corrects
-    return [
-        ("moved", size(s.recalled_bytes)),
-        ("last step", size(s.step_bytes)),
-        ("hit rate", percent(s.recall_hit_rate)),
-        *corrections,
-        ("p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}"),
-    ]
-
-
-def memory_rows(s: Snapshot) -> Rows:
-    """Memory: of the device by NVML, of torch, and of kvchat."""
-    return [
-        *(gpu_rows(s.gpu) if s.gpu else [("GPU", MISSING)]),
-        ("torch", MISSING if s.torch_allocated is None else f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"),
-        ("weights", size(s.weight_bytes)),
-        ("KV on the device", size(s.kv_device_bytes)),
-        ("KV on the host", size(s.kv_host_bytes)),
-    ]
-
-
-def gpu_rows(gpu: Gpu) -> Rows:
-    """Readings of NVML."""
-    vitals = (figure(gpu.utilization, "%"), figure(gpu.temperature, "°C"), figure(gpu.power, "W"))
-    return [
-        ("GPU", gpu.name),
-        ("used", MISSING if gpu.used is None else f"{size(gpu.used)} / {size(gpu.total)}"),
-        ("this process", size(gpu.process)),
-        ("load", " · ".join(vitals)),
-    ]
-
-
-def extra_rows(extras: Params) -> Rows:
-    """Numbers that only the present mode has."""
-    return [(name, _value(value)) for name, value in extras.items()]
-
-
-def _value(value: object) -> str:
-    if value is None:
-        return "auto"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-    return str(value)
 
 
 class Rowed(Widget):
@@ -144,8 +57,8 @@ class Rowed(Widget):
         return Content.assemble(label, " " * max(width - len(label) - len(shown), 1), (shown, style))
 
 
-class KvColumn(VerticalScroll, can_focus=False):
-    """Mode, tokens read and stored over time, the mode's own numbers, recall and memory.
+class KvColumn(VerticalScroll):
+    """What this answer reads, the mode's parameters and own numbers, read and stored tokens, fetching and memory.
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
     """
@@ -158,11 +71,11 @@ class KvColumn(VerticalScroll, can_focus=False):
 
     def compose(self) -> ComposeResult:
         yield Badges()
+        yield Rowed("this answer", id="context-rows")
         yield Rowed("mode", id="mode-rows")
-        yield Rowed("read and stored", id="context-rows")
         yield Rowed("", id="own-rows")
         yield Timeline()
-        yield Rowed("recall", id="recall-rows")
+        yield Rowed("fetching", id="recall-rows")
         yield Rowed("memory", id="memory-rows")
 
     def on_mount(self) -> None:
@@ -218,7 +131,9 @@ class DetailColumn(VerticalScroll, can_focus=False):
         self.query_one("#events", Static).update("\n".join(self._events))
 
 
-def legend(letters: Iterable[str] = RIBBON) -> Content:
-    """Glyph, color and word of each state of the ribbon."""
-    lines = [Content.assemble((GLYPHS[x] * 2, f"$ribbon-{CLASSES[x]}"), f"  {RIBBON[x]}") for x in letters]
-    return Content("\n").join([*lines, Content.assemble(("┃ ", "$ribbon-tick"), "  the mode changed")])
+def legend() -> Content:
+    """How the ribbon shows what is read, and the color and word of each state."""
+    lines = [Content.assemble((f"{BARS[0]}{BARS[3]}{BARS[7]}", "$ribbon-device"), "  read by few, half, all heads")]
+    for letter, word in RIBBON.items():
+        lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))
+    return Content("\n").join([*lines, Content.assemble((" ┃ ", "$ribbon-tick"), "  the mode changed")])

@@ -65,12 +65,13 @@ class Prompt(TextArea):
         return _expanded(self.text, self._pastes)
 
     def accept(self) -> None:
-        """Remember the text sent first in the history.
+        """Remember the text sent first in the history; nothing was sent by keys where the application asks by itself.
 
         Raises:
             OSError: the history file cannot be written.
         """
-        self.prompts.add(_expanded(*self._sent.popleft()))
+        if self._sent:
+            self.prompts.add(_expanded(*self._sent.popleft()))
 
     def give_back(self) -> None:
         """Put the text sent first back, before what has been typed since."""
@@ -83,11 +84,13 @@ class Prompt(TextArea):
         """Replace the text; control characters become visible marks."""
         super().load_text(visible(text))
 
-    def restore(self, text: str) -> None:
-        """Put a text back into the prompt, unless another has been begun."""
-        if not self.text:
-            self.load_text("")
-            self.insert(self._fold(visible(text)))
+    def restore(self, text: str) -> bool:
+        """Put a text back into the prompt, unless another has been begun; whether it was."""
+        if self.text:
+            return False
+        self.load_text("")
+        self.insert(self._fold(visible(text)))
+        return True
 
     def action_cursor_up(self, select: bool = False) -> None:
         """Up, or the older prompt at the first line."""

@@ -1,10 +1,9 @@
-"""Tokens read and stored over time: the shaded hill is stored, the solid one is read by attention."""
+"""Tokens read over tokens stored: the shaded hill is stored, the solid one is read by attention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -20,20 +19,27 @@ NAMES = ("read", "stored", "mark")
 
 @dataclass(frozen=True)
 class Point:
-    """One moment; ``switched`` where the mode changed since the point before."""
+    """A step with ``stored`` tokens, of which it ``read`` some; ``switched`` where the mode changed just before."""
 
     read: float
     stored: float
     switched: bool = False
 
 
-def thin(points: Sequence[Point], width: int) -> list[Point]:
-    """At most ``width`` points, each the last of its group; a mark in a group survives."""
-    if len(points) <= width:
-        return list(points)
-    edges = [column * len(points) // width for column in range(width + 1)]
-    groups = [points[start:end] for start, end in pairwise(edges)]
-    return [Point(group[-1].read, group[-1].stored, any(p.switched for p in group)) for group in groups]
+def by_tokens(points: Sequence[Point], width: int) -> list[Point]:
+    """One point for each of ``width`` equal ranges of stored tokens, up to the last point's.
+
+    A range without a step of its own has what the last step before it read; before the first step nothing was read.
+    """
+    total = points[-1].stored if points else 0.0
+    columns, place, read = [], 0, 0.0
+    for column in range(width if total else 0):
+        stored, switched = total * (column + 1) / width, False
+        while place < len(points) and points[place].stored <= stored:
+            read, switched = points[place].read, switched or points[place].switched
+            place += 1
+        columns.append(Point(min(read, stored), stored, switched))
+    return columns
 
 
 def column(point: Point, top: float, height: int) -> list[str]:
@@ -52,7 +58,7 @@ def column(point: Point, top: float, height: int) -> list[str]:
 
 
 class Timeline(Widget):
-    """The newest point is at the right; older ones are squeezed together, so the whole conversation stays in sight."""
+    """From the first stored token at the left to the newest at the right, as high as what is stored."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"timeline--read", "timeline--stored", "timeline--mark"}
     DEFAULT_CSS = """
@@ -70,13 +76,13 @@ class Timeline(Widget):
         self._columns: list[list[str]] = []
 
     def add(self, read: float, stored: float) -> None:
-        """Add a point, unless nothing has changed."""
-        if self.points and (self.points[-1].read, self.points[-1].stored) == (read, stored) and not self._switched:
-            return
+        """Add a step; those with more stored tokens are forgotten, because the conversation was cut back."""
+        while self.points and self.points[-1].stored >= stored:
+            self._switched |= self.points.pop().switched
         self.points.append(Point(read, stored, self._switched))
         self._switched = False
         if len(self.points) > MAX_POINTS:
-            self.points = thin(self.points, MAX_POINTS // 2)
+            self.points = by_tokens(self.points, MAX_POINTS // 2)
         self.refresh()
 
     def mark(self) -> None:
@@ -99,9 +105,9 @@ class Timeline(Widget):
         width, height = self.size
         key = (width, height, len(self.points), self.points[-1:])
         if key != self._key:
-            points = thin(self.points, width)
-            top = max((point.stored for point in points), default=0.0)
-            self._key, self._columns = key, [column(point, top, height) for point in points] if top else []
+            points = by_tokens(self.points, width)
+            top = points[-1].stored if points else 0.0
+            self._key, self._columns = key, [column(point, top, height) for point in points]
         return self._columns
 
 

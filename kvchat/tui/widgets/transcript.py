@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
+from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.tui.widgets.messages import Answer, Question
+from kvchat.foreign_text import visible
+from kvchat.tui.actions import bindings
+from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.messages import Question
 
 LIVE_ANSWERS = 30
 LIVE_WIDGETS = 120
@@ -23,11 +27,16 @@ W = TypeVar("W", bound=Widget)
 
 
 class Transcript(VerticalScroll):
-    """Anchored at its end until the reader scrolls away; ``Below`` then tells how much came since."""
+    """Anchored at its end until the reader scrolls away; ``Below`` then tells how much came since.
+
+    While it has the focus a message can be ``chosen``, for the keys that act on one.
+    """
 
     DEFAULT_CSS = """
     Transcript { height: 1fr; scrollbar-size-vertical: 1; padding: 0 0 1 0; background: $background; }
+    Transcript > .chosen { background: $boost; outline-left: outer $accent; }
     """
+    BINDINGS: ClassVar[list[BindingType]] = bindings("transcript")
 
     @dataclass
     class Below(Message):
@@ -38,6 +47,45 @@ class Transcript(VerticalScroll):
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
         self._left_at: float | None = None
+        self._chosen: Question | Answer | None = None
+
+    @property
+    def chosen(self) -> str | None:
+        """The id of the chosen message."""
+        return self._chosen.message if self._chosen is not None and self._chosen.is_attached else None
+
+    def choose(self, message: Question | Answer | None) -> None:
+        """Choose a message and scroll to it; None for none."""
+        if self._chosen is not None:
+            self._chosen.remove_class("chosen")
+        self._chosen = message
+        if message is not None:
+            message.add_class("chosen")
+            self.scroll_to_widget(message, animate=False)
+        self.refresh_bindings()
+
+    def action_choose(self, step: int) -> None:
+        """Choose the message ``step`` further on; at first the last one."""
+        messages = [child for child in self.children if isinstance(child, Question | Answer) and child.message]
+        if not messages:
+            return
+        if self._chosen in messages:
+            place = min(max(messages.index(self._chosen) + step, 0), len(messages) - 1)
+        else:
+            place = len(messages) - 1
+        self.choose(messages[place])
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Letters act on a chosen message only; otherwise they are typed."""
+        return action != "run" or self.chosen is not None
+
+    async def action_run(self, id: str) -> None:
+        """Run an action of the table on the chosen message."""
+        await self.run_action(f"screen.run({id!r})")
+
+    def on_blur(self) -> None:
+        """The keys of a message end with the focus."""
+        self.choose(None)
 
     def on_mount(self) -> None:
         self.anchor()
@@ -52,11 +100,15 @@ class Transcript(VerticalScroll):
         self.call_after_refresh(self.settle)
         return widget
 
-    async def clear(self) -> None:
-        """Remove all messages: a new conversation."""
+    async def replace_below(self, message: str | None, widgets: Sequence[Widget]) -> None:
+        """Put ``widgets`` in place of all below the widget of a message; None: of all there is."""
+        self.choose(None)
+        above = [index for index, child in enumerate(self.children) if getattr(child, "message", None) == message]
         with self.app.batch_update():
-            await self.remove_children()
+            await self.remove_children(self.children[above[-1] + 1 :] if message and above else self.children)
+            await self.mount_all(widgets)
         self.jump_to_end()
+        self.call_after_refresh(self.settle)
 
     def answers(self) -> list[Answer]:
         """All answers, oldest first."""
@@ -137,3 +189,11 @@ class Welcome(Static):
     """The text of an empty conversation."""
 
     DEFAULT_CSS = "Welcome { margin: 1 2; color: $text-muted; }"
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, markup=False)
+        self.text = text
+
+    def offer(self, title: str, key: str) -> None:
+        """Offer to go on with the conversation of this title."""
+        self.update(f"{self.text}\n\n{key} goes on with “{visible(title)}”.")

@@ -23,6 +23,12 @@ DROPS_THINKING = (
     "<|assistant|>"
 )
 
+PARTS_ONLY = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "<|assistant|>"
+)
+
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
@@ -221,3 +227,23 @@ def test_stored_text_is_known_only_at_marks():
     assert (stored.ids, stored.text, stored.marks) == ([1, 2, 3], "ab", [(2, 2)])
     stored.agree("aX")
     assert (stored.text, stored.marks) == ("aX", [(3, 2)])
+
+
+@pytest.mark.parametrize("template", ["", NO_SYSTEM, None])
+def test_the_preamble_is_all_of_the_system_prompt_with_the_templates_tokens(tokenizer, template):
+    encoder = PromptEncoder(tokenizer) if template == "" else with_template(tokenizer, template)
+    turns = [Turn("system", "You are a clerk. The code is 73519."), user("What is the code?")]
+    preamble = encoder.preamble(turns)
+    ids = encoder.encode(turns, Stored()).ids
+    assert "The code is 73519." in tokenizer.decode(ids[:preamble])
+    assert "What" not in tokenizer.decode(ids[:preamble])
+    assert encoder.preamble(turns[1:]) == 0
+
+
+def test_templates_that_know_parts_of_messages_only(tokenizer):
+    turns = [Turn("system", "Be short."), user("Hello"), assistant(" Hi! "), user("Again")]
+    in_parts = with_template(tokenizer, PARTS_ONLY).render(turns)
+    assert (
+        in_parts
+        == "<|system|>Be short.<|end|><|user|>Hello<|end|><|assistant|> Hi! <|end|><|user|>Again<|end|><|assistant|>"
+    )

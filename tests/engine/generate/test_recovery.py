@@ -15,7 +15,7 @@ from kvchat.protocol.messages import Finished, Recovered, Sampling, Started, Tex
 
 TURNS = (Turn("user", "Tell me about the sea. " * 40),)
 RANDOM = Sampling(temperature=1.0, seed=1, max_new_tokens=180)
-EAGER = {"min_active": 0, "stagger": 1, "tau": 5.0}
+EAGER = {"tau": 5.0}
 
 
 class Scripted(Session):

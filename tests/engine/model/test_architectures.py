@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.probe import pin_frequencies, probe
-from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.supported import refusal
 from kvchat.errors import ModelError
 from kvchat.kv.rope import cos_sin, rotate
@@ -30,11 +30,7 @@ REFUSED = {
     "mpt": "does not let its attention be replaced",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
-    "mamba2": "recurrent state",
-    "falcon_h1": "recurrent state",
-    "qwen3_next": "recurrent state",
-    "jamba": "recurrent state",
-    "lfm2": "kind conv",
+    "mamba2": "No layer of it attends",
     "llama4": "kind chunked_attention",
 }
 
@@ -81,7 +77,7 @@ def test_half_precision_stays_within_its_tolerance(name, dtype):
     assert selftest(tiny_models.model(name, dtype)) < 0.03
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [*RIGHT, *tiny_models.HYBRID])
 def test_nothing_in_the_configuration_speaks_against_what_runs(name):
     config = tiny_models.config(name)
     assert refusal(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]) is None
@@ -93,10 +89,21 @@ def test_refused_before_a_weight_is_read(name, reason):
     assert reason in refusal(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
 
 
-@pytest.mark.parametrize("name", ["llama4", "falcon_h1", "lfm2", "jamba"])
+@pytest.mark.parametrize("name", ["llama4", "jamba"])
 def test_the_selftest_catches_what_the_configuration_would_not_tell(name):
     with pytest.raises(ModelError, match=r"differ from transformers' own by"):
         selftest(tiny_models.model(name))
+
+
+@pytest.mark.parametrize("name", tiny_models.HYBRID)
+def test_hybrids_with_their_state_equal_eager(name):
+    assert selftest(tiny_models.model(name), chunked=reads_chunks(tiny_models.model(name))) < 5e-6
+
+
+@pytest.mark.parametrize(("name", "reason"), [("recurrent_gemma", "not in a cache"), ("minimax", "cache of its own")])
+def test_a_state_that_cannot_be_copied_is_refused(name, reason):
+    with pytest.raises(ModelError, match=reason):
+        reads_chunks(tiny_models.model(name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -112,7 +112,7 @@ def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
     assert relative_error(sample_logits(loaded.model), sample_logits(model.model)) < 0.1
     text = "Biscuit's third lighthouse."
     assert loaded.tokenizer(text)["input_ids"][-5:] == model.tokenizer(text)["input_ids"][-5:]
-    assert (loaded.fast, loaded.weights) == (model.fast, "")
+    assert (loaded.fused, loaded.weights) == (model.fused, "")
     assert "The gguf weights were unpacked to float32." in loaded.notes
     assert capfd.readouterr() == ("", "")
 
@@ -137,7 +137,7 @@ def test_no_gguf_file_at_all(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_a_gguf_file_is_not_quantized_again(file):
     with pytest.raises(ModelError):
-        load_model(str(file), "cpu", "auto", silent, quantize="4bit")
+        load_model(str(file), "cpu", "auto", silent, quantize="nf4")
 
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):

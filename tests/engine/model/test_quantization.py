@@ -1,4 +1,4 @@
-"""Weights in 4 bits, and checkpoints that come quantized; the real ones where bitsandbytes is installed."""
+"""Weights in 8 and 4 bits, and checkpoints that come quantized; the real ones where the libraries are installed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ needs_bitsandbytes = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")),
     reason="bitsandbytes is not installed",
 )
+CPU = torch.device("cpu")
 QUANTISED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
@@ -58,19 +59,19 @@ def nothing_installed(monkeypatch):
 
 
 def test_a_choice_that_is_not():
-    with pytest.raises(UsageError, match=r'no quantization "4bits".*Did you mean "4bit"'):
-        load_model("bundled", "cpu", "auto", silent, quantize="4bits")
+    with pytest.raises(UsageError, match=r'no quantization "int9".*Did you mean "int'):
+        load_model("bundled", "cpu", "auto", silent, quantize="int9")
 
 
 def test_without_bitsandbytes_the_command_is_named(nothing_installed):
     with pytest.raises(ModelError, match=r"bitsandbytes and accelerate are not installed.*pip install 'kvchat\[bnb\]'"):
-        load_model("bundled", "cpu", "auto", silent, quantize="4bit")
+        load_model("bundled", "cpu", "auto", silent, quantize="nf4")
 
 
 def test_a_quantized_model_is_not_quantized_again(folder):
     declare(folder, QUANTISED["gptq"])
     with pytest.raises(ModelError, match="quantized already, by gptq"):
-        load_model(str(folder), "cpu", "auto", silent, quantize="4bit")
+        load_model(str(folder), "cpu", "auto", silent, quantize="nf4")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
@@ -95,8 +96,8 @@ def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, 
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(dtype=stored)
     config.get_text_config = lambda decoder: config
-    assert quantization.resolve("4bit", config, torch.bfloat16).share == share
-    assert quantization.resolve("none", config, torch.bfloat16) == quantization.Quantization()
+    assert quantization.resolve("nf4", config, torch.bfloat16, CPU).share == share
+    assert quantization.resolve("none", config, torch.bfloat16, CPU) == quantization.Quantization()
 
 
 def test_weights_too_large_even_in_4_bits(monkeypatch):
@@ -107,7 +108,7 @@ def test_weights_too_large_even_in_4_bits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
-        load_model("bundled", "cuda", "auto", silent, quantize="4bit")
+        load_model("bundled", "cuda", "auto", silent, quantize="nf4")
 
 
 def test_ordinary_weights_are_not_called_quantized():
@@ -119,7 +120,7 @@ def test_ordinary_weights_are_not_called_quantized():
 
 @pytest.fixture(scope="module")
 def four_bits():
-    return load_model("bundled", "cpu", "auto", silent, quantize="4bit")
+    return load_model("bundled", "cpu", "auto", silent, quantize="nf4")
 
 
 @needs_bitsandbytes
@@ -128,10 +129,10 @@ def test_the_bundled_model_in_4_bits(four_bits, model, capfd):
     assert (four_bits.dtype, four_bits.device) == (torch.float32, torch.device("cpu"))
     assert four_bits.model.num_parameters() == model.model.num_parameters()
     assert selftest(four_bits.model) < 0.01
-    # 4 bits and a scale per block of 64 for the layers (bfloat16 on a CPU), float32 for the embedding
+    # 4 bits and a float32 scale per block of 64 for the layers, float32 for the embedding
     embedding = model.model.get_input_embeddings().weight.nbytes
     layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
-    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + 2 / 64), rel=0.01)
+    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + 4 / 64), rel=0.01)
 
 
 @needs_bitsandbytes
@@ -150,7 +151,7 @@ def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
 
 @needs_bitsandbytes
 def test_quantized_projections_are_not_merged(four_bits):
-    assert four_bits.fast == "norms, rope"
+    assert four_bits.fused == "norms, rope"
 
 
 @needs_bitsandbytes
@@ -166,6 +167,67 @@ def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
 @needs_bitsandbytes
 @pytest.mark.cuda
 def test_4_bits_on_a_gpu():
-    loaded = load_model("bundled", "cuda", "auto", silent, quantize="4bit")
+    loaded = load_model("bundled", "cuda", "auto", silent, quantize="nf4")
     assert (loaded.weights, loaded.device.type) == ("nf4", "cuda")
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cuda"}
+
+
+# ---- int8 and int4 by torchao -----------------------------------------------------------------------
+
+needs_torchao = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torchao", "accelerate")),
+    reason="torchao is not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def int8():
+    return load_model("bundled", "cpu", "auto", silent, quantize="int8")
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_without_torchao_the_command_is_named(nothing_installed, quantize):
+    with pytest.raises(ModelError, match=r"torchao and accelerate are not installed.*pip install 'kvchat\[ao\]'"):
+        load_model("bundled", "cpu", "auto", silent, quantize=quantize)
+
+
+def test_int4_on_a_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    with pytest.raises(UsageError, match=r"need a CUDA GPU and bfloat16\. Given: cpu, float32.*Give int8"):
+        load_model("bundled", "cpu", "auto", silent, quantize="int4")
+
+
+@needs_torchao
+def test_what_is_asked_of_torchao():
+    config, cuda = tiny_models.config("llama"), torch.device("cuda")
+    for quantize in ("int8", "int4"):
+        chosen = quantization.resolve(quantize, config, torch.bfloat16, cuda)
+        assert chosen.method == "torchao"
+        assert type(chosen.options["quantization_config"].quant_type).__name__.lower().startswith(quantize)
+        assert chosen.share == quantization.BITS[quantize] / 32
+
+
+@needs_torchao
+def test_the_bundled_model_in_8_bits(int8, model, capfd):
+    assert (int8.weights, int8.dtype) == ("int8", torch.float32)
+    # a row has a float32 scale and an int8 zero point; the head is no longer the embedding, which stays
+    embedding = model.model.get_input_embeddings().weight
+    linears = [m.weight for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    expected = embedding.nbytes + sum(w.numel() + 5 * len(w) for w in linears)
+    assert int8.weight_bytes == pytest.approx(expected, rel=0.002)
+    assert selftest(int8.model) < 0.02
+
+
+@needs_torchao
+def test_8_bits_are_near_the_weights_they_stand_for(int8, model):
+    plain = sample_logits(load_model("bundled", "cpu", "auto", silent, fuse=False).model)
+    assert relative_error(sample_logits(int8.model), plain) < 0.06
+
+
+@needs_torchao
+def test_one_token_and_many_are_the_same_product(int8):
+    linear = int8.model.model.layers[0].mlp.up_proj
+    x = torch.randn(1, 3, linear.in_features)
+    one_by_one = torch.cat([linear(row.view(1, 1, -1)) for row in x[0]], 1)
+    assert relative_error(one_by_one, linear(x)) < 0.01
+    assert relative_error(linear(x), x @ linear.weight.dequantize().T) < 1e-5

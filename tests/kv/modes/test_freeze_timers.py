@@ -5,30 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 from support.freeze_reference import Simulation
-from support.freeze_run import EVERYTHING, MEAN, FreezeRun
+from support.freeze_run import AT_ONCE, EVERYTHING, FreezeRun, ruled
 
 from kvchat.config.modes import parse
+from kvchat.kv.inspect import attended
 from kvchat.kv.modes.recovery_levels import LEVELS
 
-PAPER = {
-    "tau": 0.5, "k": 2.0, "window": 32, "sink": 0, "protect": False, "history": 0, "stagger": 1,
-    "same_step": True, "min_active": 0, "smooth": 0.0,
-}  # fmt: skip
+PAPER = parse("freeze", {"profile": "paper"}).model_dump()
 
 
-@pytest.mark.parametrize("prompt", [14, 20])
-def test_the_papers_tables_and_curve(prompt):
-    run, simulation = FreezeRun(profile="paper"), Simulation(parse("freeze", PAPER).model_dump())
+def simulated(prompt: int, steps: int):
+    """The paper's run and its simulation side by side; yields how many tokens the next one reads after each step."""
+    run, simulation = FreezeRun(profile="paper"), Simulation(PAPER)
     run.prefill(prompt)
     simulation.total = prompt
-    active = {}
-    for step in range(1, 501):
+    for _ in range(steps):
         run.step()
         simulation.total += 1
         simulation.step(dict.fromkeys(simulation.active(), 0.0))
         assert run.active() == simulation.active()
-        active[step] = len(run.active())
+        yield len(run.active())
     run.check()
+
+
+@pytest.mark.parametrize("prompt", [14, 20])
+def test_the_papers_tables_and_curve(prompt):
+    active = dict(enumerate(simulated(prompt, 500), 1))
     if prompt == 14:
         curve = {10: 24, 40: 50, 100: 76, 200: 105, 300: 130, 400: 150, 500: 170}
         assert {step: active[step] for step in curve} == curve
@@ -43,12 +45,20 @@ def test_the_papers_curve_at_a_thousand_steps():
     assert len(run.active()) == 250
 
 
+def test_the_papers_algorithm_holds_after_a_long_prompt():
+    """Its tokens all freeze and return in the same steps: none may wait for room (audit, 17)."""
+    active = list(simulated(1500, 60))
+    assert max(active[10:]) > 1000
+    assert min(active) < 60
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 def test_the_rule_is_the_simulations(windowed):
-    params = {"min_active": 40, "window": 10, "tau": 0.8, "history": 20, "stagger": 8, **MEAN}
-    run = FreezeRun(strength=0.8, windowed=windowed, **params)
-    simulation = Simulation({**parse("freeze", params).model_dump()}, pinned={50, 60})
-    run.prefill(120, (50, 60))
+    params = {"K": 10, "tau": 0.8}
+    with ruled(floor=40, stagger=8, recalls=False):
+        run = FreezeRun(strength=0.8, windowed=windowed, **params)
+        simulation = Simulation(parse("freeze", params).model_dump(), pinned={50, 60})
+        run.prefill(120, (50, 60))
     simulation.total = 120
     for _ in range(120):
         read = simulation.active() | {simulation.total}
@@ -65,32 +75,34 @@ def test_the_rule_is_the_simulations(windowed):
 def test_first_freezes_are_spread_over_time():
     left = []
     for stagger in (1, 8):
-        run = FreezeRun(**{**EVERYTHING, "stagger": stagger})
-        run.prefill(232)
-        run.step(4)
+        with ruled(**{**AT_ONCE, "stagger": stagger}):
+            run = FreezeRun(**EVERYTHING)
+            run.prefill(232)
+            run.step(4)
         left.append(236 - len(run.active()))
     assert left == [197, 25]
 
 
-def test_at_most_so_many_return_in_a_step():
-    run = FreezeRun(**EVERYTHING, moves=5)
-    run.prefill(100)
+def test_all_whose_timer_ran_out_return_at_once():
+    """However many they are (audit, 16): no cap decides."""
+    with ruled(**AT_ONCE):
+        run = FreezeRun(**EVERYTHING)
+    run.prefill(1000)
     run.step(4)
-    before = len(run.active())
-    for _ in range(6):
-        frozen = set(range(run.kv.total)) - run.active()
-        run.step()
-        assert len(frozen & run.active()) <= 5
-    assert before < 60
-    run.check()
+    assert len(run.active()) < 50
+    run.step(1)
+    assert len(run.active()) > 900
+    run.step(1)
+    assert int(attended(run.kv.state, 0)[0].sum()) > 900
 
 
 @pytest.mark.parametrize("level", LEVELS[:3])
 def test_each_level_restores_what_it_says(level):
-    run = FreezeRun(**EVERYTHING)
+    with ruled(**AT_ONCE):
+        run = FreezeRun(**EVERYTHING)
     run.prefill(150)
     run.step(90)
-    (timers,) = run.kv.mode.timers
+    timers = run.kv.mode.timers
     frozen = timers.frozen[:240].clone()
     c, d, since = timers.detections[:240].clone(), timers.timer[:240].clone(), timers.since[:240].clone()
     run.relax(level)

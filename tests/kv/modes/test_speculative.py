@@ -89,3 +89,26 @@ def test_refusals_name_the_numbers():
         Run(made, "speculative", budget=64, sink=4, window=31)
     with pytest.raises(DoesNotFitError, match="second layer"):
         Run(toy(("plain",)), "speculative")
+
+
+@pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
+def test_what_a_step_wants_is_counted_once(tau):
+    """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
+    run = run_of(tau, steps=1)
+    slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
+    before = int(transfer.totals[1])
+    run.step(20)
+    assert int(transfer.totals[1]) - before == 20 * 2 * 2 * slots.layout.pages * slots.geometry.page
+
+
+def test_the_share_of_corrected_heads_and_their_mean_cosine_are_reported():
+    run = run_of(0.7, steps=0)
+    cosines = []
+    for _ in range(40):
+        last = [query.double() for query in run.query]
+        run.step()
+        now = torch.stack([query.double() for query in run.query[1:]])
+        cosines.append(torch.cosine_similarity(now, torch.stack(last[1:]), -1).mean())
+    stats = run.kv.mode.report().stats
+    assert stats["heads corrected"] == f"{run.reference.corrections / (40 * 2 * 2):.0%}"
+    assert stats["mean C"] == pytest.approx(float(torch.stack(cosines).mean()), abs=2e-3)

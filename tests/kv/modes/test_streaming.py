@@ -132,5 +132,13 @@ def test_what_cannot_be_is_refused():
     geometry = toy().geometry
     with pytest.raises(UsageError, match="sink \\+ window"):
         build(parse("streaming", {"budget": 64, "sink": 64}), geometry, ModelTraits(8192, (None,) * 3))
+    with pytest.raises(UsageError, match=r"budget = 512 is not sink \+ window = 4 \+ 100 = 104"):
+        build(parse("streaming", {"budget": 512, "window": 100}), geometry, ModelTraits(8192, (None,) * 3))
     with pytest.raises(DoesNotFitError, match="change with the length"):
         build(parse("streaming", {}), geometry, ModelTraits(8192, (None,) * 3, "They change with the length."))
+
+
+def test_the_defaults_drop_delta_between_two_tokens_and_sigma_bounds_what_a_prompt_leaves():
+    p = parse("streaming", {"budget": 512})
+    lengths = torch.tensor([512 + p.R, 5000])
+    assert pruned_length(lengths, 512, p.R, p.sigma, p.delta).tolist() == [512 + p.R - p.delta, 512 + p.sigma]

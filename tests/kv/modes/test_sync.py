@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.store_run import Run
+from support.reference import FullReference
+from support.store_run import REFERENCES, Run
 from support.toy_model import calibration, toy
 
 from kvchat.config.modes import parse
@@ -17,7 +18,7 @@ from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync import paper_k
 
 CPU = torch.device("cpu")
-SMALL = {"budget": 80, "window": 16, "m": 5}
+SMALL = {"budget": 80, "m": 5}
 FOUR = {"kv_heads": 4, "group": 2, "page": 8}
 
 
@@ -73,16 +74,41 @@ def test_mem_is_the_share_of_fulls_bytes_that_are_allocated(mem, tokens):
     assert mem - 0.05 < mode.plan(tokens).device_bytes(mode.geometry) / full < mem + 0.02
 
 
-def test_k_is_what_was_given_or_follows_from_the_budget_or_is_at_least_64():
-    assert mode_of(keep=300, budget=400).k_of(4000) == 300
-    assert mode_of(budget=400, window=100, m=5).k_of(4000) == 400 - 104
+def test_k_follows_from_the_budget_or_is_at_least_64():
+    assert mode_of(budget=400, m=5).k_of(4000) == 400 - 132
     assert mode_of(mem=0.3).k_of(1500) == 64
-    assert mode_of(keep=3000).k_of(1000) == 1001 - 128
+
+
+def test_a_turn_begins_with_k_by_its_tokens_not_by_the_room_there_is(monkeypatch):
+    """The room depends on the device (audit, 5)."""
+    monkeypatch.setitem(REFERENCES, "sync", FullReference)
+    for tokens in (900, 1000):
+        run = Run(toy(("plain", "plain"), **FOUR), "sync", mem=0.5)
+        run.kv.state.specs = list(run.toy.specs)
+        run.store_only(tokens)
+        assert run.kv.mode.k == run.kv.mode.k_of(tokens) > 64
+        run.kv._make_room(tokens + 500)
+        run.kv.refill()
+        assert run.kv.mode.k == run.kv.mode.k_of(tokens)
+
+
+@pytest.mark.parametrize(("heads", "mem"), [(8, 0.5), (4, 0.5), (2, 2 / 3), (3, 5 / 9)])
+def test_the_default_leaves_followers_a_third_of_the_tokens(heads, mem):
+    """Refused with 2 KV heads, as Qwen2.5-0.5B has, it was (audit, 7)."""
+    mode = mode_of(heads, clusters=max(1, heads // 4))
+    assert mode.mem == pytest.approx(mem)
+    assert paper_k(mode.mem, 300, heads, mode.clusters) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("rho", "k", "dynamic"), [(0.8, 100, 20), (0.5, 101, 50), (0.9, 70, 7), (0.0, 9, 5)])
+def test_the_dynamic_share_is_what_the_fraction_says(rho, k, dynamic):
+    """In floating point (1 - 0.8) * 100 is below 20 (audit, 8)."""
+    assert mode_of(rho=rho)._dynamic_share(k) == dynamic
 
 
 def test_a_budget_that_cannot_hold_the_recent_tokens_is_refused():
-    with pytest.raises(UsageError, match=r"budget = 100 tokens is smaller than sink \+ window = 4 \+ 132"):
-        mode_of(budget=100, window=128)
+    with pytest.raises(UsageError, match=r"budget = 64 tokens is smaller than sink \+ window = 4 \+ 80"):
+        mode_of(budget=64, m=80)
 
 
 def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
@@ -119,13 +145,6 @@ def test_tokens_move_at_every_m_th_step_only():
     moved = [moved_in_a_step(run) for _ in range(25)]
     assert [t for t, n in enumerate(moved, 1) if n] == [5, 10, 15, 20, 25]
     assert run.kv.mode.report().stats["anticipation steps"] == 5
-
-
-def test_staggered_layers_take_turns():
-    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, staggered=True)
-    run.prefill(200)
-    moved = [moved_in_a_step(run) for _ in range(15)]
-    assert [t for t, n in enumerate(moved, 1) if n] == [1, 2, 5, 6, 7, 10, 11, 12, 15]
 
 
 def test_a_turn_begins_the_count_anew():
@@ -166,7 +185,7 @@ def test_followers_of_a_cluster_read_the_same_tokens_and_static_ones_stay():
 
 
 def test_no_token_is_out_of_reach_between_the_ring_and_the_next_choice():
-    run = Run(toy(("plain",) * 2, **FOUR), "sync", budget=1000, window=8, m=6)
+    run = Run(toy(("plain",) * 2, **FOUR), "sync", budget=1000, m=6)
     run.prefill(60)
     for _ in range(80):
         run.step()
@@ -199,3 +218,4 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
             assert torch.equal(*(attended(run.kv.state, layer) for run in runs))
     assert int(runs[1].kv.state.transfer.totals[0]) == 0
     assert runs[1].kv.device_bytes > 2 * runs[0].kv.device_bytes
+    assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"

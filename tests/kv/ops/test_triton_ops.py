@@ -20,7 +20,7 @@ from kvchat.kv.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
 # Beside the first row of each mode, what uses other kernels: no page is speculated, a table for each layer.
-CASES = [*FIRST.values(), "speculative-sync", "freeze-layers"]
+CASES = [*FIRST.values(), "speculative-sync", "freeze-budget"]
 
 
 def with_kernels(run):
@@ -64,8 +64,8 @@ PROMPT = 1500
 WIDE = {
     "full": {},
     "streaming": {"budget": 256, "sink": 4, "R": 8, "sigma": 6, "delta": 5},
-    "freeze": {"min_active": 0, "window": 32, "tau": 0.9, "history": 30, "stagger": 2},
-    "sync": {"budget": 400, "window": 64, "m": 5, "staggered": True},
+    "freeze": {"tau": 0.9},
+    "sync": {"budget": 400, "m": 5},
     "speculative": {"budget": 512, "sink": 32, "window": 96, "tau": 0.7},
 }
 

@@ -35,7 +35,7 @@ async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
         assert time.monotonic() - begun < 5
         prompt.insert(" what is this?")
         await pilot.press("enter")
-        await until(lambda: app.controller.state.stats)
+        await until(lambda: app.controller.state.conversation.stats)
         assert app.controller.state.conversation.turns[0].content == text + " what is this?"
 
 

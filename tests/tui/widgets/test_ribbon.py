@@ -9,15 +9,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.app_driver import finished, prompt, typed
 
-from kvchat.protocol.messages import RIBBON
+from kvchat.protocol.figures import RIBBON
 from kvchat.tui.widgets.panels import legend
-from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, TICK, Ribbon, columns_of, squeeze, tokens_of
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, TICK, Ribbon, glyph, mean_shares, part_of, squeeze, tokens_of
+from kvchat.units import BARS
 
 
-def test_every_state_has_its_own_glyph_and_colour():
-    assert set(GLYPHS) == set(CLASSES) == set(RIBBON)
-    assert len({*GLYPHS.values(), TICK}) == len(RIBBON) + 1
+def test_every_state_has_a_color_and_what_is_not_read_a_glyph_of_its_own():
+    assert set(CLASSES) == set(RIBBON)
+    assert len({*GLYPHS.values(), *BARS, TICK}) == len(GLYPHS) + len(BARS) + 1
     assert all(word in legend().plain for word in RIBBON.values())
+
+
+def test_the_height_of_a_part_is_the_share_that_is_read():
+    assert "".join(glyph("D", share) for share in range(10)) == "▁▁▂▃▄▄▅▆▇█"
+    assert [glyph(letter, 0) for letter in "RHFX"] == ["▲", "·", "~", "×"]
+    assert (glyph("H", 2), glyph("R", 9)) == ("▂", "▲")
+
+
+@pytest.mark.parametrize(
+    ("digits", "width", "shares"), [("", 5, []), ("90", 5, [9, 0]), ("9900", 2, [9, 0]), ("90", 1, [4])]
+)
+def test_shares_of_groups_are_means(digits, width, shares):
+    assert mean_shares(digits, width) == shares
 
 
 @pytest.mark.parametrize(
@@ -42,7 +56,7 @@ def test_squeezed_ribbons_fit_and_lose_no_recall(cells, width):
 
 
 @given(st.integers(1, 1024), st.integers(1, 200), st.integers(1, 64))
-def test_columns_cover_all_tokens_without_gap_or_overlap(cells, width, cell_tokens):
+def test_parts_cover_all_tokens_without_gap_or_overlap(cells, width, cell_tokens):
     total = cells * cell_tokens - cell_tokens // 2
     ranges = [tokens_of(column, cell_tokens, cells, width, total) for column in range(min(cells, width))]
     assert ranges[0][0] == 0
@@ -50,12 +64,21 @@ def test_columns_cover_all_tokens_without_gap_or_overlap(cells, width, cell_toke
     assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
 
-def test_a_token_lies_in_the_column_that_shows_it():
+def test_a_token_lies_in_the_part_that_shows_it():
     for cells, width in ((10, 40), (1024, 60), (60, 60)):
         for position in range(0, cells * 32, 37):
-            column = columns_of(position, 32, cells, width)
-            start, end = tokens_of(column, 32, cells, width, cells * 32)
+            part = part_of(position, 32, cells, width)
+            start, end = tokens_of(part, 32, cells, width, cells * 32)
             assert start - 32 <= position < end + 32
+
+
+async def test_the_first_token_fills_the_whole_width(running):
+    async with running() as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        line = app.chat.query_one(Ribbon).render_line(0).text
+        assert line.startswith(" KV ███")
+        assert line.count("█") > 100
 
 
 def test_nothing_stored_has_no_tokens():
@@ -73,6 +96,6 @@ async def test_the_ribbon_shows_the_text_under_its_cursor(running, monkeypatch):
         await pilot.press("right")
         await until(lambda: ribbon.cursor == 1 and ribbon.page_text)
         await until(lambda: ribbon.size.height == 2)
-        assert "32–63 on the device" in ribbon.render_line(1).text
+        assert "32–63 on the device, read by all heads" in ribbon.render_line(1).text
         await pilot.press("escape")
         assert prompt(app).has_focus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.tui.widgets.timeline import MARK, MAX_POINTS, STORED, Point, Timeline, column, thin
+from kvchat.tui.widgets.timeline import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
 
 
 def test_a_column_shows_read_below_stored():
@@ -16,22 +16,25 @@ def test_a_switch_is_marked_on_top():
     assert column(Point(100, 100, switched=True), 100, 3) == [MARK, "█", "█"]
 
 
-def test_thinning_keeps_the_last_point_and_every_mark():
-    points = [Point(i, i, switched=i == 7) for i in range(100)]
-    thinned = thin(points, 10)
-    assert len(thinned) == 10
-    assert thinned[-1] == points[-1]
-    assert [point.switched for point in thinned] == [True] + [False] * 9
+def test_columns_are_ranges_of_tokens():
+    points = [Point(40, 40), Point(10, 60, switched=True), Point(10, 100)]
+    columns = by_tokens(points, 10)
+    assert [point.stored for point in columns] == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
+    assert [point.read for point in columns] == [0, 0, 0, 40, 40, 10, 10, 10, 10, 10]
+    assert [point.switched for point in columns].index(True) == 5
+    assert by_tokens([], 10) == []
 
 
-def test_unchanged_numbers_add_nothing_and_memory_is_bounded():
+def test_a_conversation_cut_back_forgets_later_steps_and_memory_is_bounded():
     timeline = Timeline()
-    timeline.add(1, 1)
-    timeline.add(1, 1)
-    assert len(timeline.points) == 1
+    for stored in (10, 20, 30):
+        timeline.add(1, stored)
+    timeline.add(2, 20)
+    assert [(point.read, point.stored) for point in timeline.points] == [(1, 10), (2, 20)]
     timeline.mark()
-    timeline.add(1, 1)
+    timeline.add(2, 20)
     assert [point.switched for point in timeline.points] == [False, True]
-    for total in range(3 * MAX_POINTS):
+    for total in range(20, 3 * MAX_POINTS):
         timeline.add(1, total)
     assert len(timeline.points) <= MAX_POINTS
+    assert timeline.points[-1].stored == 3 * MAX_POINTS - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.app_driver import answers, finished, press, texts, typed
 
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.messages import Answer
+from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.transcript import LIVE_ANSWERS, LIVE_WIDGETS, NewLines, Transcript, recent
 
 

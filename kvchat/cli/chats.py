@@ -1,0 +1,116 @@
+"""``kvchat chats``: the conversations kept, without a screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvchat import paths
+from kvchat.cli.output import echo, note, write
+from kvchat.conversations import export
+from kvchat.conversations.store import MARK, ConversationStore, Summary
+from kvchat.errors import UsageError
+from kvchat.units import count
+
+ID_CHARACTERS = 8  # of 32: enough to tell conversations apart
+
+Chat = Annotated[str, typer.Argument(metavar="ID", help="its id or how that begins, see `kvchat chats list`")]
+
+app = typer.Typer(rich_markup_mode=None, help="List, export, import or delete conversations.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_chats(
+    text: Annotated[str | None, typer.Argument(help="only those that say this")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
+) -> None:
+    """List the conversations, the latest first."""
+    with _store() as store:
+        found = store.search(text or "")
+    if as_json:
+        write(json.dumps([dataclasses.asdict(summary) for summary in found], indent=2) + "\n")
+        return
+    for summary in found:
+        echo(_line(summary))
+    if not found:
+        note("no conversation says this." if text else "no conversation has been kept yet.")
+
+
+@app.command("export")
+def export_chat(
+    id: Chat,
+    file: Annotated[Path | None, typer.Argument(help=".md, .html or .json; stdout as Markdown without it")] = None,
+) -> None:
+    """Print a conversation, or write it to a file."""
+    with _store() as store:
+        conversation = store.load(_find(store, id))
+    if file is None:
+        write(export.to_markdown(conversation))
+    else:
+        export.write(conversation, file)
+        echo(str(file))
+
+
+@app.command("import")
+def import_chat(file: Annotated[Path, typer.Argument(help="JSON that kvchat exported")]) -> None:
+    """Add a conversation from a file; `kvchat -c` then goes on with it."""
+    conversation = export.read(file)
+    changes = conversation.take_changes()
+    if changes is None:
+        raise UsageError(f"{file} holds no message.")
+    with _store() as store:
+        store.save(changes)
+    echo(conversation.id[:ID_CHARACTERS])
+
+
+@app.command("delete")
+def delete_chat(id: Chat) -> None:
+    """Delete a conversation; `kvchat chats restore` brings it back within a day."""
+    with _store() as store:
+        found = _find(store, id)
+        store.delete(found)
+    echo(f"deleted {found}")
+
+
+@app.command("restore")
+def restore_chat(id: Annotated[str, typer.Argument(metavar="ID", help="its whole id")]) -> None:
+    """Bring a deleted conversation back."""
+    with _store() as store:
+        store.restore(id)
+        store.load(id)
+    echo(f"restored {id}")
+
+
+@contextmanager
+def _store() -> Iterator[ConversationStore]:
+    store = ConversationStore(paths.database())
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _find(store: ConversationStore, beginning: str) -> str:
+    """The id that begins so."""
+    found = [summary.id for summary in store.recent(limit=-1) if summary.id.startswith(beginning)]
+    if not found:
+        raise UsageError(f'There is no conversation "{beginning}".', hint="`kvchat chats list` shows them.")
+    if len(found) > 1:
+        raise UsageError(
+            f'{len(found)} conversations have an id that begins with "{beginning}".', hint="Give more of it."
+        )
+    return found[0]
+
+
+def _line(summary: Summary) -> str:
+    when = datetime.fromtimestamp(summary.updated).strftime("%Y-%m-%d %H:%M")
+    line = f"{summary.id[:ID_CHARACTERS]}  {when}  {count(summary.messages):>5} messages  {summary.title}"
+    excerpt = " ".join(summary.excerpt.replace(MARK[0], "").replace(MARK[1], "").split())
+    return f"{line}\n          {excerpt}" if excerpt else line

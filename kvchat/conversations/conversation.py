@@ -1,0 +1,245 @@
+"""A conversation: a tree of messages, and the path through it that is shown and sent to the model.
+
+Editing a question or answering it again adds a sibling; nothing that was said is replaced.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Chat, Sampling, Turn
+
+TITLE_CHARACTERS = 60
+CUT_OFF = "cut off"  # the ending of an answer whose engine ended before it
+
+
+def new_id() -> str:
+    """A name for a message or a conversation that no other has."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A question (``role`` user) or an answer (assistant) below ``parent``, None for the first question.
+
+    ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
+    ``receipt`` and ``stats`` tell what it cost.
+    """
+
+    id: str = field(default_factory=new_id)
+    parent: str | None
+    role: str
+    text: str
+    created: float = field(default_factory=time.time)
+    ending: str = ""
+    receipt: str = ""
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What has to be written of a conversation: ``messages`` new or changed, ``removed`` ids of withdrawn ones."""
+
+    id: str
+    title: str
+    system: str | None
+    created: float
+    leaf: str | None
+    messages: tuple[Message, ...]
+    removed: tuple[str, ...]
+
+
+class Conversation:
+    """Questions and answers alternate along every path; ``leaf`` is the last message of the present one.
+
+    ``messages`` are in the order in which they were added. ``system`` is the system prompt, None without one.
+    """
+
+    def __init__(
+        self,
+        system: str | None = None,
+        messages: Iterable[Message] = (),
+        *,
+        id: str = "",
+        title: str = "",
+        created: float | None = None,
+        leaf: str | None = None,
+    ) -> None:
+        self.id = id or new_id()
+        self.title = title
+        self.created = time.time() if created is None else created
+        self.messages = {message.id: message for message in messages}
+        self._system = system
+        self._leaf = leaf
+        self._unsaved: set[str] = set()
+        self._removed: set[str] = set()
+        self._is_header_unsaved = False
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    @property
+    def leaf(self) -> Message | None:
+        """The last message of the path, None while it is empty."""
+        return self.messages.get(self._leaf or "")
+
+    @property
+    def path(self) -> list[Message]:
+        """The messages from the first question to the leaf."""
+        return self.path_to(self._leaf)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The path as turns, without the system prompt."""
+        return [Turn(message.role, message.text) for message in self.path]
+
+    @property
+    def stats(self) -> list[Stats]:
+        """What each answer cost, those on other branches included."""
+        return [message.stats for message in self.messages.values() if message.stats]
+
+    def path_to(self, id: str | None) -> list[Message]:
+        """The messages from the first question to the message ``id``."""
+        path = []
+        while message := self.messages.get(id or ""):
+            path.append(message)
+            id = message.parent
+        return path[::-1]
+
+    def siblings(self, id: str) -> list[Message]:
+        """The messages with the same parent, ``id`` among them."""
+        parent = self.messages[id].parent
+        return [message for message in self.messages.values() if message.parent == parent]
+
+    def last_text(self) -> str:
+        """The text of the leaf, empty before the first."""
+        return self.leaf.text if self.leaf else ""
+
+    def last_answer(self) -> str:
+        """The text of the latest answer on the path, empty before the first."""
+        return next((message.text for message in reversed(self.path) if message.role == "assistant"), "")
+
+    def command(self, sampling: Sampling) -> Chat:
+        """The whole path as a command to answer its last question, or to go on with its last answer."""
+        system = (Turn("system", self.system),) if self.system else ()
+        return Chat((*system, *self.turns), sampling)
+
+    # ---- adding ----------------------------------------------------------------------------------
+
+    def ask(self, text: str) -> Message:
+        """Add a question below the last answer; a question without one is left as a sibling."""
+        parent = self._leaf if self._ends_with("assistant") else self.leaf.parent if self.leaf else None
+        if not self.title:
+            self.title = shorten(text)
+        return self.add(Message(parent=parent, role="user", text=text))
+
+    def answer(self, text: str, ending: str = "", receipt: str = "", stats: Stats | None = None) -> Message:
+        """Set the text of the answer to the last question; without an ``ending`` more is to come."""
+        if self._ends_with("assistant"):
+            assert self.leaf
+            return self.add(replace(self.leaf, text=text, ending=ending, receipt=receipt, stats=stats))
+        return self.add(
+            Message(parent=self._leaf, role="assistant", text=text, ending=ending, receipt=receipt, stats=stats)
+        )
+
+    def add(self, message: Message) -> Message:
+        """Add or replace a message and end the path with it."""
+        self.messages[message.id] = message
+        self._unsaved.add(message.id)
+        self.go_to(message.id)
+        return message
+
+    def withdraw(self) -> str:
+        """Take back the last question and return its text; one that has answers on other branches stays, for ``""``."""
+        question = self.leaf
+        if question is None or question.role != "user":
+            return ""
+        if any(message.parent == question.id for message in self.messages.values()):
+            self.select(question.id)
+            return ""
+        del self.messages[question.id]
+        self._unsaved.discard(question.id)
+        self._removed.add(question.id)
+        self.go_to(question.parent)
+        return question.text
+
+    def fork(self, id: str) -> Conversation:
+        """Copy the path to the message ``id`` into a conversation of its own."""
+        fork = Conversation(self.system, title=self.title)
+        for message in self.path_to(id):
+            fork.add(replace(message, id=new_id(), parent=fork._leaf))
+        return fork
+
+    # ---- choosing a path -------------------------------------------------------------------------
+
+    def go_to(self, id: str | None) -> None:
+        """End the path with the message ``id``, None before the first question; later ones stay in the tree."""
+        self._leaf = id
+        self._is_header_unsaved = True
+
+    def select(self, id: str) -> None:
+        """Lead the path through the message ``id`` to the newest message below it."""
+        below = {id}
+        newest = id
+        for message in self.messages.values():
+            if message.parent in below:
+                below.add(message.id)
+                newest = message.id
+        self.go_to(newest)
+
+    # ---- the conversation itself -----------------------------------------------------------------
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._system = text
+        self._is_header_unsaved = True
+
+    def rename(self, title: str) -> None:
+        """Give another title."""
+        self.title = shorten(title)
+        self._is_header_unsaved = True
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def take_changes(self) -> Changes | None:
+        """What is not saved yet, counted as saved from now on; None if there is nothing, or nothing was ever said."""
+        if not (self._unsaved or self._removed or (self._is_header_unsaved and self.messages)):
+            return None
+        changes = Changes(
+            id=self.id,
+            title=self.title,
+            system=self.system,
+            created=self.created,
+            leaf=self._leaf,
+            messages=tuple(message for id, message in self.messages.items() if id in self._unsaved),
+            removed=tuple(self._removed),
+        )
+        self._unsaved.clear()
+        self._removed.clear()
+        self._is_header_unsaved = False
+        return changes
+
+    def put_back(self, changes: Changes) -> None:
+        """Count ``changes`` as unsaved again: they could not be written."""
+        self._unsaved.update(message.id for message in changes.messages if message.id in self.messages)
+        self._removed.update(changes.removed)
+        self._is_header_unsaved = True
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def _ends_with(self, role: str) -> bool:
+        return self.leaf is not None and self.leaf.role == role
+
+
+def shorten(text: str) -> str:
+    """The beginning of a text as a title of one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= TITLE_CHARACTERS else f"{line[: TITLE_CHARACTERS - 1].rstrip()}…"

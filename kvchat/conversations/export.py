@@ -1,0 +1,169 @@
+"""Conversations as files: Markdown and HTML for reading, JSON that kvchat reads back.
+
+Markdown and HTML hold the path shown, JSON the whole tree.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvchat import files
+from kvchat.conversations.conversation import Conversation, Message, new_id
+from kvchat.errors import UsageError
+
+SPEAKERS = {"user": "You", "assistant": "Model"}
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ max-width: 48rem; margin: 2rem auto; padding: 0 1rem; font-family: system-ui, sans-serif; line-height: 1.5; }}
+pre {{ overflow-x: auto; padding: 0.5rem; background: #8882; }}
+table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #8886; padding: 0.2rem 0.6rem; }}
+.user, .system {{ white-space: pre-wrap; }} .user {{ font-weight: 600; }} .system, .receipt {{ color: #888; }}
+.assistant {{ border-left: 3px solid #8886; padding-left: 1rem; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def to_markdown(conversation: Conversation) -> str:
+    """The path as Markdown, each message under a heading."""
+    parts = [f"# {conversation.title}"]
+    if conversation.system:
+        parts.append("## System\n\n" + conversation.system)
+    parts += [f"## {SPEAKERS[message.role]}\n\n{message.text.strip()}" for message in conversation.path]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_html(conversation: Conversation) -> str:
+    """The path as one page without scripts; markup in the texts is text."""
+    from markdown_it import MarkdownIt
+
+    render = MarkdownIt("commonmark", {"html": False}).enable("table").render
+    parts = [f'<p class="system">{html.escape(conversation.system)}</p>'] if conversation.system else []
+    for message in conversation.path:
+        body = render(message.text) if message.role == "assistant" else html.escape(message.text)
+        parts.append(f'<div class="{message.role}">{body}</div>')
+        if message.receipt:
+            parts.append(f'<p class="receipt">{html.escape(message.receipt)}</p>')
+    return PAGE.format(title=html.escape(conversation.title), body="\n".join(parts))
+
+
+class _FileMessage(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    id: Annotated[str, Field(min_length=1)]
+    parent: str | None
+    role: Literal["user", "assistant"]
+    text: str
+    created: float
+    ending: str = ""
+    receipt: str = ""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    format: Literal["kvchat-conversation"] = "kvchat-conversation"
+    version: Literal[1] = 1
+    title: str
+    system: str | None
+    created: float
+    leaf: str | None
+    messages: list[_FileMessage]
+
+
+def to_json(conversation: Conversation) -> str:
+    """The whole conversation, for ``from_json``."""
+    messages = [_FileMessage.model_validate(vars(message)) for message in conversation.messages.values()]
+    leaf = conversation.leaf.id if conversation.leaf else None
+    file = _File(
+        title=conversation.title, system=conversation.system, created=conversation.created, leaf=leaf, messages=messages
+    )
+    return file.model_dump_json(indent=2) + "\n"
+
+
+def write(conversation: Conversation, path: Path) -> None:
+    """Write a conversation to a new file, in the format of its ending.
+
+    Raises:
+        UsageError: the ending names no format, the file exists or cannot be written, or nothing has been said yet.
+    """
+    render = FORMATS.get(path.suffix)
+    if render is None:
+        raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(FORMATS)}.")
+    if not conversation.path:
+        raise UsageError("There is nothing to export yet.", hint="Ask something first.")
+    try:
+        if path.exists():
+            raise UsageError(f"{path} exists.", hint="Choose another name.")
+        files.write(path, render(conversation).encode("utf-8", "replace"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.") from None
+
+
+def read(path: Path) -> Conversation:
+    """Read a conversation that was exported as JSON.
+
+    Raises:
+        UsageError: the file cannot be read, or is none of them.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is no file.")
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read.", f"{_reason(error)}.") from None
+    return from_json(data, str(path))
+
+
+def from_json(data: bytes, name: str) -> Conversation:
+    """Read what ``to_json`` wrote, with new ids; ``name`` is the file's, for errors.
+
+    Raises:
+        UsageError: it is no such file, or its messages are no tree of questions and answers.
+    """
+    try:
+        file = _File.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise _refusal(name, f"{where}: {first['msg']}.") from None
+    ids: dict[str, str] = {}
+    roles: dict[str | None, str] = {None: "assistant"}
+    conversation = Conversation(file.system, title=file.title, created=file.created)
+    for given in file.messages:
+        if given.id in ids:
+            raise _refusal(name, f"Two messages have the id {given.id}.")
+        if given.parent not in roles or roles[given.parent] == given.role:
+            raise _refusal(name, f"The message {given.id} follows none of the other role.")
+        ids[given.id], roles[given.id] = new_id(), given.role
+        parent = None if given.parent is None else ids[given.parent]
+        conversation.add(Message(**{**given.model_dump(), "id": ids[given.id], "parent": parent}))
+    if file.leaf is not None and file.leaf not in ids:
+        raise _refusal(name, f"Its last message {file.leaf} is not in it.")
+    conversation.go_to(None if file.leaf is None else ids[file.leaf])
+    return conversation
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error).capitalize()
+
+
+def _refusal(name: str, detail: str) -> UsageError:
+    return UsageError(
+        f"{name} is no conversation of kvchat.", detail, "Only JSON that kvchat exported can be imported."
+    )
+
+
+FORMATS: dict[str, Callable[[Conversation], str]] = {".md": to_markdown, ".html": to_html, ".json": to_json}

@@ -1,0 +1,263 @@
+"""The database of conversations: one SQLite file that several applications may use at once.
+
+It is in WAL mode: what was saved survives the end of the process at any moment. ``user_version`` counts the migrations.
+Deleted conversations can be restored for ``RESTORABLE_S``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvchat import files
+from kvchat.conversations.conversation import Changes, Conversation, Message
+from kvchat.conversations.migrations import MIGRATIONS
+from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.figures import Stats
+
+BUSY_S = 2.0  # what another application's write may take
+RESTORABLE_S = 24 * 3600.0
+LISTED = 200
+MARK = ("\ue000", "\ue001")  # around the words found in an excerpt: of Unicode's private use
+
+
+class StoreError(KvchatError):
+    """The conversations cannot be read or written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A conversation in a list. A search adds the ``message`` found and an ``excerpt``, its words between ``MARK``."""
+
+    id: str
+    title: str
+    updated: float
+    messages: int
+    message: str = ""
+    excerpt: str = ""
+
+
+class ConversationStore:
+    """``path`` None keeps everything in memory. Use it from one thread at a time.
+
+    Every method raises StoreError where the database cannot be used.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Open the database, and make or migrate it.
+
+        Raises:
+            StoreError: it cannot be opened, is damaged, or was made by a newer version.
+        """
+        self.path = path
+        with self._errors("opened"):
+            self._db = _open(path)
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    # ---- one conversation ------------------------------------------------------------------------
+
+    def save(self, changes: Changes) -> None:
+        """Write all changes, or none."""
+        header = (changes.id, changes.title, changes.system, changes.created, time.time(), changes.leaf)
+        with self._errors("written"), self._transaction():
+            self._db.execute(
+                "INSERT INTO conversation (id, title, system, created, updated, leaf) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (id) DO UPDATE SET title = excluded.title, system = excluded.system,"
+                " updated = excluded.updated, leaf = excluded.leaf, deleted = NULL",
+                tuple(map(_storable, header)),
+            )
+            self._db.executemany("DELETE FROM message WHERE id = ?", ((id,) for id in changes.removed))
+            self._db.executemany(
+                "INSERT INTO message (conversation, id, parent, role, text, created, ending, receipt, stats)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
+                " ending = excluded.ending, receipt = excluded.receipt, stats = excluded.stats",
+                (_row(changes.id, message) for message in changes.messages),
+            )
+
+    def load(self, id: str) -> Conversation:
+        """Read a conversation with all its branches.
+
+        Raises:
+            UsageError: there is none with this id.
+        """
+        with self._errors("read"):
+            header = self._db.execute(
+                "SELECT id, title, system, created, leaf FROM conversation WHERE id = ? AND deleted IS NULL", (id,)
+            ).fetchone()
+            rows = self._db.execute(
+                "SELECT id, parent, role, text, created, ending, receipt, stats FROM message"
+                " WHERE conversation = ? ORDER BY row",
+                (id,),
+            ).fetchall()
+        if header is None:
+            raise UsageError(f'There is no conversation "{id}".', hint="It may have been deleted meanwhile.")
+        messages = [Message(**{**row, "stats": _stats(row["stats"])}) for row in map(dict, rows)]
+        return Conversation(messages=messages, **dict(header))
+
+    def rename(self, id: str, title: str) -> None:
+        """Give a conversation another title."""
+        with self._errors("written"):
+            self._db.execute("UPDATE conversation SET title = ? WHERE id = ?", (_storable(title), id))
+
+    def delete(self, id: str) -> None:
+        """Delete a conversation; ``restore`` brings it back for a day."""
+        with self._errors("written"):
+            self._db.execute("UPDATE conversation SET deleted = ? WHERE id = ?", (time.time(), id))
+
+    def restore(self, id: str) -> None:
+        """Bring a deleted conversation back."""
+        with self._errors("written"):
+            self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,))
+
+    # ---- finding one -----------------------------------------------------------------------------
+
+    def latest(self) -> Summary | None:
+        """The conversation written to last."""
+        return next(iter(self.recent(limit=1)), None)
+
+    def recent(self, limit: int = LISTED) -> list[Summary]:
+        """The conversations, the one written to last first."""
+        with self._errors("read"):
+            rows = self._db.execute(f"{_SUMMARY} WHERE c.deleted IS NULL ORDER BY c.updated DESC LIMIT ?", (limit,))
+            return [Summary(**dict(row)) for row in rows]
+
+    def search(self, text: str, limit: int = LISTED) -> list[Summary]:
+        """The conversations whose title has ``text`` or where one message has all its words, the last as a prefix."""
+        words = text.replace("\0", " ").split()  # SQLite ends a query at NUL
+        if not words:
+            return self.recent(limit)
+        with self._errors("read"):
+            titled = self._db.execute(
+                f"{_SUMMARY} WHERE c.deleted IS NULL AND instr(lower(c.title), lower(?))"
+                " ORDER BY c.updated DESC LIMIT ?",
+                (_storable(text.strip()), limit),
+            )
+            found = {row["id"]: Summary(**dict(row)) for row in titled}
+            saying = self._db.execute(_SEARCH, (*MARK, _storable(_match(words))))
+            for row in saying:  # more than one message of a conversation may match: the best comes first
+                if len(found) >= limit:
+                    break
+                summary = Summary(**dict(row))
+                if not found.get(summary.id, Summary(id="", title="", updated=0, messages=0)).message:
+                    found[summary.id] = summary
+            saying.close()
+        return list(found.values())
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            if self._db.in_transaction:  # SQLite ends it by itself on a full disk
+                self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    @contextmanager
+    def _errors(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise StoreError(
+                f"The conversations in {self.path} cannot be {done}.", f"{reason.capitalize()}.", _hint(reason)
+            ) from error
+
+
+_SUMMARY = (
+    "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
+    " FROM conversation AS c"
+)
+_SEARCH = (
+    "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages,"
+    " message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
+    " FROM message_text JOIN message ON message.row = message_text.rowid JOIN conversation AS c"
+    " ON c.id = message.conversation WHERE message_text MATCH ? AND c.deleted IS NULL ORDER BY rank"
+)
+
+
+def _open(path: Path | None) -> sqlite3.Connection:
+    if path is not None:
+        files.make_folder(path.parent)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's other files get its mode
+    db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        db.row_factory = sqlite3.Row
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
+            db.execute(f"PRAGMA {pragma}")
+        _migrate(db)
+        db.execute("DELETE FROM conversation WHERE deleted < ?", (time.time() - RESTORABLE_S,))
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    """Bring the tables up to date, all steps or none."""
+    if _version(db) == len(MIGRATIONS):
+        return
+    db.execute("BEGIN IMMEDIATE")
+    done = _version(db)  # another application may have been first
+    if done > len(MIGRATIONS):
+        raise sqlite3.DatabaseError(f"it has version {done}, made by a newer kvchat")
+    for statements in MIGRATIONS[done:]:
+        for statement in statements:
+            db.execute(statement)
+    db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+    db.execute("COMMIT")
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _hint(reason: str) -> str:
+    if "newer" in reason:
+        return "Update kvchat, or set KVCHAT_DATA_DIR to another folder."
+    if "malformed" in reason or "not a database" in reason:
+        return "Move the file away, or restore it from a backup: kvchat never deletes it."
+    if "locked" in reason:
+        return "Another program uses it; it is tried again."
+    return "See whether the disk is full and who may write there."
+
+
+def _row(conversation: str, message: Message) -> tuple[Any, ...]:
+    values = dataclasses.asdict(message)
+    values["stats"] = json.dumps(values["stats"]) if message.stats else None
+    order = ("id", "parent", "role", "text", "created", "ending", "receipt", "stats")
+    return (conversation, *(_storable(values[name]) for name in order))
+
+
+def _stats(text: str | None) -> Stats | None:
+    """Stats of another version: unknown figures are left out."""
+    if not text:
+        return None
+    known = {field.name for field in dataclasses.fields(Stats)}
+    values = {name: value for name, value in json.loads(text).items() if name in known}
+    return Stats(**{**values, "switches": tuple(values.get("switches", ()))})
+
+
+def _storable(value: Any) -> Any:
+    """A lone surrogate has no UTF-8."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _match(words: list[str]) -> str:
+    """An FTS5 query: every word literally, the last one as a prefix."""
+    quoted = ['"' + word.replace('"', '""') + '"' for word in words]
+    return " ".join(quoted) + "*"

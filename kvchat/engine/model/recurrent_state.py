@@ -1,0 +1,177 @@
+"""The recurrent state of hybrid models: what layers without K/V keep of the tokens read, and its snapshots.
+
+Recurrent and convolution layers keep their state in a cache of transformers, which hands the K/V of attention layers on
+untouched: those are the KV manager's. A state cannot be rolled back token by token, so copies of it are kept on the
+host. After a truncation or a failed forward the nearest one is put back, and the tokens behind it are ``unread``: the
+runner reads them again before anything else. In a model whose layers all attend every method does nothing much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ATTENTION = {"full_attention", "sliding_attention"}
+RECURRENT = {"linear_attention", "conv"}
+BOTH = {"hybrid", "hybrid_sliding"}
+
+SNAPSHOTS = 8  # kept at most; each is as large as the state
+EVERY = 256  # tokens between two snapshots: so many are read again at most after a short way back
+TAIL = 16  # tokens at a prompt's end, where templates begin the answer and change once it is history
+
+
+class Snapshot(NamedTuple):
+    """The state after ``tokens`` tokens, in host memory."""
+
+    tokens: int
+    tensors: list[Tensor]
+
+
+class RecurrentState:
+    """The state of one conversation with a model of transformers' ``config``.
+
+    ``reads_chunks`` is False for a model whose forward of several tokens begins anew instead of going on from a state.
+    """
+
+    def __init__(self, config: Any, reads_chunks: bool = True) -> None:
+        self.reads_chunks = reads_chunks
+        self._ids: list[int] = []
+        self._read = 0
+        self._snapshots: list[Snapshot] = []
+        self._cache = _cache_of(config) if is_recurrent(config) else None
+        layers = self._cache.layers if self._cache else []
+        self._layers = [layer for layer in layers if hasattr(layer, "recurrent_states")]
+
+    @property
+    def exists(self) -> bool:
+        """The model has a recurrent state."""
+        return self._cache is not None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a forward of the model takes besides its tokens."""
+        return {"past_key_values": self._cache, "use_cache": True} if self.exists else {"use_cache": False}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the model's device; they do not grow with the conversation."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the snapshots in host memory."""
+        return sum(tensor.nbytes for snapshot in self._snapshots for tensor in snapshot.tensors)
+
+    @property
+    def is_kept(self) -> bool:
+        """After a forward: every recurrent layer keeps its state in the cache, where it can be copied."""
+        return all(any(layer.is_conv_states_initialized.values()) for layer in self._layers)
+
+    @property
+    def unread(self) -> list[int]:
+        """The stored tokens that the state has not read, to be read again before any other; empty between steps."""
+        return self._ids[self._read :] if self.exists else []
+
+    @property
+    def position(self) -> int:
+        """Number of tokens the state has read."""
+        return self._read
+
+    def chunk(self, left: int, planned: int) -> int:
+        """How many of ``left`` new tokens the next prefill forward takes, where ``planned`` would be its size."""
+        body = left - TAIL if left > TAIL else left
+        if not self.exists or self.reads_chunks:
+            return min(planned, body if self.exists else left)
+        return body if not self._read else 1
+
+    # ---- after a forward
+
+    def commit(self, ids: Sequence[int]) -> None:
+        """Note that a forward has read the new tokens ``ids``."""
+        self._ids.extend(ids if self.exists else ())
+        self._read = len(self._ids)
+        if self._read - self._last >= EVERY:
+            self.keep()
+
+    def commit_reread(self, tokens: int) -> None:
+        """Note that a forward has read the first ``tokens`` of ``unread``."""
+        self._read += tokens
+
+    @torch.inference_mode()
+    def keep(self) -> None:
+        """Keep a snapshot of the state as it is; of many, those further back lie further apart."""
+        if not self.exists or self._read == self._last:
+            return
+        self._snapshots.append(Snapshot(self._read, [t.to("cpu", copy=True) for t in self._tensors()]))
+        if len(self._snapshots) > SNAPSHOTS:
+            at = [snapshot.tokens for snapshot in self._snapshots]
+            spare = min(range(1, SNAPSHOTS), key=lambda i: (at[i + 1] - at[i - 1]) / (at[-1] - at[i]))
+            del self._snapshots[spare]
+
+    # ---- back
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``."""
+        del self._ids[tokens:]
+        if self._read > tokens:
+            self._restore(tokens)
+
+    def rollback(self) -> None:
+        """Leave the state that a failed forward may have torn."""
+        self._restore(len(self._ids))
+
+    @torch.inference_mode()
+    def _restore(self, tokens: int) -> None:
+        """Put the nearest snapshot of at most ``tokens`` tokens back, or the beginning; it allocates nothing."""
+        if self._cache is None:
+            return
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.tokens <= tokens]
+        self._read = self._last
+        if not self._snapshots:
+            self._cache.reset()
+            return
+        for tensor, kept in zip(self._tensors(), self._snapshots[-1].tensors, strict=True):
+            tensor.copy_(kept)
+
+    @property
+    def _last(self) -> int:
+        return self._snapshots[-1].tokens if self._snapshots else 0
+
+    def _tensors(self) -> list[Tensor]:
+        states = [state for layer in self._layers for state in (layer.conv_states, layer.recurrent_states)]
+        return [tensor for state in states for tensor in state.values() if tensor is not None]
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers of models with transformers' ``config`` keep a recurrent state in its cache."""
+    return not (RECURRENT | BOTH).isdisjoint(layer_types(config))
+
+
+def attending_layers(config: Any) -> list[int]:
+    """The layers that have K/V."""
+    kinds = layer_types(config)
+    return [layer for layer, kind in enumerate(kinds) if kind in ATTENTION | BOTH]
+
+
+def layer_types(config: Any) -> list[str]:
+    """transformers' name of each layer's kind."""
+    text = config.get_text_config(decoder=True)
+    return list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+
+
+def _cache_of(config: Any) -> Any:
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+    cache = DynamicCache(config=config)
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayerMixin):
+            layer.update = _handed_on
+    return cache
+
+
+def _handed_on(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """The K/V of the new tokens alone: the KV manager has the others."""
+    return keys, values

@@ -1,0 +1,79 @@
+"""The language part of a multimodal checkpoint: which class runs it, built without towers and projectors.
+
+Current repositories of Gemma, Qwen, Mistral and others are ``...ForConditionalGeneration``. Where transformers has a
+causal language model that reads such a checkpoint's text tensors, that is taken. Else it is the full class without the
+modules that text does not go through: they are dropped while the model has no memory yet, and transformers reads from
+the files only what the model has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def find(config: Any) -> tuple[Any, Any] | None:
+    """transformers' class for the text of models with this ``config``, and the configuration to build it with.
+
+    None where transformers has none that generates text.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    text = config.get_text_config(decoder=True)
+    whole = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if whole is not None and (text is config or not hasattr(whole, "get_image_features")):
+        return whole, _inherited(config, text) if whole.config_class is type(text) else config
+    part = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if part is not None and _reads_whole_checkpoints(text):
+        return part, _inherited(config, text)
+    mappings = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    found = whole or next(filter(None, (mapping.get(type(config), None) for mapping in mappings)), None)
+    return None if found is None else (_without_towers(found), config)
+
+
+def note(config: Any) -> str:
+    """What a person should know of a checkpoint of which only the text is used; empty where there is nothing else."""
+    parts = [name for name in config.sub_configs if name != "text_config" and getattr(config, name, None) is not None]
+    kinds = " and ".join(sorted(name.removesuffix("_config") for name in parts))
+    return f"Only the language part is loaded: the model reads no {kinds} input here." if kinds else ""
+
+
+def _inherited(config: Any, text: Any) -> Any:
+    """The text configuration, with what only the whole one says of the weights."""
+    quantized = getattr(config, "quantization_config", None)
+    if text is not config and quantized is not None:
+        text.quantization_config = quantized
+    return text
+
+
+def _reads_whole_checkpoints(text: Any) -> bool:
+    """Whether transformers maps the tensor names of a whole checkpoint to those of the text configuration's class."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    changes = get_checkpoint_conversion_mapping(text.model_type) or ()
+    return any(getattr(change, "prefix_to_remove", None) for change in changes)
+
+
+def _without_towers(model_class: Any) -> Any:
+    """A subclass that keeps the decoder and the head; transformers sees the same name."""
+
+    class TextPart(model_class):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
+
+    TextPart.__name__ = TextPart.__qualname__ = model_class.__name__
+    TextPart.__module__ = model_class.__module__
+    return TextPart
+
+
+def _keep_only(module: nn.Module, kept: set[Any]) -> None:
+    """Replace submodules that neither are nor contain one of ``kept`` by empty ones."""
+    for name, child in module.named_children():
+        if child in kept:
+            continue
+        if kept.isdisjoint(child.modules()):
+            setattr(module, name, nn.Module())
+        else:
+            _keep_only(child, kept)

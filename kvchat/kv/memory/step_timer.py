@@ -1,0 +1,101 @@
+"""How long a step's recall takes, and how much of it the step waits for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+STEPS = 256
+
+
+class RecallTime(NamedTuple):
+    """Seconds of one step's copies, and for how many of them the model waited; the rest was hidden."""
+
+    total: float
+    exposed: float
+
+
+class Span(NamedTuple):
+    """Two events, and what the time between them counts for."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    total: bool
+    exposed: bool
+
+
+class StepTimer:
+    """Times the copies of each step; ``steps`` are those of the last 256 that copied.
+
+    On a GPU by events that a CUDA graph records again at each replay: every kind of step has its own. They are read
+    when the next step begins, if the device is through by then; else that step is left out, because a host that runs
+    ahead must not wait for a figure. A CPU copies while the step waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps: deque[RecallTime] = deque(maxlen=STEPS)
+        self._events = device.type == "cuda"
+        self._seconds = 0.0
+        self._spans: dict[Hashable, list[Span]] = {}
+        self._kind: Hashable = None
+        self._queued = False
+
+    def begin_forward(self, kind: Hashable) -> None:
+        """Begin the forward of a step of this ``kind``; a graph's replay does not come here."""
+        self._spans[kind], self._kind = [], kind
+
+    @contextmanager
+    def copying(self, hidden: bool = False) -> Iterator[None]:
+        """Time the copies queued inside; ``hidden`` if the model's work goes on beside them."""
+        with self._span(total=True, exposed=not hidden):
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time for which the current stream waits for copies beside it."""
+        with self._span(total=False, exposed=True):
+            yield
+
+    def end_step(self, kind: Hashable) -> None:
+        """All of a step of this ``kind`` was queued."""
+        self._kind, self._queued = kind, self._events
+        if not self._events:
+            self._add(RecallTime(self._seconds, self._seconds))
+            self._seconds = 0.0
+
+    def begin_step(self) -> None:
+        """Read the last step's events before this one records them again."""
+        spans, queued, self._queued = self._spans.get(self._kind, []), self._queued, False
+        if queued and all(span.end.query() for span in spans):  # type: ignore[no-untyped-call]
+            timed = [(span, span.begin.elapsed_time(span.end) / 1000) for span in spans]
+            total = sum(seconds for span, seconds in timed if span.total)
+            self._add(RecallTime(total, min(total, sum(seconds for span, seconds in timed if span.exposed))))
+
+    def clear(self) -> None:
+        """Forget everything: another mode begins."""
+        self.steps.clear()
+        self._spans.clear()
+        self._queued = False
+
+    def _add(self, step: RecallTime) -> None:
+        if step.total > 0:
+            self.steps.append(step)
+
+    @contextmanager
+    def _span(self, total: bool, exposed: bool) -> Iterator[None]:
+        if not self._events:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        # External: a graph that is being captured makes them events of its own, to be timed after each replay.
+        begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in "be")  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._spans.setdefault(self._kind, []).append(Span(begin, end, total, exposed))

@@ -1,0 +1,122 @@
+"""The figures that the application shows: the receipt of an answer, and the snapshot that the panels draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+Params = dict[str, Any]
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a message arrives
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one answer cost, None where nothing was measured.
+
+    ``read_share`` is the mean over its steps of the share of the stored tokens that was read; ``extras`` are the mode's
+    figures since it was entered.
+    """
+
+    prompt_tokens: Count = 0
+    reused_tokens: Count = 0
+    generated_tokens: Count = 0
+    total_tokens: Count = 0
+    active_tokens: float | None = None
+    read_share: float | None = None
+    ttft_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    kv_device_bytes: Count = 0
+    kv_host_bytes: Count = 0
+    recalled_bytes: Count = 0
+    recall_hit_rate: float | None = None
+    corrections: Count = 0
+    recoveries: Count = 0
+    withdrawn_tokens: Count = 0
+    switches: tuple[Params, ...] = ()
+    extras: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Price:
+    """What entering ``mode`` would cost now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
+
+    ``seconds`` is an estimate from earlier fills or the link's rate; ``refusal`` says why it cannot be entered.
+    """
+
+    mode: str
+    moved_bytes: Count = 0
+    device_bytes: Count = 0
+    seconds: float | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVML reading in bytes, percent, degrees and watts; a missing reading is None and drawn ``n/a``."""
+
+    name: str
+    used: Count | None = None
+    total: Count | None = None
+    process: Count | None = None
+    utilization: Count | None = None
+    temperature: Count | None = None
+    power: float | None = None
+
+
+# One letter a ribbon cell: the state of most of its tokens; recalled wins over all others.
+RIBBON = {
+    "S": "sink",
+    "W": "window",
+    "D": "on the device",
+    "R": "recalled just now",
+    "H": "on the host",
+    "F": "frozen",
+    "X": "out of reach",
+}
+MAX_RIBBON_CELLS = 1024
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the KV manager holds and did, read at most 10 times a second.
+
+    ``active`` is the mean number of tokens the last step attended to over layers and KV heads. ``ribbon`` is one letter
+    of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
+    (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the last 256 steps' copies,
+    ``exposed_ms_*`` of the time waited for them. ``extras`` are figures of the current mode only, in display order.
+    ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn of how
+    the engine runs: a few words, a colon, the reason.
+    """
+
+    mode: str
+    params: Params
+    active: float
+    total: Count
+    context: Count
+    kv_device_bytes: Count
+    kv_host_bytes: Count
+    weight_bytes: Count = 0
+    process_bytes: Count | None = None
+    torch_allocated: Count | None = None
+    torch_reserved: Count | None = None
+    gpu: Gpu | None = None
+    tokens_per_s: float | None = None
+    ttft_s: float | None = None
+    step_bytes: float = 0.0
+    recalled_bytes: Count = 0
+    recall_hit_rate: float | None = None
+    corrections: Count = 0
+    recall_ms_p50: float | None = None
+    recall_ms_p95: float | None = None
+    exposed_ms_p50: float | None = None
+    exposed_ms_p95: float | None = None
+    reduced_tokens: Count = 0
+    cell_tokens: Annotated[Count, Field(ge=1)] = 32
+    ribbon: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
+    attended: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
+    extras: Params = field(default_factory=dict)
+    prices: tuple[Price, ...] = ()
+    badges: tuple[str, ...] = ()

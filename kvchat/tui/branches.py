@@ -1,0 +1,122 @@
+"""The branches of the conversation: edit a question, answer it again, go on with an answer, walk between siblings."""
+
+from __future__ import annotations
+
+from kvchat.conversations.conversation import Message
+from kvchat.errors import UsageError
+from kvchat.tui.answers import Answers
+from kvchat.tui.state import ChatState, Phase
+from kvchat.tui.view import ChatView
+
+
+class Branches:
+    """Each needs an engine that is ready. They act on the message chosen in the transcript, else on the last one."""
+
+    def __init__(self, state: ChatState, answers: Answers, view: ChatView) -> None:
+        self.state = state
+        self.answers = answers
+        self.view = view
+
+    async def regenerate(self) -> None:
+        """Answer a question again; its answers so far stay as siblings.
+
+        Raises:
+            UsageError: the engine is busy, or there is no question.
+        """
+        self.require_ready()
+        question = self._chosen("user")
+        self.state.conversation.go_to(question.id)
+        await self.view.show_messages((), below=question.id)
+        await self.answers.begin()
+
+    async def resume(self) -> None:
+        """Go on with the last answer.
+
+        Raises:
+            UsageError: the engine is busy, or there is no answer at the end.
+        """
+        self.require_ready()
+        answer = self.state.conversation.leaf
+        if answer is None or answer.role != "assistant":
+            raise UsageError("There is no answer to go on with.", hint="Ask something first.")
+        await self.view.show_messages((), below=answer.parent)
+        await self.answers.begin(answer.text)
+
+    def edit(self) -> None:
+        """Put a question into the prompt; the next one sent takes its place as a sibling.
+
+        Raises:
+            UsageError: the engine is busy, there is no question, or another text is in the prompt.
+        """
+        self.require_ready()
+        question = self._chosen("user")
+        if not self.view.restore_prompt(question.text):
+            raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
+        self.state.edited = question.id
+        self.view.show_state(self.state)
+
+    def stop_editing(self) -> None:
+        """Send the next question at the end again."""
+        self.state.edited = None
+        self.view.show_state(self.state)
+
+    async def leave_edited(self) -> None:
+        """End the path before the edited question, if there is one: the next question is its sibling."""
+        edited, self.state.edited = self.state.edited, None
+        if edited is not None:
+            await self._end_before(self.state.conversation.messages[edited])
+
+    async def undo(self) -> None:
+        """End the path before the last question, which is given back to the prompt; it stays as a branch.
+
+        Raises:
+            UsageError: the engine is busy, or there is no question.
+        """
+        self.require_ready()
+        question = self._chosen("user")
+        await self._end_before(question)
+        self.view.restore_prompt(question.text)
+
+    async def select_sibling(self, step: int) -> None:
+        """Show the sibling ``step`` further on of the chosen message, else of the last message that has one.
+
+        Raises:
+            UsageError: the engine is busy, or there is no sibling.
+        """
+        self.require_ready()
+        conversation = self.state.conversation
+        path = conversation.path_to(self.view.chosen) or conversation.path
+        message = next((one for one in reversed(path) if len(conversation.siblings(one.id)) > 1), None)
+        if message is None:
+            raise UsageError(
+                "There is only one branch here.", hint="Edit a question or answer it again to make another."
+            )
+        siblings = conversation.siblings(message.id)
+        conversation.select(siblings[(siblings.index(message) + step) % len(siblings)].id)
+        shown = self.state.footed()
+        place = next(index for index, (one, _) in enumerate(shown) if one.parent == message.parent)
+        await self.view.show_messages(shown[place:], below=message.parent)
+
+    def require_ready(self) -> None:
+        """Refuse what needs an engine at rest.
+
+        Raises:
+            UsageError: the engine is busy or down.
+        """
+        if self.state.phase is Phase.DOWN:
+            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+        if self.state.phase is not Phase.READY:
+            raise UsageError("The engine is busy.", hint="/stop ends the answer; then try again.")
+
+    async def _end_before(self, question: Message) -> None:
+        self.state.conversation.go_to(question.parent)
+        await self.view.show_messages((), below=question.parent)
+
+    def _chosen(self, role: str) -> Message:
+        """The chosen message of the path or the last one; of a role, the nearest at or before it."""
+        conversation = self.state.conversation
+        path = conversation.path_to(self.view.chosen) or conversation.path
+        found = next((message for message in reversed(path) if message.role == role), None)
+        if found is None:
+            raise UsageError("There is no question yet.", hint="Ask one first.")
+        return found

@@ -1,0 +1,86 @@
+"""What the commands for conversations and their branches do with their arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvchat.conversations import export
+from kvchat.errors import UsageError
+from kvchat.tui.controller import ChatController
+
+
+async def new(chat: ChatController, argument: str) -> None:
+    """``/new``"""
+    await chat.new()
+
+
+async def resume_last(chat: ChatController, argument: str) -> None:
+    """``/last``"""
+    await chat.open_last()
+
+
+async def set_title(chat: ChatController, argument: str) -> None:
+    """``/title TEXT``; alone it shows the title."""
+    if argument:
+        await chat.rename(argument)
+    chat.view.add_note(f"Title: {chat.state.conversation.title or 'none before the first question'}")
+
+
+async def delete(chat: ChatController, argument: str) -> None:
+    """``/delete``"""
+    if not chat.state.conversation.messages:
+        raise UsageError("There is nothing to delete yet.")
+    await chat.delete(chat.state.conversation.id, chat.state.conversation.title)
+
+
+async def restore(chat: ChatController, argument: str) -> None:
+    """``/restore``"""
+    await chat.restore()
+
+
+async def fork(chat: ChatController, argument: str) -> None:
+    """``/fork``"""
+    await chat.fork()
+
+
+async def export_file(chat: ChatController, argument: str) -> None:
+    """``/export FILE``: the ending says the format."""
+    path = Path(os.path.expanduser(argument))
+    export.write(chat.state.conversation, path)
+    chat.view.toast(f"Written to {path.absolute()}.", title="Exported")
+
+
+async def import_file(chat: ChatController, argument: str) -> None:
+    """``/import FILE``"""
+    await chat.take(export.read(Path(os.path.expanduser(argument))))
+
+
+async def regenerate(chat: ChatController, argument: str) -> None:
+    """``/regen``"""
+    await chat.branches.regenerate()
+
+
+async def resume_answer(chat: ChatController, argument: str) -> None:
+    """``/continue``"""
+    await chat.branches.resume()
+
+
+async def edit(chat: ChatController, argument: str) -> None:
+    """``/edit``"""
+    chat.branches.edit()
+
+
+async def undo(chat: ChatController, argument: str) -> None:
+    """``/undo``"""
+    await chat.branches.undo()
+
+
+async def next_branch(chat: ChatController, argument: str) -> None:
+    """``/branch``"""
+    await chat.branches.select_sibling(1)
+
+
+async def previous_branch(chat: ChatController, argument: str) -> None:
+    """``[`` on a message"""
+    await chat.branches.select_sibling(-1)

@@ -1,0 +1,131 @@
+"""The rows of the panels: labels and values of one snapshot, and what each label means.
+
+A missing reading is drawn ``n/a``.
+"""
+
+from __future__ import annotations
+
+from kvchat.config.modes import mode_names
+from kvchat.protocol.figures import Gpu, Params, Snapshot
+from kvchat.tui.state import describe_price
+from kvchat.units import MISSING, count, figure, percent, size
+
+Rows = list[tuple[str, str]]
+WIDTH = 32  # of a line in the column, beside a scrollbar
+
+EXPLANATIONS = {
+    "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
+    "over the budget": "read beyond the budget: some modes read everything in their first layer, or keep some slack",
+    "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
+    "on a GPU": "K/V that would be in a GPU's memory in this mode; without a GPU all of it is in RAM",
+    "fetched a token": "copied from host to device for one token, and the median time that took",
+    "of the context": "stored tokens, as a share of what the model can attend to",
+    "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
+    "in all": "fetched since the model was loaded",
+    "already there": "of what was chosen, the share that was on the device already",
+    "corrections": "choices replaced before attention because the query had turned",
+    "time p50 / p95": "time to fetch for one token: the median, and what 95 % stay below",
+    "waited for": "the part of that time that the model had to wait; the rest was hidden behind its work",
+    "no GPU": "the engine computes on the CPU",
+    "GPU": "its name",
+    "used": "memory in use on the GPU, by all programs",
+    "this process": "memory of the engine",
+    "load": "use of the GPU, its temperature and power",
+    "torch": "GPU memory allocated by torch, of what it has reserved",
+    "weights": "memory of the model's weights",
+    "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
+}
+
+
+def mode_rows(snapshot: Snapshot) -> Rows:
+    """The mode's parameters in force; more than four share lines, so that the column fits 40 lines."""
+    rows = [(name, _value(value)) for name, value in snapshot.params.items()]
+    return [*((packed(rows) if len(rows) > 4 else rows) or [("parameters", "none")]), *price_rows(snapshot)]
+
+
+def packed(rows: Rows) -> Rows:
+    """Put each row on the first line that has room for it, labels before values."""
+    lines: Rows = []
+    for label, value in rows:
+        joined = [(f"{labels} · {label}", f"{values} · {value}") for labels, values in lines]
+        fits = (i for i, (labels, values) in enumerate(joined) if len(labels) + 1 + len(values) <= WIDTH)
+        if (line := next(fits, None)) is None:
+            lines.append((label, value))
+        else:
+            lines[line] = joined[line]
+    return lines
+
+
+def price_rows(snapshot: Snapshot) -> Rows:
+    """What switching to the next mode would cost."""
+    modes = mode_names()
+    after = modes[(modes.index(snapshot.mode) + 1) % len(modes)] if snapshot.mode in modes else ""
+    return [(f"next → {price.mode}", describe_price(price)) for price in snapshot.prices if price.mode == after]
+
+
+def context_rows(s: Snapshot) -> Rows:
+    """What the last step read, where it lay, and what was fetched for it."""
+    if not s.total:
+        return [("reads", "nothing stored yet")]
+    rows = [("reads", f"{count(s.active)} of {count(s.total)} · {percent(s.active / s.total)}")]
+    budget = s.params.get("budget")
+    if isinstance(budget, int) and s.active > budget + 0.5:
+        rows.append(("over the budget", f"{count(s.active - budget)} tok"))
+    where = "on the device" if has_gpu(s) else "on a GPU"
+    rows.append((where, f"{size(s.kv_device_bytes)} of {size(s.kv_host_bytes)}"))
+    took = f" · {figure(s.recall_ms_p50, 'ms', 1)}" if s.recall_ms_p50 is not None else ""
+    rows.append(("fetched a token", f"{size(s.step_bytes)}{took}" if s.step_bytes else "nothing"))
+    rows.append(("of the context", f"{percent(s.total / s.context)} used" if s.context else MISSING))
+    return [*rows, ("reduced context", f"{count(s.reduced_tokens)} tok")] if s.reduced_tokens else rows
+
+
+def recall_rows(s: Snapshot) -> Rows:
+    """Recall from host to device in more detail."""
+    p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
+    rows = [("in all", size(s.recalled_bytes)), ("already there", percent(s.recall_hit_rate))]
+    if s.corrections:  # one mode alone corrects
+        rows.append(("corrections", count(s.corrections)))
+    rows.append(("time p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}"))
+    if s.exposed_ms_p95 not in (None, s.recall_ms_p95):  # without a GPU nothing is hidden
+        rows.append(("waited for", f"{figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}"))
+    return rows
+
+
+def memory_rows(s: Snapshot) -> Rows:
+    """Memory: of the device by NVML, of torch, and of kvchat."""
+    own = [("weights", size(s.weight_bytes)), ("K/V on the host", size(s.kv_host_bytes))]
+    if not has_gpu(s):
+        return [("no GPU", "all K/V is in RAM"), ("this process", size(s.process_bytes)), *own]
+    torch = MISSING if s.torch_allocated is None else f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"
+    return [*(gpu_rows(s.gpu) if s.gpu else [("GPU", MISSING)]), ("torch", torch), *own]
+
+
+def has_gpu(s: Snapshot) -> bool:
+    """Whether the engine runs on a GPU."""
+    return s.gpu is not None or s.torch_allocated is not None
+
+
+def gpu_rows(gpu: Gpu) -> Rows:
+    """Readings of NVML."""
+    vitals = (figure(gpu.utilization, "%"), figure(gpu.temperature, "°C"), figure(gpu.power, "W"))
+    return [
+        ("GPU", gpu.name),
+        ("used", MISSING if gpu.used is None else f"{size(gpu.used)} / {size(gpu.total)}"),
+        ("this process", size(gpu.process)),
+        ("load", " · ".join(vitals)),
+    ]
+
+
+def extra_rows(extras: Params) -> Rows:
+    """Numbers that only the present mode has."""
+    return [(name, _value(value)) for name, value in extras.items()]
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+    return str(value)

@@ -1,0 +1,148 @@
+"""The conversations kept: search them, open one, delete one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from kvchat.conversations.store import MARK, Summary
+from kvchat.errors import KvchatError
+from kvchat.foreign_text import visible
+from kvchat.tui.controller import ChatController
+from kvchat.units import count
+
+
+class ConversationsScreen(ModalScreen[None]):
+    """What is typed is searched for in all messages; the list below shows what was found."""
+
+    CSS = """
+    ConversationsScreen { align: center middle; }
+    ConversationsScreen > Vertical {
+        width: 100; max-width: 100%; height: 90%; padding: 0 1; background: $surface; border: round $primary;
+    }
+    ConversationsScreen Input { border: none; height: 1; margin: 0 0 1 0; background: $surface; }
+    ConversationsScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
+    ConversationsScreen Static { color: $text-muted; height: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss", "Close", id="conversations.close"),
+        Binding("down,up", "list", "Choose", id="conversations.choose"),
+        Binding("ctrl+d,delete", "delete", "Delete", priority=True, id="conversations.delete"),
+        Binding("ctrl+z", "restore", "Restore", priority=True, id="conversations.restore"),
+    ]
+    AUTO_FOCUS = "Input"
+
+    def __init__(self, controller: ChatController, text: str) -> None:
+        super().__init__()
+        self._controller = controller
+        self._text = text
+        self._found: dict[str, Summary] = {}
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "conversations"
+            yield Input(self._text, placeholder="Search in all messages…")
+            yield OptionList()
+            yield Static("↑↓ choose · ⏎ open · ^D delete · ^Z restore · Esc close", markup=False)
+
+    async def on_mount(self) -> None:
+        await self._search(self._text)
+
+    @on(Input.Changed)
+    def search(self, event: Input.Changed) -> None:
+        """Search for what is typed; the search before is given up."""
+        self.run_worker(self._search(event.value), group="search", exclusive=True)
+
+    @on(Input.Submitted)
+    async def open_highlighted(self) -> None:
+        """Enter in the search field opens the highlighted conversation."""
+        if self._highlighted is not None:
+            await self._open(self._highlighted)
+
+    @on(OptionList.OptionSelected)
+    async def open_selected(self, event: OptionList.OptionSelected) -> None:
+        """Open a conversation, at the message found."""
+        await self._open(self._found[event.option.id or ""])
+
+    def action_list(self) -> None:
+        """Go from the search field to the list."""
+        self.query_one(OptionList).focus()
+
+    async def action_delete(self) -> None:
+        """Delete the highlighted conversation."""
+        if (chosen := self._highlighted) is not None:
+            await self._try(self._controller.delete(chosen.id, visible(chosen.title)))
+
+    async def action_restore(self) -> None:
+        """Bring back the conversation deleted last."""
+        await self._try(self._controller.restore())
+
+    @property
+    def _highlighted(self) -> Summary | None:
+        option = self.query_one(OptionList).highlighted_option
+        return self._found.get(option.id or "") if option else None
+
+    async def _open(self, chosen: Summary) -> None:
+        self.dismiss()
+        try:
+            await self._controller.open(chosen.id, chosen.message)
+        except KvchatError as error:
+            self.app.notify(str(error), severity="warning")
+
+    async def _search(self, text: str) -> None:
+        try:
+            found = await self._controller.archive.search(text)
+        except KvchatError as error:
+            self.app.notify(str(error), severity="warning")
+            return
+        if not self.query(OptionList):
+            return  # the screen was closed meanwhile
+        self._found = {summary.id: summary for summary in found}
+        options = self.query_one(OptionList)
+        options.clear_options()
+        now = time.time()
+        options.add_options(Option(describe(summary, now), summary.id) for summary in found)
+        if found:
+            options.highlighted = 0
+        shown = "nothing found" if text else "none yet: the first question begins one"
+        self.query_one(Vertical).border_subtitle = f"{count(len(found))} found" if found else shown
+
+    async def _try(self, change: Coroutine[Any, Any, None]) -> None:
+        try:
+            await change
+        except KvchatError as error:
+            self.app.notify(str(error), severity="warning")
+        await self._search(self.query_one(Input).value)
+
+
+def describe(summary: Summary, now: float) -> Content:
+    """Title, age and size; below it the words found."""
+    age = describe_age(now - summary.updated)
+    line = Content.assemble(
+        visible(summary.title or "(no title)"), (f"   {age} · {count(summary.messages)} messages", "dim")
+    )
+    if not summary.excerpt:
+        return line
+    text = visible(" ".join(summary.excerpt.split()))
+    parts: list[Content | tuple[str, str]] = [line, ("\n  ", "")]
+    for index, part in enumerate(text.replace(MARK[1], MARK[0]).split(MARK[0])):
+        parts.append((part, "bold $accent" if index % 2 else "dim"))
+    return Content.assemble(*parts)
+
+
+def describe_age(age_s: float) -> str:
+    """``125`` -> ``2 min ago``."""
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= seconds:
+            return f"{age_s // seconds:.0f} {unit} ago"
+    return "just now"

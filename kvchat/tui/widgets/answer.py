@@ -1,0 +1,201 @@
+"""An answer in the transcript, and the widgets of messages said before."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.message import Message as WidgetMessage
+from textual.timer import Timer
+from textual.widgets import Static
+
+from kvchat.conversations.conversation import Message
+from kvchat.foreign_text import visible
+from kvchat.tui import flush, thinking
+from kvchat.tui.widgets.messages import Question
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from textual.widgets import Markdown
+
+COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
+
+
+class Answer(Vertical):
+    """One answer, streamed as Markdown. ``collapsed`` it is one plain widget of the same height.
+
+    It owns its text, which is the engine's to the byte; what is drawn of it is ``visible``.
+    ``weight`` counts the widgets it is made of while it is not collapsed.
+    """
+
+    DEFAULT_CSS = """
+    Answer { height: auto; margin: 1 1 0 1; border-left: outer $primary; padding: 0 0 0 1; }
+    Answer.stopped { border-left: outer $warning; }
+    Answer > Markdown { padding: 0; margin: 0; background: transparent; }
+    Answer > .tail { color: $text; }
+    Answer > .tail.waiting { color: $text-muted; }
+    Answer > .receipt { color: $text-disabled; }
+    Answer > .thought { color: $text-muted; }
+    Answer > .thoughts { display: none; color: $text-muted; padding: 0 0 1 2; }
+    """
+
+    class Grew(WidgetMessage):
+        """More of the answer is on screen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        self.message = ""
+        self.receipt = ""
+        self.collapsed = False
+        self.finished = False
+        self.weight = 1
+        self._open = flush.OpenBlock()
+        self._drawn = ""
+        self._is_behind = False
+        self._timer: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        thought, said = thinking.split(visible(self.text))
+        if self.collapsed:
+            yield Static(said, classes="placeholder", markup=False)
+            return
+        from textual.widgets import Markdown  # 40 ms that the first paint need not wait for
+
+        summary = Static(thinking.summarize(thought, is_open=False), classes="thought", markup=False)
+        summary.display = bool(thought)
+        yield summary
+        yield Static(thought, classes="thoughts", markup=False)
+        yield Markdown(said or None, open_links=False, parser_factory=_parser)
+        tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
+        tail.display = not self.finished
+        yield tail
+        receipt = Static(self.receipt, classes="receipt", markup=False)
+        receipt.display = bool(self.receipt)
+        yield receipt
+
+    def wait(self, words: str) -> None:
+        """Show what the engine does before the first word."""
+        if not self.text:
+            self._show_tail(words, waiting=True)
+
+    def feed(self, text: str) -> None:
+        """Append text; the next flush draws it."""
+        self.text += text
+        self._is_behind = True
+        if self._timer is None:
+            self._timer = self.set_timer(flush.SHORTEST_S, self._flush)
+
+    async def withdraw(self, chars: int) -> str:
+        """Remove the last ``chars`` characters, also from the screen, and return them."""
+        kept = len(self.text) - chars
+        self.text, withdrawn = self.text[:kept], self.text[kept:]
+        await self._draw()
+        return withdrawn
+
+    @classmethod
+    def past(cls, message: Message, footer: str) -> Answer:
+        """An answer given before, collapsed until the reader comes near."""
+        answer = cls()
+        answer._take(message, footer)
+        answer.collapsed = True
+        answer.weight = 4 + message.text.count("\n")  # a block has a line or more; counted once it is parsed
+        return answer
+
+    def _take(self, message: Message, footer: str) -> None:
+        self.message, self.text, self.receipt, self.finished = message.id, message.text, footer, True
+        self.set_class(message.ending not in COMPLETE, "stopped")
+
+    async def finish(self, message: Message, footer: str) -> None:
+        """Show the complete answer, parsed once more as one text, with the line ``footer`` under it."""
+        self._take(message, footer)
+        if self._timer:
+            self._timer.stop()
+        thought, said = thinking.split(visible(self.text))
+        self._show_thought(thought, is_open=False)
+        await self._markdown.update(said)
+        self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
+        line = self.query_one(".receipt", Static)
+        line.update(footer)
+        line.display = bool(footer)
+        self._weigh()
+        self.post_message(self.Grew())
+
+    async def set_collapsed(self, collapsed: bool) -> None:
+        """Swap the Markdown blocks for one plain widget of the remembered height, or back."""
+        if collapsed == self.collapsed or not self.finished:
+            return
+        self.styles.height = self.size.height if collapsed else "auto"
+        self.collapsed = collapsed
+        await self.recompose()
+        if not collapsed:
+            self._weigh()
+
+    async def _flush(self) -> None:
+        self._timer = None
+        if self.finished:
+            return
+        begun = perf_counter()
+        await self._draw()
+        if not self.finished:
+            self.post_message(self.Grew())
+            self._timer = self.set_timer(flush.interval(perf_counter() - begun), self._again)
+
+    async def _again(self) -> None:
+        self._timer = None
+        if self._is_behind:
+            await self._flush()
+
+    async def _draw(self) -> None:
+        """Draw what has come since the last time; all, where it does not begin with what is drawn."""
+        self._is_behind = False
+        thought, said = thinking.split(visible(self.text))
+        self._show_thought(thought, is_open=not said)
+        if not said.startswith(self._drawn):
+            self._open, self._drawn = flush.OpenBlock(), ""
+            await self._markdown.update("")
+        new, self._drawn = said[len(self._drawn) :], said
+        if closed := self._open.feed(new):
+            await self._markdown.append(closed)
+        if not self.finished:
+            self._show_tail(self._open.tail)
+
+    @property
+    def _markdown(self) -> Markdown:
+        markdown: Markdown = self.query_one("Markdown")  # type: ignore[assignment]
+        return markdown
+
+    def _show_thought(self, thought: str, is_open: bool) -> None:
+        if not thought:
+            return
+        summary, whole = self.query_one(".thought", Static), self.query_one(".thoughts", Static)
+        summary.display = True
+        summary.update(thinking.summarize(thought, is_open))
+        whole.update(thought)
+
+    def _weigh(self) -> None:
+        self.weight = sum(1 for _ in self.walk_children())
+
+    def _show_tail(self, text: str, waiting: bool = False) -> None:
+        for tail in self.query(".tail").results(Static):
+            tail.set_class(waiting, "waiting")
+            tail.update(text.rstrip("\n"))
+            tail.display = bool(text.strip())
+
+
+def _parser() -> MarkdownIt:
+    """As Textual's own, but HTML is text: nothing of an answer is dropped."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("gfm-like", {"html": False})
+
+
+def past_message(message: Message, footer: str) -> Question | Answer:
+    """The widget of a message that was said before."""
+    if message.role == "assistant":
+        return Answer.past(message, footer)
+    question = Question(message.text)
+    question.send(message, footer)
+    return question

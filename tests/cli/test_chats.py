@@ -1,0 +1,87 @@
+"""Conversations without a screen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvchat import paths
+from kvchat.cli.main import app
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.store import ConversationStore
+from kvchat.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path
+
+
+def keep(question: str, id: str = "") -> Conversation:
+    conversation = Conversation(id=id)
+    conversation.ask(question)
+    conversation.answer("Yes.", "eos")
+    store = ConversationStore(paths.database())
+    store.save(conversation.take_changes())
+    store.close()
+    return conversation
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["chats", *words])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+def test_listing_and_searching():
+    assert "no conversation has been kept yet" in run("list")
+    cat, dog = keep("My cat is called Biscuit."), keep("My dog is called Rex.")
+    lines = run("list").splitlines()
+    assert [line.split()[0] for line in lines] == [dog.id[:8], cat.id[:8]]
+    assert lines[0].endswith("2 messages  My dog is called Rex.")
+    found, excerpt = run("list", "bisc").splitlines()
+    assert found.startswith(cat.id[:8])
+    assert excerpt.strip() == "My cat is called Biscuit."
+    assert "no conversation says this" in run("list", "elephant")
+    assert [chat["id"] for chat in json.loads(run("list", "--json"))] == [dog.id, cat.id]
+
+
+def test_export_and_import(folder):
+    kept = keep("What is a cat?")
+    assert "## You\n\nWhat is a cat?" in run("export", kept.id[:8])
+    file = folder / "chat.json"
+    assert run("export", kept.id, str(file)).strip() == str(file)
+    run("delete", kept.id)
+    imported = run("import", str(file)).strip()
+    assert run("list").startswith(imported)
+    with pytest.raises(UsageError, match="exists"):
+        run("export", imported, str(file))
+    with pytest.raises(UsageError, match="names no format"):
+        run("export", imported, str(folder / "chat.pdf"))
+    (folder / "empty.json").write_text(json.dumps({**json.loads(file.read_text()), "messages": [], "leaf": None}))
+    with pytest.raises(UsageError, match="holds no message"):
+        run("import", str(folder / "empty.json"))
+
+
+def test_deleting_and_restoring():
+    kept = keep("one")
+    assert run("delete", kept.id[:8]).strip() == f"deleted {kept.id}"
+    with pytest.raises(UsageError, match="no conversation"):
+        run("delete", kept.id)
+    run("restore", kept.id)
+    assert run("list").startswith(kept.id[:8])
+    with pytest.raises(UsageError, match="no conversation"):
+        run("restore", "nonesuch")
+
+
+def test_an_id_must_be_unambiguous():
+    keep("one", "aa1")
+    keep("two", "aa2")
+    with pytest.raises(UsageError, match="2 conversations"):
+        run("export", "aa")
+    with pytest.raises(UsageError, match="no conversation"):
+        run("export", "b")

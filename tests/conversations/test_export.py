@@ -1,0 +1,85 @@
+"""Files of conversations: for reading, and for reading back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvchat.conversations import export
+from kvchat.conversations.conversation import Conversation
+from kvchat.errors import UsageError
+
+
+@pytest.fixture
+def conversation():
+    made = Conversation("be <brief>")
+    made.ask("What is *this*? <script>alert(1)</script>")
+    made.answer("first", "eos")
+    made.go_to(made.leaf.parent)
+    made.answer("| a |\n|---|\n| <img src=x onerror=alert(1)> |\n\n[x](javascript:alert(1))", "eos", "3 tok")
+    return made
+
+
+def test_markdown_is_the_path(conversation):
+    text = export.to_markdown(conversation)
+    assert text.startswith("# What is *this*?")
+    assert "## System\n\nbe <brief>\n\n## You\n\nWhat is *this*?" in text
+    assert "## Model\n\n| a |" in text
+    assert "first" not in text
+
+
+def test_html_renders_answers_and_runs_nothing(conversation):
+    page = export.to_html(conversation)
+    assert "<th>a</th>" in page
+    assert "3 tok" in page
+    for harmful in ("<script", "<img", 'href="javascript'):
+        assert harmful not in page
+
+
+def test_json_is_read_back_as_another_conversation(conversation):
+    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    assert (read.title, read.system, read.created) == (conversation.title, "be <brief>", conversation.created)
+    assert read.turns == conversation.turns
+    assert [m.text for m in read.messages.values()] == [m.text for m in conversation.messages.values()]
+    assert not {read.id, *read.messages} & {conversation.id, *conversation.messages}
+    assert len(read.take_changes().messages) == 3
+
+
+def broken(change, conversation):
+    file = json.loads(export.to_json(conversation))
+    change(file, file["messages"])
+    return json.dumps(file).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda file, messages: file.update(version=2), "version"),
+        (lambda file, messages: file.pop("messages"), "messages"),
+        (lambda file, messages: messages[0].update(parent="nobody"), "follows none"),
+        (lambda file, messages: messages[0].update(parent=messages[0]["id"]), "follows none"),
+        (lambda file, messages: messages[0].update(role="assistant"), "follows none"),
+        (lambda file, messages: messages[1].update(role="user"), "follows none"),
+        (lambda file, messages: messages[1].update(role="system"), "role"),
+        (lambda file, messages: messages[1].update(text=7), "text"),
+        (lambda file, messages: messages[1].update(id=messages[0]["id"]), "Two messages"),
+        (lambda file, messages: file.update(leaf="nobody"), "is not in it"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(conversation, change, reason):
+    with pytest.raises(UsageError, match=reason):
+        export.from_json(broken(change, conversation), "x.json")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000])
+def test_what_is_no_json_is_refused(data):
+    with pytest.raises(UsageError, match="no conversation of kvchat"):
+        export.from_json(data, "x.json")
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        export.read(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="is no file"):
+        export.read(tmp_path)

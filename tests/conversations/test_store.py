@@ -1,0 +1,233 @@
+"""Conversations survive the process, other processes and failing disks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from kvchat.conversations import store as module
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.migrations import MIGRATIONS
+from kvchat.conversations.store import MARK, ConversationStore, StoreError
+from kvchat.errors import UsageError
+from kvchat.protocol.figures import Stats
+
+STATS = Stats(generated_tokens=3, decode_tokens_per_s=7.5, switches=({"from": "full"},))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "data" / "chats.db"
+
+
+@pytest.fixture
+def store(path):
+    store = ConversationStore(path)
+    yield store
+    store.close()
+
+
+def conversation(*texts: str, system: str | None = None) -> Conversation:
+    made = Conversation(system)
+    for number, text in enumerate(texts):
+        made.answer(text, "eos", "receipt", STATS) if number % 2 else made.ask(text)
+    return made
+
+
+def saved(store: ConversationStore, *texts: str) -> Conversation:
+    made = conversation(*texts)
+    store.save(made.take_changes())
+    return made
+
+
+def test_a_conversation_is_read_as_it_was_written(store):
+    written = conversation("one", "1 \ud800 \0 ¿", system="be brief")
+    written.go_to(written.leaf.parent)
+    written.answer("again")
+    store.save(written.take_changes())
+    read = store.load(written.id)
+    assert (read.id, read.title, read.system, read.created) == (written.id, "one", "be brief", written.created)
+    assert [message.text for message in read.messages.values()] == ["one", "1 ? \0 ¿", "again"]
+    assert read.leaf == written.leaf
+    assert read.stats == [STATS]
+    assert read.take_changes() is None
+
+
+def test_the_files_are_private(store, path):
+    saved(store, "one")
+    modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in path.parent.iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert len(modes) == 3
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_the_latest_comes_first_and_nothing_unsaid_is_kept(store):
+    assert store.latest() is None
+    first, second = saved(store, "one", "1"), saved(store, "two")
+    assert [summary.title for summary in store.recent()] == ["two", "one"]
+    first.answer("more", "eos")
+    store.save(first.take_changes())
+    assert store.latest().id == first.id
+    assert [summary.messages for summary in store.recent()] == [2, 1]
+    assert second.take_changes() is None
+
+
+def test_a_deleted_conversation_comes_back_within_a_day(store, path, monkeypatch):
+    kept, lost = saved(store, "kept"), saved(store, "lost")
+    store.delete(kept.id)
+    store.delete(lost.id)
+    assert store.recent() == []
+    with pytest.raises(UsageError, match="no conversation"):
+        store.load(kept.id)
+    store.restore(kept.id)
+    monkeypatch.setattr(module, "RESTORABLE_S", -1)
+    ConversationStore(path).close()
+    store.restore(lost.id)
+    assert [summary.title for summary in store.recent()] == ["kept"]
+    assert store.search("lost") == []
+
+
+def test_search_finds_words_in_messages_and_titles(store):
+    cat = saved(store, "My cat is called Biscuit.", "Thank you.", "and more", "a whale")
+    dog = saved(store, "My dog is called Rex.", "Fine.")
+    store.rename(dog.id, "About animals")
+    found = store.search("cat bisc")
+    assert [summary.id for summary in found] == [cat.id]
+    assert found[0].excerpt == "My {0}cat{1} is called {0}Biscuit{1}.".format(*MARK)
+    assert cat.messages[found[0].message].role == "user"
+    assert {summary.id for summary in store.search("called")} == {cat.id, dog.id}
+    assert [summary.id for summary in store.search("ANIMALS")] == [dog.id]
+    assert len(store.search(" \0 ")) == 2
+
+
+@pytest.mark.parametrize("text", ['"', "a AND", "*", "NEAR(", "-", "col:x", "'; --", "(", "!!!", "\ud800"])
+def test_what_is_searched_for_is_text_and_no_query(store, text):
+    saved(store, "nothing of it")
+    assert store.search(text) == []
+
+
+def test_changed_and_withdrawn_text_is_not_found_any_more(store):
+    changed = saved(store, "one", "first")
+    changed.answer("second", "eos")
+    question = changed.ask("third")
+    store.save(changed.take_changes())
+    assert store.search("third")
+    changed.withdraw()
+    store.save(changed.take_changes())
+    assert not store.search("first")
+    assert not store.search("third")
+    assert store.search("second")
+    assert question.id not in store.load(changed.id).messages
+
+
+def test_two_applications_write_branches_of_one_conversation(store, path):
+    mine = saved(store, "one", "1")
+    other = ConversationStore(path)
+    theirs = other.load(mine.id)
+    mine.ask("mine")
+    theirs.ask("theirs")
+    store.save(mine.take_changes())
+    other.save(theirs.take_changes())
+    other.close()
+    read = store.load(mine.id)
+    assert [message.text for message in read.siblings(read.leaf.id)] == ["mine", "theirs"]
+
+
+def test_a_save_that_fails_writes_nothing(store, monkeypatch):
+    made = conversation("one", "1")
+    monkeypatch.setattr(module, "_row", lambda *_: (1, 2))
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.save(made.take_changes())
+    assert store.recent() == []
+
+
+def test_a_full_disk_is_an_error_that_says_so(store):
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    made = conversation("one", "x" * 2**20)
+    changes = made.take_changes()
+    with pytest.raises(StoreError, match="disk is full"):
+        store.save(changes)
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    store.save(changes)
+    assert store.load(made.id).last_text() == "x" * 2**20
+
+
+def test_a_locked_database_is_waited_for_and_then_refused(store, path, monkeypatch):
+    store._db.execute("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    made = conversation("one")
+    changes = made.take_changes()
+    with pytest.raises(StoreError, match="Another program uses it"):
+        store.save(changes)
+    other.execute("ROLLBACK")
+    other.close()
+    store.save(changes)
+    assert store.latest().title == "one"
+
+
+@pytest.mark.parametrize("content", [b"no database at all\n" * 100, b"SQLite format 3\0" + b"\xff" * 4096])
+def test_a_damaged_file_is_refused_and_left_alone(path, content):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="Move the file away"):
+        ConversationStore(path)
+    assert path.read_bytes() == content
+
+
+def test_a_newer_database_is_refused_and_left_alone(store, path):
+    saved(store, "one")
+    store._db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    with pytest.raises(StoreError, match="newer kvchat"):
+        ConversationStore(path)
+    assert store.latest().title == "one"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="Permission denied"):
+        ConversationStore(tmp_path / "data" / "chats.db")
+
+
+def test_a_path_below_a_file_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        ConversationStore(tmp_path / "file" / "chats.db")
+
+
+def test_memory_needs_no_file():
+    store = ConversationStore(None)
+    saved(store, "one")
+    assert store.latest().title == "one"
+    store.close()
+
+
+def test_what_was_saved_survives_kill(path):
+    code = f"""
+import os, sys
+from pathlib import Path
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.store import ConversationStore
+store, conversation = ConversationStore(Path({str(path)!r})), Conversation()
+conversation.ask("one")
+for number in range(10**9):
+    conversation.answer("x" * number)
+    store.save(conversation.take_changes())
+    print(number, flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(50):
+            last = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        last = int((process.stdout.read().split() or [last])[-1])
+    store = ConversationStore(path)
+    assert len(store.load(store.latest().id).last_text()) in (last, last + 1)
+    store.close()

@@ -1,0 +1,90 @@
+"""Conversations with a hybrid model: what is reused, asked again, stopped or withdrawn, against a fresh session."""
+
+from __future__ import annotations
+
+import pytest
+from support import tiny_multimodal
+
+from kvchat.engine.generate import recovery_signals
+from kvchat.engine.model.load import load_model
+from kvchat.engine.session import Session
+from kvchat.protocol.messages import Finished, Recovered, Sampling, Started, Turn
+
+GREEDY = Sampling(temperature=0, max_new_tokens=24)
+HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
+QUESTION = Turn("user", "What is my cat called?")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3_5")
+    tiny_multimodal.save(tiny_multimodal.fresh("qwen3_5"), folder)
+    return load_model(str(folder), "cpu", "float32", lambda stage: None)
+
+
+def answered(session: Session, turns, sampling=GREEDY, between=None) -> tuple[list[int], Started, list]:
+    events = list(session.answer(turns, sampling, between))
+    assert isinstance(events[-1], Finished)
+    return session.token_ids, events[0], events
+
+
+def text_of(events) -> str:
+    return events[-1].text
+
+
+def fresh_tokens(session: Session, started: Started) -> list[int]:
+    """The tokens that a new session draws after the same ids; a text read anew may have others."""
+    fresh, tokens = Session(session.model), []
+    logits = fresh.prefill(session._loop.stored.ids[: started.prompt_tokens])
+    for _ in session.token_ids:
+        tokens.append(int(logits.argmax()))
+        logits = fresh.step(tokens[-1])
+    return tokens
+
+
+@pytest.mark.parametrize("mode", ["full", "streaming", "freeze", "sync", "speculative"])
+def test_a_second_turn_and_a_regenerated_one(hybrid, mode):
+    params = {"freeze": {"recovery": False}, "sync": {"mem": 0.9}}.get(mode, {})
+    session = Session(hybrid, mode, params)
+    _, _, events = answered(session, HELLO)
+    turns = (*HELLO, Turn("assistant", text_of(events)), QUESTION)
+    second, started, _ = answered(session, turns)
+    assert started.reused_tokens > 30
+    assert second == fresh_tokens(session, started)
+    again, started, _ = answered(session, turns)
+    assert started.reused_tokens == started.prompt_tokens - 1
+    assert again == second
+
+
+def test_an_edited_question_after_a_stop(hybrid):
+    session = Session(hybrid)
+    _, _, events = answered(session, HELLO)
+    turns = (*HELLO, Turn("assistant", text_of(events)))
+    answered(session, (*turns, QUESTION), between=lambda done: session.cancel() if done == 5 else None)
+    tokens, started, _ = answered(session, (*turns, Turn("user", "What is my name?")))
+    assert started.reused_tokens > 30
+    assert tokens == fresh_tokens(session, started)
+
+
+def test_withdrawn_tokens_are_forgotten_by_the_state(hybrid, monkeypatch):
+    """Recovery walks back in the middle of an answer; what is stored then is what one prefill gives."""
+    session, plain = Session(hybrid, "freeze"), Session(hybrid)
+    alarms = iter([*[None] * 12, *[recovery_signals.Trigger("entropy", 9.0)] * 200])
+    monkeypatch.setattr(recovery_signals.Signals, "add", lambda self, *args: next(alarms))
+    sampling = Sampling(temperature=0.8, max_new_tokens=150, seed=1)
+    _, _, events = answered(session, HELLO, sampling)
+    assert any(isinstance(event, Recovered) and event.level == "RR" for event in events)
+    expected = plain.prefill(session._loop.stored.ids)
+    session.switch("full")
+    session.truncate(session.total - 1)
+    logits = session.step(plain._runner.recurrent._ids[-1])
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_the_panels_count_the_states_bytes(hybrid):
+    session = Session(hybrid)
+    answered(session, HELLO)
+    state, snapshot = session._runner.recurrent, session.snapshot()
+    assert snapshot.kv_device_bytes == session._kv.device_bytes + state.nbytes
+    assert snapshot.kv_host_bytes == session._kv.state.host.nbytes + state.snapshot_bytes
+    assert "KiB" in snapshot.extras["recurrent state"]

@@ -1,0 +1,101 @@
+"""Times of recall: by the clock on a CPU, by events on a GPU, hidden and exposed apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvchat.kv.memory.step_timer import RecallTime, StepTimer
+
+
+class Clock:
+    """Events of a device whose work takes the time that the test says, and is done when it says."""
+
+    now = 0.0
+    done = True
+
+    def __init__(self, enable_timing: bool, external: bool) -> None:
+        assert enable_timing
+        assert external, "an event of a graph that is not external is never timed"
+
+    def record(self) -> None:
+        self.at = Clock.now
+
+    def query(self) -> bool:
+        return Clock.done
+
+    def elapsed_time(self, end: Clock) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(Clock, "done", True)
+    return StepTimer(torch.device("cuda"))
+
+
+def forward(timer: StepTimer, kind: str, exposed: float, hidden: float, waited: float) -> None:
+    timer.begin_forward(kind)
+    for span, milliseconds in (
+        (timer.copying(), exposed),
+        (timer.copying(hidden=True), hidden),
+        (timer.waiting(), waited),
+    ):
+        with span:
+            Clock.now += milliseconds
+    timer.end_step(kind)
+
+
+def test_a_correction_is_exposed_and_a_speculation_hidden_but_for_the_wait(timer):
+    forward(timer, "a", exposed=2.0, hidden=5.0, waited=1.0)
+    assert not timer.steps
+    timer.begin_step()
+    (step,) = timer.steps
+    assert step == (pytest.approx(0.007), pytest.approx(0.003))
+
+
+def test_a_wait_for_more_than_copies_is_no_more_than_all_of_them(timer):
+    forward(timer, "a", exposed=0.0, hidden=2.0, waited=9.0)
+    timer.begin_step()
+    assert timer.steps[0].exposed == timer.steps[0].total == pytest.approx(0.002)
+
+
+def test_a_replayed_graph_is_timed_by_the_events_of_its_kind(timer):
+    forward(timer, "copies", exposed=3.0, hidden=0.0, waited=0.0)
+    timer.begin_step()
+    timer.begin_forward("rests")
+    timer.end_step("rests")
+    timer.begin_step()
+    assert len(timer.steps) == 1, "a step that copied nothing has no time"
+    timer.end_step("copies")  # a replay: no Python ran in between
+    timer.begin_step()
+    assert [step.total for step in timer.steps] == [pytest.approx(0.003)] * 2
+
+
+def test_the_host_waits_for_no_figure(timer, monkeypatch):
+    forward(timer, "a", exposed=3.0, hidden=0.0, waited=0.0)
+    monkeypatch.setattr(Clock, "done", False)
+    timer.begin_step()
+    assert not timer.steps
+    monkeypatch.setattr(Clock, "done", True)
+    timer.begin_step()
+    assert not timer.steps, "the events may belong to a later step by now"
+
+
+def test_another_mode_begins_anew(timer):
+    forward(timer, "a", exposed=3.0, hidden=0.0, waited=0.0)
+    timer.clear()
+    timer.begin_step()
+    assert not timer.steps
+
+
+def test_a_cpu_copies_while_the_step_waits():
+    timer = StepTimer(torch.device("cpu"))
+    with timer.copying(hidden=True):
+        sum(range(1000))
+    timer.end_step("a")
+    timer.begin_step()
+    (step,) = timer.steps
+    assert isinstance(step, RecallTime)
+    assert step.total == step.exposed > 0

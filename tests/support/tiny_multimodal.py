@@ -1,0 +1,82 @@
+"""Tiny random models that read images too: whole conditional-generation models, written as repositories hold them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from support.tiny_models import ALTERNATING, COMMON, DELTA_NET, MOE, SHARED_EXPERT, randomize
+
+from kvchat.paths import bundled_model_dir
+
+VOCAB = 8192  # that of the bundled tokenizer
+TEXT = {**COMMON, "vocab_size": VOCAB, "head_dim": 16}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 8}
+QWEN3_TOWER = {**QWEN_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+
+# Configuration class, text_config, vision_config
+CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3Config",
+        {**TEXT, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING},
+        TOWER,
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        {
+            **TEXT,
+            "sliding_window": 8,
+            "layer_types": ALTERNATING,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+        {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "mistral3": ("Mistral3Config", {**TEXT, "model_type": "ministral3"}, {**TOWER, "model_type": "pixtral"}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        {**TEXT, "head_dim": None, "rope_parameters": MROPE},
+        {**QWEN_TOWER, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": ("Qwen3VLConfig", {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, QWEN3_TOWER),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", {**TEXT, "rope_parameters": MROPE, **MOE}, QWEN3_TOWER),
+    "qwen3_5": ("Qwen3_5Config", {**TEXT, **DELTA_NET}, QWEN3_TOWER),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", {**TEXT, **DELTA_NET, **SHARED_EXPERT}, QWEN3_TOWER),
+    "lfm2_vl": ("Lfm2VlConfig", {**TEXT, "head_dim": None, "model_type": "lfm2", "full_attn_idxs": [1, 3]}, TOWER),
+    "llava": ("LlavaConfig", {**TEXT, "model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}),
+}
+
+
+def fresh(name: str) -> Any:
+    """Return a new whole model with the same weights at every call, with transformers' own attention."""
+    class_name, text, vision = CONFIGS[name]
+    config = getattr(transformers, class_name)(
+        text_config={key: value for key, value in text.items() if value is not None}, vision_config=dict(vision)
+    )
+    torch.manual_seed(0)
+    built = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    randomize(built)
+    return built.eval()
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write a checkpoint with the bundled tokenizer."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, folder)

@@ -1,0 +1,87 @@
+"""The list of conversations, driven by keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.app_driver import texts
+from textual.widgets import Input, OptionList
+
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.store import MARK, ConversationStore, Summary
+from kvchat.tui.screens.conversations import ConversationsScreen, describe, describe_age
+from kvchat.tui.widgets.messages import Question
+
+
+@pytest.fixture
+def config(config, tmp_path):
+    path = tmp_path / "data" / "chats.db"
+    store = ConversationStore(path)
+    for question in ("My cat is called Biscuit.", "My dog is called Rex."):
+        conversation = Conversation()
+        conversation.ask(question)
+        conversation.answer(f"Yes: {question}", "eos")
+        store.save(conversation.take_changes())
+    store.close()
+    return replace(config, database=path)
+
+
+def listed(app):
+    options = app.screen.query_one(OptionList)
+    return [str(options.get_option_at_index(index).prompt) for index in range(options.option_count)]
+
+
+def shown(app):
+    return isinstance(app.screen, ConversationsScreen) and app.screen.query(OptionList)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+async def test_a_conversation_is_searched_for_and_opened(running, config, size):
+    async with running(config, size=size) as (app, pilot, until):
+        await until(lambda: app.controller.archive._store)
+        await pilot.press("f9")
+        await until(lambda: shown(app) and len(listed(app)) == 2)
+        assert listed(app)[0].startswith("My dog is called Rex.   just now · 2 messages")
+        await pilot.press(*"bisc")
+        await until(lambda: len(listed(app)) == 1)
+        assert "called Biscuit." in listed(app)[0].splitlines()[1]
+        await pilot.press("enter")
+        await until(lambda: app.screen is app.chat and app.chat.query(Question))
+        assert texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."]
+
+
+async def test_deleting_and_restoring(running, config):
+    async with running(config) as (app, pilot, until):
+        await until(lambda: app.controller.archive._store)
+        await pilot.press("f3")
+        await until(lambda: shown(app) and len(listed(app)) == 2)
+        await pilot.press("down", "down", "ctrl+d")
+        await until(lambda: len(listed(app)) == 1)
+        assert "Rex" in listed(app)[0]
+        await pilot.press("ctrl+z")
+        await until(lambda: len(listed(app)) == 2)
+        await pilot.press("escape")
+        await until(lambda: app.screen is app.chat)
+
+
+async def test_the_text_of_the_command_is_searched_for(running, config):
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: app.controller.archive._store)
+        await app.chat.run_command("/chats rex")
+        await until(lambda: shown(app) and len(listed(app)) == 1)
+        assert app.screen.query_one(Input).value == "rex"
+
+
+def test_a_line_tells_title_age_size_and_the_words_found():
+    summary = Summary(id="1", title="a\x1bb", updated=0.0, messages=3, excerpt=f"the {MARK[0]}cat{MARK[1]}\nsat")
+    line = describe(summary, 7300.0)
+    assert str(line) == "a␛b   2 h ago · 3 messages\n  the cat sat"
+    assert any("bold" in str(span.style) for span in line.spans)
+
+
+@pytest.mark.parametrize(
+    ("age", "words"), [(0, "just now"), (59, "just now"), (60, "1 min ago"), (86400 * 3, "3 d ago")]
+)
+def test_ages(age, words):
+    assert describe_age(age) == words

@@ -1,0 +1,100 @@
+"""The conversations on disk: saved as they are said, and never lost to a disk that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+
+import pytest
+from support.fake_view import FakeView
+
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.store import ConversationStore, StoreError
+from kvchat.tui.archive import Archive
+
+
+@pytest.fixture
+def view():
+    return FakeView()
+
+
+@pytest.fixture
+async def archive(tmp_path, view):
+    archive = Archive(tmp_path / "chats.db", view)
+    yield archive
+    await archive.close()
+
+
+def asked(text):
+    conversation = Conversation()
+    conversation.ask(text)
+    return conversation
+
+
+async def test_saved_conversations_are_found_and_opened(archive):
+    await archive.open()
+    conversation = asked("one")
+    await archive.save(conversation)
+    assert (await archive.latest()).title == "one"
+    assert [summary.id for summary in await archive.search("one")] == [conversation.id]
+    assert (await archive.load(conversation.id)).turns == conversation.turns
+    await archive.delete(conversation.id)
+    assert await archive.latest() is None
+    await archive.restore(conversation.id)
+    assert (await archive.latest()).id == conversation.id
+
+
+async def test_what_was_said_before_it_is_open_is_saved_afterwards(archive):
+    conversation = asked("one")
+    await archive.save(conversation)
+    with pytest.raises(StoreError, match="not open yet"):
+        await archive.latest()
+    await archive.open()
+    await archive.save(Conversation())
+    assert (await archive.latest()).title == "one"
+
+
+async def test_what_cannot_be_saved_is_told_once_and_saved_later(archive, view, tmp_path):
+    await archive.open()
+    archive._store._db.execute("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    left, present = asked("left"), asked("present")
+    await archive.save(left)
+    await archive.save(present)
+    assert len(view.toasts) == 1
+    assert "kept in memory, and saving is tried again" in view.toasts[0]
+    other.execute("ROLLBACK")
+    other.close()
+    await archive.save(present)
+    assert {summary.title for summary in await archive.search("")} == {"left", "present"}
+
+
+async def test_saving_twice_at_once_saves_all(archive, view):
+    await archive.open()
+    first, second = asked("first"), asked("second")
+    await asyncio.gather(*(archive.save(one) for one in (first, second, first)))
+    assert {summary.title for summary in await archive.search("")} == {"first", "second"}
+    assert not view.toasts
+
+
+async def test_a_database_that_cannot_be_used_leaves_memory(tmp_path, view):
+    path = tmp_path / "chats.db"
+    path.write_text("no database " * 1000)
+    archive = Archive(path, view)
+    await archive.open()
+    assert "in memory only" in view.toasts[0]
+    await archive.save(asked("one"))
+    assert (await archive.latest()).title == "one"
+    await archive.close()
+    assert path.read_text() == "no database " * 1000
+
+
+async def test_nothing_is_saved_after_closing(tmp_path, view):
+    archive = Archive(tmp_path / "chats.db", view)
+    await archive.open()
+    await archive.close()
+    await archive.save(asked("late"))
+    store = ConversationStore(tmp_path / "chats.db")
+    assert store.latest() is None
+    store.close()

@@ -1,0 +1,141 @@
+"""Branches: questions edited and answered again, answers gone on with; what was said before stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.errors import UsageError
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Rebuild, Text, Turn
+from kvchat.tui.state import Phase
+
+
+def done(text, reason="eos"):
+    return Finished(reason, text, Stats(generated_tokens=1))
+
+
+@pytest.fixture
+async def talk(chat):
+    """Two questions, answered."""
+    await chat.load()
+    for question, answer in (("one", "1"), ("two", "2")):
+        await chat.ask(question)
+        await chat.controller.handle(done(answer))
+    return chat
+
+
+@pytest.fixture
+def branches(talk):
+    return talk.controller.branches
+
+
+async def test_all_need_an_engine_at_rest_and_something_said(chat):
+    branches = chat.controller.branches
+    for act in (branches.regenerate, branches.resume, branches.undo, lambda: branches.select_sibling(1)):
+        with pytest.raises(UsageError, match="busy"):
+            await act()
+    with pytest.raises(UsageError, match="busy"):
+        branches.edit()
+    await chat.load()
+    for act in (branches.regenerate, branches.undo):
+        with pytest.raises(UsageError, match="no question yet"):
+            await act()
+    with pytest.raises(UsageError, match="no answer"):
+        await branches.resume()
+    with pytest.raises(UsageError, match="only one branch"):
+        await branches.select_sibling(1)
+
+
+async def test_regenerating_keeps_the_answer_as_a_sibling(talk, branches):
+    question = talk.controller.state.conversation.path[2].id
+    await branches.regenerate()
+    assert talk.client.sent[-1].turns[-1] == Turn("user", "two")
+    assert talk.view.shown[-1] == ([], [], question)
+    await talk.controller.handle(done("zwei"))
+    assert talk.turns == ["one", "1", "two", "zwei"]
+    assert talk.view.answers[-1].receipt == "1 tok · full · 2 of 2"
+    await branches.select_sibling(1)
+    assert talk.turns[-1] == "2"
+    assert talk.view.shown[-1] == (["2"], ["1 tok · full · 1 of 2"], question)
+    await branches.select_sibling(-1)
+    assert talk.turns[-1] == "zwei"
+
+
+async def test_regenerating_stopped_before_the_first_word_shows_the_earlier_answer(talk, branches):
+    await branches.regenerate()
+    await talk.controller.handle(done("", "stopped"))
+    assert talk.turns == ["one", "1", "two", "2"]
+    assert talk.view.shown[-1][0] == ["2"]
+    assert talk.view.prompt == ""
+
+
+async def test_a_chosen_question_is_answered_again(talk, branches):
+    path = talk.controller.state.conversation.path
+    talk.view.chosen = path[1].id
+    await branches.regenerate()
+    assert talk.client.sent[-1].turns == (Turn("user", "one"),)
+    assert talk.view.shown[-1] == ([], [], path[0].id)
+
+
+async def test_an_edited_question_is_asked_on_a_branch_of_its_own(talk, branches):
+    path = talk.controller.state.conversation.path
+    talk.view.chosen = path[0].id
+    branches.edit()
+    assert (talk.view.prompt, talk.view.edited) == ("one", path[0].id)
+    await talk.ask("uno")
+    assert talk.view.shown[-1] == ([], [], None)
+    assert talk.view.questions[-1].footer == "2 of 2"
+    assert talk.client.sent[-1].turns == (Turn("user", "uno"),)
+    assert talk.controller.state.edited is None
+    await talk.controller.handle(done("I"))
+    talk.view.chosen = None
+    await branches.select_sibling(-1)
+    assert talk.turns == ["one", "1", "two", "2"]
+    assert talk.view.shown[-1] == (["one", "1", "two", "2"], ["1 of 2", *["1 tok · full", "", "1 tok · full"]], None)
+
+
+async def test_editing_ends_without_a_trace(talk, branches):
+    talk.view.prompt = "a draft"
+    with pytest.raises(UsageError, match="another text"):
+        branches.edit()
+    assert talk.controller.state.edited is None
+    talk.view.prompt = ""
+    branches.edit()
+    branches.stop_editing()
+    await talk.ask("three")
+    assert talk.turns == ["one", "1", "two", "2", "three"]
+
+
+async def test_an_answer_is_gone_on_with(talk, branches):
+    await branches.resume()
+    assert talk.client.sent[-1].turns[-1] == Turn("assistant", "2")
+    assert talk.view.answers[-1].text == "2"
+    await talk.controller.handle(Text(" and", 1))
+    talk.controller.answers.checkpoint()
+    assert talk.turns[-1] == "2 and"
+    await talk.controller.handle(done(" and a half"))
+    assert talk.turns == ["one", "1", "two", "2 and a half"]
+
+
+async def test_going_on_stopped_at_once_keeps_the_answer(talk, branches):
+    await branches.resume()
+    await talk.controller.handle(done("", "stopped"))
+    assert talk.turns == ["one", "1", "two", "2"]
+
+
+async def test_a_question_is_taken_back_and_stays_as_a_branch(talk, branches):
+    await branches.undo()
+    assert talk.turns == ["one", "1"]
+    assert talk.view.prompt == "two"
+    await talk.ask("three")
+    await talk.controller.handle(done("3"))
+    await branches.select_sibling(1)
+    assert talk.turns == ["one", "1", "two", "2"]
+
+
+async def test_while_the_engine_works_branches_wait(talk, branches):
+    talk.controller.rebuild()
+    assert talk.client.sent[-1] == Rebuild()
+    assert talk.phase is Phase.PREFILL
+    with pytest.raises(UsageError, match="busy"):
+        await branches.undo()

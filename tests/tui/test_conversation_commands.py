@@ -1,0 +1,127 @@
+"""Commands for conversations, driven through the application over the fake engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.app_driver import answers, finished, notes, texts, typed
+
+from kvchat.conversations.store import ConversationStore
+from kvchat.tui.state import Phase
+from kvchat.tui.widgets.messages import Problem, Question
+from kvchat.tui.widgets.transcript import Welcome
+
+
+@pytest.fixture
+def config(config, tmp_path):
+    return replace(config, database=tmp_path / "data" / "chats.db")
+
+
+def questions(app):
+    return texts(app.chat.query(Question))
+
+
+def toasts(app):
+    return [notice.message for notice in app._notifications]
+
+
+async def test_a_conversation_survives_the_application(running, config):
+    async with running(config) as (app, _pilot, until):
+        typed(app, "hello there")
+        await until(lambda: finished(app))
+        said = app.controller.state.conversation.turns
+    async with running(config) as (app, pilot, until):
+        await until(lambda: "goes on with “hello there”" in str(app.chat.query_one(Welcome).content))
+        await pilot.press("ctrl+r")
+        await until(lambda: questions(app) == ["❯ hello there"])
+        assert app.controller.state.conversation.turns == said
+        assert answers(app)[0].receipt.startswith("58 tok")
+        await until(lambda: not answers(app)[0].collapsed)
+    async with running(replace(config, resume=True)) as (app, _pilot, until):
+        await until(lambda: questions(app) == ["❯ hello there"])
+        typed(app, "and more")
+        await until(lambda: finished(app, 2))
+        assert len(app.controller.state.conversation.turns) == 4
+
+
+async def test_the_question_is_on_disk_before_its_answer_begins(running, config):
+    async with running(config) as (app, _pilot, until):
+        typed(app, "hold")
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        store = ConversationStore(config.database)
+        assert store.latest().title == "hold"
+        await until(lambda: store.load(store.latest().id).last_text() == "the ")
+        store.close()
+
+
+async def test_a_new_conversation_keeps_the_one_before_and_its_partial_answer(running, config):
+    async with running(config) as (app, pilot, until):
+        typed(app, "hold")
+        await until(lambda: answers(app) and answers(app)[0].text == "the ")
+        await pilot.press("ctrl+n")
+        await until(lambda: app.chat.query(Welcome) and app.controller.state.phase is Phase.READY)
+        assert app.controller.state.conversation.turns == []
+        typed(app, "/last")
+        await until(lambda: questions(app) == ["❯ hold"])
+        assert app.controller.state.conversation.leaf.ending == "stopped"
+        assert answers(app)[0].text == "the "
+
+
+async def test_titles_copies_and_deleting(running, config):
+    async with running(config) as (app, _pilot, until):
+        typed(app, "/delete")
+        await until(lambda: any("nothing to delete" in str(p.error) for p in app.chat.query(Problem)))
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        typed(app, "/title A greeting")
+        await until(lambda: "Title: A greeting" in notes(app))
+        first = app.controller.state.conversation
+        typed(app, "/fork")
+        await until(lambda: app.controller.state.conversation is not first)
+        assert app.controller.state.conversation.turns == first.turns
+        await until(lambda: questions(app) == ["❯ hello"])
+        typed(app, "/delete")
+        await until(lambda: app.chat.query(Welcome))
+        await until(lambda: any("“A greeting” is deleted" in toast for toast in toasts(app)))
+        typed(app, "/restore")
+        await until(lambda: questions(app) == ["❯ hello"])
+        typed(app, "/restore")
+        await until(lambda: any("Nothing has been deleted" in str(p.error) for p in app.chat.query(Problem)))
+
+
+async def test_export_and_import(running, config, tmp_path):
+    async with running(config) as (app, _pilot, until):
+        typed(app, f"/export {tmp_path}/empty.md")
+        await until(lambda: any("nothing to export" in str(p.error) for p in app.chat.query(Problem)))
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        for name in ("a.md", "a.html", "a.json"):
+            typed(app, f"/export {tmp_path / name}")
+            await until((tmp_path / name).exists)
+        typed(app, f"/export {tmp_path}/a.md")
+        await until(lambda: any("exists" in str(p.error) for p in app.chat.query(Problem)))
+        typed(app, f"/export {tmp_path}/a.pdf")
+        await until(lambda: any(".html" in str(p.error) for p in app.chat.query(Problem)))
+        typed(app, f"/export {tmp_path}/a\0.md")
+        await until(lambda: any("null byte" in str(p.error) for p in app.chat.query(Problem)))
+        first = app.controller.state.conversation
+        typed(app, f"/import {tmp_path}/a.json")
+        await until(lambda: app.controller.state.conversation.id != first.id)
+        assert app.controller.state.conversation.turns == first.turns
+        typed(app, f"/import {tmp_path}/a.md")
+        await until(lambda: any("no conversation of kvchat" in str(p.error) for p in app.chat.query(Problem)))
+
+
+async def test_branches_by_command(running, config):
+    async with running(config) as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        typed(app, "/regen")
+        await until(lambda: finished(app, 2))
+        assert answers(app)[0].receipt.endswith("2 of 2")
+        typed(app, "/branch")
+        await until(lambda: answers(app)[0].receipt.endswith("1 of 2"))
+        typed(app, "/undo")
+        await until(lambda: app.chat.query(Welcome))
+        assert app.controller.state.conversation.turns == []

@@ -1,0 +1,96 @@
+"""Rows of numbers: complete, honest about what is missing, and explained."""
+
+from __future__ import annotations
+
+from kvchat.config.modes import registered
+from kvchat.protocol.figures import Gpu, Snapshot
+from kvchat.tui.panel_rows import (
+    EXPLANATIONS,
+    WIDTH,
+    Rows,
+    context_rows,
+    extra_rows,
+    gpu_rows,
+    memory_rows,
+    mode_rows,
+    recall_rows,
+)
+
+
+def snapshot(**changes: object) -> Snapshot:
+    given = {"mode": "full", "params": {}, "active": 0.0, "total": 0, "context": 0, "kv_device_bytes": 0}
+    return Snapshot(**{**given, "kv_host_bytes": 0, **changes})
+
+
+def as_dict(rows: Rows) -> dict[str, str]:
+    return dict(rows)
+
+
+def test_few_parameters_stand_alone_and_many_are_paired():
+    assert mode_rows(snapshot()) == [("parameters", "none")]
+    assert mode_rows(snapshot(params={"budget": None, "tau": 0.8})) == [("budget", "auto"), ("tau", "0.8")]
+
+
+def test_many_parameters_share_lines_that_fit():
+    assert mode_rows(snapshot(params={"a": 1, "b": True, "c": 3, "d": 4, "e": 5})) == [
+        ("a · b · c · d", "1 · yes · 3 · 4"),
+        ("e", "5"),
+    ]
+    for mode, cls in registered().items():
+        params = cls().model_dump()
+        rows = mode_rows(snapshot(mode=mode, params=params))
+        assert sorted(" · ".join(label for label, _ in rows).split(" · ")) == (sorted(params) or ["parameters"])
+        assert all(len(label) + 1 + len(value) <= WIDTH for label, value in rows)
+        assert len(rows) <= 8
+
+
+def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
+    shown = snapshot(active=512.0, total=2048, context=16384, reduced_tokens=120, kv_device_bytes=2**20)
+    rows = as_dict(context_rows(shown))
+    assert rows["reads"] == "512 of 2,048 · 25 %"
+    assert rows["on a GPU"] == "1.0 MiB of 0 B"
+    assert rows["fetched a token"] == "nothing"
+    assert rows["of the context"] == "12 % used"
+    assert rows["reduced context"] == "120 tok"
+    assert "over the budget" not in rows
+    assert context_rows(snapshot()) == [("reads", "nothing stored yet")]
+
+
+def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
+    rows = as_dict(context_rows(snapshot(params={"budget": 512}, active=1737.0, total=10439, gpu=Gpu("H200"))))
+    assert rows["over the budget"] == "1,225 tok"
+    assert "on the device" in rows
+    fetching = snapshot(total=1, step_bytes=2**20, recall_ms_p50=6.0)
+    assert as_dict(context_rows(fetching))["fetched a token"] == "1.0 MiB · 6.0 ms"
+
+
+def test_missing_readings_are_never_zero():
+    assert as_dict(recall_rows(snapshot()))["already there"] == "n/a"
+    assert as_dict(recall_rows(snapshot()))["time p50 / p95"] == "n/a"
+    assert as_dict(memory_rows(snapshot()))["this process"] == "n/a"
+    allocated = as_dict(memory_rows(snapshot(torch_allocated=2**30, torch_reserved=2**31)))
+    assert (allocated["GPU"], allocated["torch"]) == ("n/a", "1.0 GiB of 2.0 GiB")
+    assert as_dict(memory_rows(snapshot(gpu=Gpu("H200"))))["torch"] == "n/a"
+    assert as_dict(gpu_rows(Gpu("H200", used=2**30)))["load"] == "n/a · n/a · n/a"
+    assert as_dict(gpu_rows(Gpu("H200")))["used"] == "n/a"
+
+
+def test_without_a_gpu_one_line_says_so():
+    rows = as_dict(memory_rows(snapshot(process_bytes=2**30)))
+    assert rows["no GPU"] == "all K/V is in RAM"
+    assert rows["this process"] == "1.0 GiB"
+    assert "torch" not in rows
+
+
+def test_every_label_is_explained():
+    full = snapshot(
+        params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
+        recall_ms_p95=2.0, gpu=Gpu("H200"),
+    )  # fmt: skip
+    shown = [context_rows(full), context_rows(snapshot(total=1)), recall_rows(full)]
+    labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}
+    assert labels == set(EXPLANATIONS)
+
+
+def test_extras_are_shown_as_they_come():
+    assert extra_rows({"pages a step": 1.5, "note": "x"}) == [("pages a step", "1.5"), ("note", "x")]

@@ -1,0 +1,64 @@
+"""Answers on the screen: nothing of their text is dropped, thoughts are folded."""
+
+from __future__ import annotations
+
+from support.app_driver import answers, texts
+from textual.widgets import Markdown, Static
+
+from kvchat.conversations.conversation import Message
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Text
+from kvchat.tui.state import Phase
+from kvchat.tui.widgets.answer import Answer
+
+HTML = "<think>\nOne.\n\nTwo.\n</think>\n\n<div>three</div>\n\nfour <b>five</b>\n\n<details>\nsix\n</details>\n"
+
+
+def drawn(app) -> str:
+    """All text of the Markdown blocks of the first answer."""
+    return "\n".join(str(block.render()) for block in answers(app)[0].query("MarkdownBlock"))
+
+
+async def test_html_is_text_and_a_thought_is_folded(running):
+    async with running() as (app, pilot, until):
+        app.controller.state.enter_phase(Phase.LOADING)
+        await app.controller.ask("hi")
+        app.controller.client.send = lambda command: None
+        await app.controller.answers.ready()
+        for piece in (HTML[:12], HTML[12:40], HTML[40:]):
+            await app.controller.handle(Text(piece, 1))
+            await pilot.pause(0.2)
+        answer = answers(app)[0]
+        await until(lambda: "six" in drawn(app))
+        await app.controller.handle(Finished("eos", HTML, Stats(generated_tokens=1)))
+        await until(lambda: answer.finished and "six" in drawn(app))
+        for word in ("<div>three</div>", "<b>five</b>", "<details>"):
+            assert word in drawn(app)
+        assert "One." not in answer.query_one(Markdown).source
+        assert texts(answer.query(".thought").results(Static)) == ["▸ thought, 2 words"]
+        whole = answer.query_one(".thoughts", Static)
+        assert not whole.display or not whole.region.height
+        await pilot.press("ctrl+t")
+        await until(lambda: whole.region.height)
+        assert "One." in str(whole.content)
+        await app.chat.run_command("/copy")
+        assert app.clipboard.startswith("<div>three")
+
+
+async def test_a_lone_end_makes_a_thought_of_what_was_drawn(running):
+    async with running() as (app, _pilot, until):
+        answer = await app.chat.add_answer()
+        answer.feed("Let me see. ")
+        await until(lambda: "Let me see" in drawn(app))
+        answer.feed("Yes.</think>\n\nHello.")
+        await until(lambda: "Hello." in drawn(app))
+        assert "Let me see" not in drawn(app)
+        assert texts(answer.query(".thought").results(Static)) == ["▸ thought, 4 words"]
+
+
+def test_a_past_answer_is_collapsed_and_weighed_by_its_lines():
+    message = Message(parent=None, role="assistant", text="a\nb\nc", ending="stopped")
+    answer = Answer.past(message, "3 tok")
+    assert (answer.collapsed, answer.finished, answer.weight, answer.text) == (True, True, 6, "a\nb\nc")
+    assert answer.has_class("stopped")
+    assert not Answer.past(Message(parent=None, role="assistant", text="", ending="eos"), "").has_class("stopped")
