@@ -20,7 +20,7 @@ from support.fake_session import FakeSession
 from support.frames import bodies, framed, fuzzed
 from support.streams import read_event
 
-from kvchat.engine import session, worker
+from kvchat.engine import mailboxes, session, worker
 from kvchat.engine.model import load
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import ModelError
