@@ -171,7 +171,8 @@ class Sync(Mode):
         last = torch.tensor(state.total - self.window, device=state.device)
         if candidates:
             for layer in range(layers):
-                chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), self.k - SINK)
+                room = min(self.k - SINK, self.held.shape[2])
+                chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), room)
                 self.held[layer, :, : chosen.shape[1]] = chosen
         self._load(rest, last)
         return None
@@ -234,7 +235,7 @@ class Sync(Mode):
         ranked = self._rank(layer, best, last)
         ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
         before = self.held[layer, :, self.static :]
-        wanted = self._best(ranked, self.k - SINK - self.static)
+        wanted = self._best(ranked, min(self.k - SINK - self.static, before.shape[1]))
         placed = assign_token_slots(wanted, before, ranked.shape[1])
         self.overlap[0].add_(((placed == before) & (placed >= 0)).sum())
         self.overlap[1].add_((placed >= 0).sum())

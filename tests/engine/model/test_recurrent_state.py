@@ -16,8 +16,8 @@ from kvchat.engine.model.recurrent_state import EVERY, SNAPSHOTS, TAIL, Recurren
 PROMPT, NEW = token_ids(150), 14
 MODES = {
     "full": {},
-    "streaming": {"budget": 256, "window": 250},
-    "freeze": {"recovery": False, "window": 250},
+    "streaming": {"budget": 256},
+    "freeze": {"recovery": False, "K": 250},
     "sync": {"budget": 512},
     "speculative": {"budget": 512},
 }

@@ -219,3 +219,14 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
     assert int(runs[1].kv.state.transfer.totals[0]) == 0
     assert runs[1].kv.device_bytes > 2 * runs[0].kv.device_bytes
     assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"
+
+
+@pytest.mark.parametrize("budget", [320, 1024])
+@pytest.mark.parametrize("rho", [0.0, 0.5, 1.0])
+def test_a_budget_above_what_is_stored_reads_everything(budget, rho):
+    """The slots are fewer than k there: what they hold is cut to their number."""
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", budget=budget, rho=rho)
+    run.prefill(150)
+    for _ in range(12):
+        run.step()
+        assert all(bool((attended(run.kv.state, layer) == 1).all()) for layer in range(3))
