@@ -119,11 +119,6 @@ def test_wrong_parameters_are_refused(installed: Path) -> None:
     assert result.returncode == 2
 
 
-def test_a_parameter_that_modes_share_by_name_only_is_judged_by_the_mode_asked_for(installed: Path) -> None:
-    result = kvchat(installed, "ask", "Hello", "--mode", "sync", "--param", "keep=32")
-    assert result.stderr == 'kvchat: --param keep: "32" is refused: it must be a whole number of at least 64.\n'
-
-
 def test_a_broken_package_is_named_and_stops_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "site"
     (folder / "broken-1.2.dist-info").mkdir(parents=True)

@@ -8,7 +8,7 @@ from time import monotonic
 
 from kvchat.conversations.conversation import CUT_OFF
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Finished, Switched, Text
+from kvchat.protocol.messages import Finished, Stop, Switched, Text
 from kvchat.tui.client import EngineClient
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
@@ -29,6 +29,7 @@ class Answers:
         self.view = view
         self._save = save
         self._said = ""
+        self._is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
         self.queued: QuestionView | None = None
         self._question: QuestionView | None = None
@@ -36,17 +37,27 @@ class Answers:
 
     async def begin(self, said: str = "") -> None:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
+        self._begin_asking()
         self.state.first_mode, self.state.is_stored = self.state.mode, True
         self._said = said
         self.answer = await self.view.add_answer()
         self.answer.feed(said)
-        self._show_phase(Phase.PREFILL)
+        self._is_asking = False
         try:
             self.client.send(self.state.conversation.command(self.state.sampling))
+            if self._is_stop_due:
+                self.client.send(Stop())
         except UsageError as error:
             await self.abandon()
             self.view.add_error(error)
             await self.ready()
+
+    def stop(self) -> None:
+        """Stop the answer; one that is only being asked for is stopped as soon as it is."""
+        if self._is_asking:
+            self._is_stop_due = True
+        else:
+            self.client.send(Stop())
 
     def wait(self, words: str) -> None:
         """Show what the engine does before the first word."""
@@ -138,6 +149,7 @@ class Answers:
             self._question = question
             message = self.state.conversation.ask(question.text)
             question.send(message, self.state.footer(message))
+            self._begin_asking()
             await self._save()
             await self.begin()
 
@@ -161,6 +173,12 @@ class Answers:
             await self.view.show_messages(self.state.footed()[-1:], below=conversation.leaf.parent)
         self._question = None
         await self._save()
+
+    def _begin_asking(self) -> None:
+        """From now on a stop is meant for the answer, also before it can be asked for."""
+        if not self._is_asking:
+            self._is_asking, self._is_stop_due = True, False
+        self._show_phase(Phase.PREFILL)
 
     def _close_switches(self) -> None:
         for switch in self._switches:

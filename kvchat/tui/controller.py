@@ -11,7 +11,7 @@ from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Command, Peek, Rebuild, Stop, Switch
+from kvchat.protocol.messages import Command, Peek, Rebuild, Switch
 from kvchat.tui import sampling
 from kvchat.tui.answers import Answers
 from kvchat.tui.archive import Archive
@@ -187,7 +187,7 @@ class ChatController:
     def stop(self) -> None:
         """Stop the answer in progress; its text is kept."""
         if self.state.phase.busy:
-            self._send(Stop())
+            self.answers.stop()
 
     def rebuild(self) -> None:
         """Recompute exactly what was computed with less context.

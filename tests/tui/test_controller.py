@@ -145,13 +145,13 @@ async def test_switching_by_steps_counts_from_the_mode_last_asked_for(chat):
 
 async def test_a_parameter_kept_for_later_goes_with_the_first_mode_that_has_it(chat):
     await chat.load()
-    chat.controller.set_later("budget", 96)
+    chat.controller.set_later("window", 96)
     with pytest.raises(UsageError):
-        chat.controller.set_later("budget", 1)
+        chat.controller.set_later("window", -1)
     chat.controller.switch("freeze")
     chat.controller.switch("streaming")
     chat.controller.switch("speculative")
-    assert [command.params for command in chat.client.sent] == [{}, {"budget": 96}, {}]
+    assert [command.params for command in chat.client.sent] == [{}, {"window": 96}, {}]
 
 
 async def test_a_restart_keeps_mode_values_and_conversation(chat):

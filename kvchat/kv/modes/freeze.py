@@ -58,6 +58,7 @@ MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head 
 RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
 MIN_ROOM = 32  # spare slots: max(32, an eighth)
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
+LAYER_BYTES = 12  # its scale and sight; once more for two counters
 SEES_ALL = 2**40  # tokens, of a layer without a window
 SHRINK = 0.8  # shrink when this share of the slots would suffice
 
@@ -87,7 +88,7 @@ class Freeze(Mode):
         size = self._size or min(capacity, self.parameters.budget or capacity)
         layouts = [Layout(0, g.layers, sink=0, window=size, unordered=True)]
         bounds = g.pages(capacity) * g.layers * g.kv_heads * 2 * g.d_k * g.dtype.itemsize if self.rule.recalls else 0
-        return Plan(layouts, state_bytes(capacity) + bounds)
+        return Plan(layouts, state_bytes(capacity) + bounds + LAYER_BYTES * (g.layers + 1))
 
     def attach(self, state: KVState) -> None:
         super().attach(state)

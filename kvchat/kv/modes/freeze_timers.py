@@ -49,8 +49,8 @@ def duration(detections: Tensor, k: float) -> Tensor:
 
 
 def state_bytes(capacity: int) -> int:
-    """Bytes of the state of ``capacity`` tokens: three int32, one float32 and one bool each."""
-    return 17 * (capacity + 1)
+    """Bytes of the state of ``capacity`` tokens: three int32, one float32, one bool and one int64 each."""
+    return 25 * (capacity + 1)
 
 
 class Timers:

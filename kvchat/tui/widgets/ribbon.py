@@ -28,6 +28,7 @@ GLYPHS = {"R": "▲", "H": "·", "F": "~", "X": "×"}  # of parts recalled, or n
 CLASSES = {"S": "sink", "W": "window", "D": "device", "R": "recalled", "H": "host", "F": "host", "X": "lost"}
 TICK = "┃"
 LABEL = " KV "
+DIGITS = tuple("0123456789")
 MAX_TICKS = 64
 
 
@@ -46,7 +47,7 @@ def mean_shares(digits: str, width: int) -> list[int]:
     """The read shares of ``squeeze``'s groups, 0 to 9: their means."""
     shown = min(len(digits), width)
     edges = [part * len(digits) // shown for part in range(shown + 1)] if shown else []
-    return [round(sum(map(int, digits[start:end])) / (end - start)) for start, end in pairwise(edges)]
+    return [round(sum(map(_tenths, digits[start:end])) / (end - start)) for start, end in pairwise(edges)]
 
 
 def glyph(letter: str, share: int) -> str:
@@ -69,6 +70,10 @@ def tokens_of(part: int, cell_tokens: int, cells: int, width: int, total: int) -
         return 0, 0
     start, end = (edge * cells // shown * cell_tokens for edge in (part, part + 1))
     return start, min(end, total)
+
+
+def _tenths(digit: str) -> int:
+    return int(digit) if digit in DIGITS else 0
 
 
 def _common(group: str) -> str:
@@ -186,15 +191,17 @@ class Ribbon(Widget, can_focus=True):
         if s is None:
             return []
         styles = {letter: base + self._style(name) for letter, name in CLASSES.items()}
-        shown = zip(squeeze(s.ribbon, width), mean_shares(s.attended, width), strict=True)
-        return [Segment(glyph(letter, share), styles[letter]) for letter, share in shown]
+        digits = s.attended[: len(s.ribbon)].ljust(len(s.ribbon), "0")
+        shown = zip(squeeze(s.ribbon, width), mean_shares(digits, width), strict=True)
+        return [Segment(glyph(letter, share), styles.get(letter, base)) for letter, share in shown]
 
     def _text_line(self) -> Strip:
         start, end = self._range()
         where = " nothing stored yet"
         if self.snapshot and end > start:
             cell = start // self.snapshot.cell_tokens
-            state, share = RIBBON[self.snapshot.ribbon[cell]], int(self.snapshot.attended[cell])
+            state = RIBBON.get(self.snapshot.ribbon[cell], "?")
+            share = _tenths(self.snapshot.attended[cell : cell + 1])
             read = "not read" if not share else "read by all heads" if share == 9 else f"read by {10 * share} %"
             where = f" {count(start)}–{count(end - 1)} {state}, {read}  "
         text = " ".join(self.page_text.split())[: self.size.width]

@@ -207,7 +207,7 @@ def damaged_tokenizer(folder):
         (list_config, "holds no JSON object"),
         (unknown_type, "llamma"),
         (not_a_chat_model, '"clip" is no model for chatting'),
-        (recurrent, "kvchat cannot run Mamba2ForCausalLM. It keeps a recurrent state"),
+        (recurrent, "kvchat cannot run Mamba2ForCausalLM. No layer of it attends"),
         (no_weights, "has no weights"),
         (missing_shard, "1 of 2 weight files are missing: model-00002-of-00002.safetensors"),
         (damaged_index, "model.safetensors.index.json cannot be read"),
@@ -341,7 +341,7 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monke
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelError, match="recurrent"):
+    with pytest.raises(ModelError, match="No layer of it attends"):
         load_model("org/model", "cpu", "auto", silent)
     assert fetched == [["config.json"]]
 

@@ -209,8 +209,9 @@ def assert_bounds_right(run: Run) -> None:
     anew = PageBounds(g, CPU, bounds.first)
     anew.refresh(run.kv.state.host)
     pages = g.pages(run.kv.total)
-    assert bounds.tokens == run.kv.total
-    assert torch.equal(bounds.data[:, :, :pages], anew.data[:, :, :pages])
+    whole = run.kv.total // g.page  # on a CPU a page's bounds are computed when it is full
+    assert whole * g.page <= bounds.tokens <= run.kv.total
+    assert torch.equal(bounds.data[:, :, :whole], anew.data[:, :, :whole])
     assert bool((bounds.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
 
 
