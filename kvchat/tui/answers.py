@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from time import monotonic
 
-from kvchat.conversations.conversation import CUT_OFF
+from kvchat.conversations.conversation import CUT_OFF, Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Stop, Switched, Text
 from kvchat.tui.client import EngineClient
@@ -37,14 +37,19 @@ class Answers:
 
     async def begin(self, said: str = "") -> None:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
+        conversation = self.state.conversation
         self._begin_asking()
         self.state.first_mode, self.state.is_stored = self.state.mode, True
         self._said = said
-        self.answer = await self.view.add_answer()
+        answer = await self.view.add_answer()
+        if self._is_left(conversation):
+            await answer.remove()
+            return
+        self.answer = answer
         self.answer.feed(said)
         self._is_asking = False
         try:
-            self.client.send(self.state.conversation.command(self.state.sampling))
+            self.client.send(conversation.command(self.state.sampling))
             if self._is_stop_due:
                 self.client.send(Stop())
         except UsageError as error:
@@ -149,9 +154,11 @@ class Answers:
             self._question = question
             message = self.state.conversation.ask(question.text)
             question.send(message, self.state.footer(message))
+            conversation = self.state.conversation
             self._begin_asking()
             await self._save()
-            await self.begin()
+            if not self._is_left(conversation):
+                await self.begin()
 
     async def down(self) -> None:
         """No engine runs: give the queued question back to the prompt."""
@@ -179,6 +186,14 @@ class Answers:
         if not self._is_asking:
             self._is_asking, self._is_stop_due = True, False
         self._show_phase(Phase.PREFILL)
+
+    def _is_left(self, conversation: Conversation) -> bool:
+        """Whether the user went over to another conversation before the answer could be asked for: then it is not."""
+        if self.state.conversation is conversation:
+            return False
+        self._is_asking = False
+        self._show_phase(Phase.READY)
+        return True
 
     def _close_switches(self) -> None:
         for switch in self._switches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Finished, Prefilled, Started, Switched, Text, Withdrawn
+from kvchat.protocol.messages import Chat, Finished, Prefilled, Started, Stop, Switched, Text, Withdrawn
 from kvchat.tui.state import Phase
 
 
@@ -82,3 +82,40 @@ async def test_switches_without_a_token_between_them_are_one(chat):
     await chat.controller.handle(Switched("streaming", "full", {}, 10, 0, 0.0))
     assert all(switch.removed for switch in chat.view.switches)
     assert len(chat.view.switches) == 2
+
+
+async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it_is_asked_for(chat):
+    await chat.load()
+
+    async def stop():
+        chat.controller.stop()
+
+    chat.controller.answers._save = stop
+    await chat.ask("one")
+    assert [type(command) for command in chat.client.sent] == [Chat, Stop]
+
+
+@pytest.mark.parametrize("when", ["saved", "mounted"])
+async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_the_question_unasked(chat, when):
+    await chat.load()
+    first = chat.controller.state.conversation
+    add = chat.view.add_answer
+
+    async def leave():
+        if chat.controller.state.conversation is first and (when == "saved" or chat.controller.answers.answer is None):
+            await chat.controller.new()
+
+    async def mount():
+        await leave()
+        return await add()
+
+    if when == "saved":
+        chat.controller.answers._save = leave
+    else:
+        chat.view.add_answer = mount
+    await chat.ask("one")
+    assert not [command for command in chat.client.sent if isinstance(command, Chat)]
+    assert (chat.phase, chat.turns, [turn.content for turn in first.turns]) == (Phase.READY, [], ["one"])
+    assert all(answer.removed for answer in chat.view.answers)
+    await chat.ask("two")
+    assert chat.client.sent[-1].turns[-1].content == "two"
