@@ -103,7 +103,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         assert re.match("── (full|freeze) -> speculative · budget 512 · ", line)
         assert re.search(r" -> \d+ tok/s", line)
         assert app.chat.query_one(ModeBar).mode == "speculative"
-        assert len(app.chat.query_one(Ribbon).ticks) == 3
+        assert len(app.chat.query_one(Ribbon).ticks) >= 2
         assert any(point.switched for point in app.chat.query_one(Timeline).points)
 
 
