@@ -105,11 +105,6 @@ class ConversationStore:
         messages = [Message(**{**row, "stats": _stats(row["stats"])}) for row in map(dict, rows)]
         return Conversation(messages=messages, **dict(header))
 
-    def rename(self, id: str, title: str) -> None:
-        """Give a conversation another title."""
-        with self._errors("written"):
-            self._db.execute("UPDATE conversation SET title = ? WHERE id = ?", (_storable(title), id))
-
     def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back for a day."""
         with self._errors("written"):
@@ -178,13 +173,10 @@ class ConversationStore:
             ) from error
 
 
-_SUMMARY = (
-    "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
-    " FROM conversation AS c"
-)
+_COLUMNS = "c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
+_SUMMARY = f"SELECT {_COLUMNS} FROM conversation AS c"
 _SEARCH = (
-    "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages,"
-    " message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
+    f"SELECT {_COLUMNS}, message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
     " FROM message_text JOIN message ON message.row = message_text.rowid JOIN conversation AS c"
     " ON c.id = message.conversation WHERE message_text MATCH ? AND c.deleted IS NULL ORDER BY rank"
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 
 from kvchat.engine.model.recurrent_state import RecurrentState
+from kvchat.engine.process_memory import resident_bytes
 from kvchat.engine.ribbon import Ribbon
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
@@ -142,7 +141,7 @@ class MetricsCollector:
             kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
             kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             weight_bytes=self._weight_bytes,
-            process_bytes=_process_bytes(),
+            process_bytes=resident_bytes(),
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
             gpu=self._read_gpu(),
@@ -208,14 +207,6 @@ def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
 def _read_share(read: float, steps: int, total: int) -> float | None:
     """The share of the stored tokens that ``steps`` steps read, ``total`` stored after the last of them."""
     return min(read / (steps * (total - (steps - 1) / 2)), 1.0) if steps else None
-
-
-def _process_bytes() -> int | None:
-    """Memory of this process; None where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
 
 
 def _hit_rate(before: Counts, now: Counts) -> float | None:

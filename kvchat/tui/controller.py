@@ -115,7 +115,7 @@ class ChatController:
         end = self.view.chosen or (self.state.conversation.leaf.id if self.state.conversation.leaf else None)
         if end is None:
             raise UsageError("There is nothing to copy yet.", hint="Ask something first.")
-        await self._exchange(self.state.conversation.fork(end))
+        await self.take(self.state.conversation.fork(end))
         self.view.toast("This is a copy; the conversation it was copied from is as it was.")
 
     async def open_last(self) -> None:
@@ -155,7 +155,7 @@ class ChatController:
         await self._save()
 
     async def take(self, conversation: Conversation) -> None:
-        """Go on with a conversation that was imported."""
+        """Go on with a conversation that is not on disk yet."""
         await self._exchange(conversation)
         await self._save()
 

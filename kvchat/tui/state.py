@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -82,14 +83,14 @@ class ChatState:
 
     def footer(self, message: Message) -> str:
         """The line under a message: the receipt of an answer, and its place among its siblings."""
-        siblings = self.conversation.siblings(message.id)
-        place = f"{siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
-        cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
-        return " · ".join(filter(None, (message.receipt or cut, place)))
+        return _footer(message, self.conversation.siblings(message.id))
 
     def footed(self) -> list[Footed]:
         """The messages of the path with their footers."""
-        return [(message, self.footer(message)) for message in self.conversation.path]
+        families: defaultdict[str | None, list[Message]] = defaultdict(list)
+        for message in self.conversation.messages.values():
+            families[message.parent].append(message)
+        return [(message, _footer(message, families[message.parent])) for message in self.conversation.path]
 
     def accept(self, mode: str, params: Params) -> None:
         """Keep those pending values that the engine took, as given for ``mode``."""
@@ -122,6 +123,12 @@ class ChatState:
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)
+
+
+def _footer(message: Message, siblings: list[Message]) -> str:
+    place = f"{siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
+    cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
+    return " · ".join(filter(None, (message.receipt or cut, place)))
 
 
 def describe_modes(state: ChatState) -> str:

@@ -96,7 +96,8 @@ def test_a_deleted_conversation_comes_back_within_a_day(store, path, monkeypatch
 def test_search_finds_words_in_messages_and_titles(store):
     cat = saved(store, "My cat is called Biscuit.", "Thank you.", "and more", "a whale")
     dog = saved(store, "My dog is called Rex.", "Fine.")
-    store.rename(dog.id, "About animals")
+    dog.rename("About animals")
+    store.save(dog.take_changes())
     found = store.search("cat bisc")
     assert [summary.id for summary in found] == [cat.id]
     assert found[0].excerpt == "My {0}cat{1} is called {0}Biscuit{1}.".format(*MARK)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from support import start_app
 from support.app_driver import wait_for
 from support.fake_view import FakeClient, FakeView
 from textual.pilot import Pilot
@@ -19,7 +20,7 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.state import Phase
 
-FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_engine.py"))
+FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))
 LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
 
 Condition = Callable[[], object]

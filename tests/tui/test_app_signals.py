@@ -5,24 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support import start_app
 from support.environment import environ
 from support.pty_run import PtyRun
 
-FAKE_ENGINE = Path(__file__).parents[1] / "support" / "fake_engine.py"
-START = """
-import fcntl, sys, termios
-from pathlib import Path
-from kvchat.tui.app import run
-from kvchat.tui.config import AppConfig
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # a terminal that controls, as a person's does: SIGHUP when it vanishes
-folder, engine = Path(sys.argv[1]), (sys.executable, sys.argv[2])
-sys.exit(run(AppConfig(log_file=folder / "log", history_file=folder / "history", engine_command=engine)))
-"""
 # What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
 
@@ -39,8 +29,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def application(tmp_path: Path):
-    command = [sys.executable, "-c", START, str(tmp_path), str(FAKE_ENGINE)]
-    run = PtyRun(command, environ(TERM="xterm-256color"))
+    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
     run.until("ready")
     yield run
     run.close()

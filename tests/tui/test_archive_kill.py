@@ -8,24 +8,16 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support import start_app
+from support.environment import environ
 from support.pty_run import PtyRun
 
 from kvchat.conversations.store import ConversationStore
 
-FAKE_ENGINE = Path(__file__).parents[1] / "support" / "fake_engine.py"
-START = """
-import sys
-from pathlib import Path
-from kvchat.tui.app import run
-from kvchat.tui.config import AppConfig
-folder, engine = Path(sys.argv[1]), (sys.executable, sys.argv[2])
-sys.exit(run(AppConfig(log_file=folder / "log", database=folder / "chats.db", engine_command=engine)))
-"""
 KILLS = int(os.environ.get("KVCHAT_KILLS", "1"))
 WORDS = "the window moves and older pages rest on the host "
 
@@ -41,8 +33,7 @@ def engine_of(pid: int) -> int:
 @pytest.mark.parametrize("number", range(KILLS))
 def test_text_survives_kill(tmp_path, victim, number):
     database = tmp_path / "chats.db"
-    command = [sys.executable, "-c", START, str(tmp_path), str(FAKE_ENGINE)]
-    program = PtyRun(command, os.environ, width=100, height=30)
+    program = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"), width=100, height=30)
     try:
         program.until("ready")
         program.type(b"slow\r")

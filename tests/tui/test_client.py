@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import start_app
 from support.environment import PYTHONPATH
 from support.hostile_engine import ANSWER
 
@@ -19,7 +20,7 @@ from kvchat.tui import client as client_module
 from kvchat.tui.client import Crashed, EngineClient, Report, coalesce
 
 HOSTILE_ENGINE = Path(__file__).parents[1] / "support" / "hostile_engine.py"
-FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_engine.py"))
+FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))
 
 
 def snapshot(total: int) -> Snapshot:

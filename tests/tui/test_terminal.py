@@ -7,12 +7,12 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import start_app
 from support.environment import environ
 from support.hostile import forbidden_in, hostile
 from support.pty_run import PtyRun
@@ -21,19 +21,8 @@ from kvchat.tui.terminal import InputDecoder
 
 pytestmark = [pytest.mark.terminal, pytest.mark.skipif(not shutil.which("ps"), reason="no ps")]
 
-FAKE_ENGINE = Path(__file__).parents[1] / "support" / "fake_engine.py"
-START = """
-import sys
-from pathlib import Path
-from kvchat.tui.app import run
-from kvchat.tui.config import AppConfig
-folder, engine = Path(sys.argv[1]), (sys.executable, sys.argv[2])
-sys.exit(run(AppConfig(log_file=folder / "log", history_file=folder / "history", engine_command=engine)))
-"""
 PATIENCE_S = 30.0
-
-
-HOSTILE_ENGINE = FAKE_ENGINE.with_name("hostile_engine.py")
+HOSTILE_ENGINE = start_app.FAKE_ENGINE.with_name("hostile_engine.py")
 
 
 class Terminal:
@@ -75,9 +64,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    start = tmp_path / "start.py"
-    start.write_text(START)
-    terminal = Terminal(tmp_path / "tmux", [sys.executable, str(start), str(tmp_path), str(FAKE_ENGINE)])
+    terminal = Terminal(tmp_path / "tmux", start_app.command(tmp_path))
     yield terminal
     subprocess.run(["tmux", "-S", str(terminal.socket), "kill-server"], check=False, capture_output=True)
 
@@ -203,7 +190,7 @@ DRAWN = (
 
 
 def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
-    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(HOSTILE_ENGINE)], environ(TERM="xterm-256color"))
+    run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color"))
     try:
         run.until("«Loaded.notes»")
         run.type(b"\x1b[200~" + hostile("question").encode() + b"\x1b[201~\r")
@@ -220,28 +207,29 @@ def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
     assert "[bold]markup[/]" in shown
 
 
-def test_what_is_typed_ahead_of_enter_and_read_with_it_belongs_to_the_next_prompt(tmp_path: Path) -> None:
-    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(FAKE_ENGINE)], environ(TERM="xterm-256color"))
-    try:
-        run.until("ready")
-        run.type(b"Hello\rworld")
-        run.until("That is all there is to it.")
-        run.type(b"\r")
-        run.until("❯ world")
-        run.type(b"\x11")
-        assert run.finish() == 0
-    finally:
-        run.close()
+@pytest.fixture
+def in_pty(tmp_path: Path) -> Iterator[PtyRun]:
+    """The application, ready, in a terminal whose bytes are ours."""
+    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
+    run.until("ready")
+    yield run
+    run.close()
+
+
+def test_what_is_typed_ahead_of_enter_and_read_with_it_belongs_to_the_next_prompt(
+    in_pty: PtyRun, tmp_path: Path
+) -> None:
+    in_pty.type(b"Hello\rworld")
+    in_pty.until("That is all there is to it.")
+    in_pty.type(b"\r")
+    in_pty.until("❯ world")
+    in_pty.type(b"\x11")
+    assert in_pty.finish() == 0
     assert (tmp_path / "history").read_text().splitlines()[-2:] == ['"Hello"', '"world"']
 
 
-def test_escape_pressed_right_after_enter_gives_the_question_back(tmp_path: Path) -> None:
-    run = PtyRun([sys.executable, "-c", START, str(tmp_path), str(FAKE_ENGINE)], environ(TERM="xterm-256color"))
-    try:
-        run.until("ready")
-        run.type(b"slow\r\x1b")
-        run.until("stopped")
-        run.type(b"\x11")
-        assert run.finish() == 0
-    finally:
-        run.close()
+def test_escape_pressed_right_after_enter_gives_the_question_back(in_pty: PtyRun) -> None:
+    in_pty.type(b"slow\r\x1b")
+    in_pty.until("stopped")
+    in_pty.type(b"\x11")
+    assert in_pty.finish() == 0

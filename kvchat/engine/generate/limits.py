@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from kvchat.engine.process_memory import resident_bytes
 
 Result = TypeVar("Result")
 
@@ -34,13 +34,13 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
     """
     reasons: list[str] = []
     done, worker = threading.Event(), ctypes.c_ulong(threading.get_ident())
-    ends, largest = time.monotonic() + seconds, _resident_bytes() + nbytes
+    ends, largest = time.monotonic() + seconds, (resident_bytes() or 0) + nbytes
 
     def watch() -> None:
         while not done.wait(POLL_S):
             if time.monotonic() > ends:
                 reasons.append(f"it takes more than {seconds:g} s")
-            elif _resident_bytes() > largest:
+            elif (resident_bytes() or 0) > largest:
                 reasons.append(f"it takes more than {nbytes // 2**20} MiB of memory")
             if reasons:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, ctypes.py_object(_StoppedError))
@@ -57,10 +57,3 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, None)  # one that came too late
     except _StoppedError:
         raise LimitExceededError(reasons[0]) from None
-
-
-def _resident_bytes() -> int:
-    if sys.platform != "linux":
-        return 0
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

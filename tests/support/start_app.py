@@ -1,0 +1,35 @@
+"""The application over a fake engine, as a program: ``start_app.py FOLDER ENGINE``, its files in FOLDER."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+import termios
+from contextlib import suppress
+from pathlib import Path
+
+from kvchat.tui.app import run
+from kvchat.tui.config import AppConfig
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+
+
+def command(folder: Path, engine: Path = FAKE_ENGINE) -> list[str]:
+    """The command line that starts it."""
+    return [sys.executable, __file__, str(folder), str(engine)]
+
+
+if __name__ == "__main__":
+    with suppress(OSError):  # a terminal that controls, as a person's does; tmux has given one already
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    folder = Path(sys.argv[1])
+    sys.exit(
+        run(
+            AppConfig(
+                log_file=folder / "log",
+                history_file=folder / "history",
+                database=folder / "chats.db",
+                engine_command=(sys.executable, sys.argv[2]),
+            )
+        )
+    )
