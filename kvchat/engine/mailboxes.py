@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from kvchat.protocol import wire
-from kvchat.protocol.messages import Chat, Command, Event, Load, Peek, Rebuild, Stop, Switch, Text
+from kvchat.protocol.messages import Chat, Command, Compare, Event, Load, Peek, Rebuild, Stop, Switch, Text
 
 TEXT_S = 1 / 30
 MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
@@ -67,7 +67,7 @@ class Inbox:
         """Whether a waiting ``Stop`` is meant for what has just begun: nothing else that it could stop is before it."""
         with self._changed:
             commands = (command for command, _ in self._commands)
-            ahead = itertools.takewhile(lambda command: not isinstance(command, Load | Chat | Rebuild), commands)
+            ahead = itertools.takewhile(lambda command: not isinstance(command, Load | Chat | Rebuild | Compare), commands)
             return any(isinstance(command, Stop) for command in ahead)
 
     def _pop(self) -> Command | Refused:

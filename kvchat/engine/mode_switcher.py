@@ -29,6 +29,7 @@ class ModeSwitcher:
     Values given at run time (``given``, by mode) override the settings ``mode_params``. ``modes.SHARED`` parameters
     apply to all modes, others to the mode they were given for. A mode that has to measure the model first does so
     on the ``stored`` tokens. ``link_bytes_per_s`` is the measured rate of copies to the device, where a profile has it.
+    ``preamble`` is the length of the conversation's system prompt in tokens.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class ModeSwitcher:
         self._mode_params = mode_params
         self._stored = stored
         self._link_bytes_per_s = link_bytes_per_s
-        self._preamble = 0
+        self.preamble = 0
         self._widened: tuple[Mode, ModeParameters, int] | None = None
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
@@ -83,7 +84,7 @@ class ModeSwitcher:
             UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
         """
         traits = traits_of(self._model, self.calibration)
-        return build(chosen, geometry_of(self._model), traits, self._preamble)
+        return build(chosen, geometry_of(self._model), traits, self.preamble)
 
     def switch(self, mode: str, changes: Params) -> int:
         """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
@@ -117,8 +118,8 @@ class ModeSwitcher:
 
     def note_preamble(self, tokens: int) -> None:
         """Enter the mode again when the system prompt's length changed: it may be kept as sinks."""
-        if tokens != self._preamble:
-            self._preamble = tokens
+        if tokens != self.preamble:
+            self.preamble = tokens
             self.enter(self.parameters)
 
     def prices(self) -> tuple[Price, ...]:

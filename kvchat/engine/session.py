@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
-from kvchat.engine import calibration
+from kvchat.engine.compare import Comparison
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.prompt import Stored
@@ -23,10 +23,11 @@ from kvchat.engine.guards import Released, whole
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.session_info import describe
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.protocol.figures import Params, Price, Snapshot
-from kvchat.protocol.messages import Event, Load, Loaded, Sampling, Switched, Text, Turn
+from kvchat.protocol.messages import Event, Load, Loaded, Sampling, Switched, Text, Turn, Variant
 
 
 def load(
@@ -98,7 +99,7 @@ class Session(Released):
     After ``close`` and in a forked process everything that works with the model raises UsageError.
     """
 
-    held = ("_runner", "_kv", "_metrics", "_switcher", "_model")
+    held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_comparison")
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class Session(Released):
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
+        self._comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
         self._turns = (Turn("system", system),) if system else ()
@@ -162,6 +164,18 @@ class Session(Released):
         """
         self._loop.ask()
         return self._loop.answer(turns, sampling, between or _nothing)
+
+    def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+        """Answer the last turn in each variant from the same K/V: ``Started``, ``Prefilled``*, ``Comparing``*, ``Compared``.
+
+        Afterwards what is stored, the mode and its parameters are as before, also if it is cancelled, closed or fails.
+
+        Raises:
+            UsageError: as ``answer``, or a variant's mode or parameter is unknown.
+            DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored.
+        """
+        self._loop.ask()
+        return self._comparison.run(turns, variants, sampling)
 
     def cancel(self) -> None:
         """End the answer after the current token or chunk of the prompt; callable from any thread at any moment.
@@ -310,28 +324,7 @@ class Session(Released):
     @property
     def info(self) -> Loaded:
         """The model and the current mode."""
-        m, kv = self._model, self._kv
-        return Loaded(
-            model=m.name,
-            architecture=type(m.model).__name__,
-            parameters=m.model.num_parameters(),
-            device=str(m.device),
-            dtype=str(m.dtype).removeprefix("torch."),
-            context=m.context,
-            layers=m.layers,
-            kv_heads=m.kv_heads,
-            page=kv.state.geometry.page,
-            kv_bytes_per_token=kv.state.geometry.token_bytes,
-            mode=kv.mode.name,
-            params=kv.mode.report().params,
-            notes=(
-                *m.notes,
-                *map(str, self._switcher.calibration_problems),
-                *calibration.notes(m, self._switcher.calibration),
-            ),
-            weights=m.weights,
-            fast=m.fused,
-        )
+        return describe(self._model, self._kv, self._switcher)
 
     def close(self) -> None:
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""

@@ -22,7 +22,7 @@ from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
-from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch
+from kvchat.protocol.messages import Chat, Command, Compare, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 SNAPSHOT_S = 1 / 10
@@ -40,6 +40,9 @@ class Session(Protocol):
         self, turns: Sequence[messages.Turn], sampling: messages.Sampling, between: Callable[[int], None] | None = None
     ) -> Iterator[Event]: ...
     def rebuild(self) -> Iterator[Event]: ...
+    def compare(
+        self, turns: Sequence[messages.Turn], variants: Sequence[messages.Variant], sampling: messages.Sampling
+    ) -> Iterator[Event]: ...
     def cancel(self) -> None: ...
     def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
     def snapshot(self) -> figures.Snapshot: ...
@@ -118,6 +121,8 @@ class Server:
                     self._work(lambda session: session.answer(turns, sampling, self._between))
                 case Rebuild():
                     self._work(lambda session: session.rebuild())
+                case Compare(turns, variants, sampling):
+                    self._work(lambda session: session.compare(turns, variants, sampling))
                 case Switch():
                     self._switch(command)
                 case Peek():

@@ -21,6 +21,7 @@ from kvchat.kv.memory import budget
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import Level
+from kvchat.kv.saved_tokens import SavedTokens, restore
 from kvchat.kv.state import KVState
 
 
@@ -242,6 +243,12 @@ class KVManager:
         except BaseException:
             self._dirty = self._fresh = True
             raise
+
+    def put_back(self, saved: SavedTokens) -> None:
+        """Store tokens again that were set aside; the mode fills its slots at the next switch or step."""
+        self._end_prefill()
+        self._dirty = self._fresh = True
+        restore(self.state, saved)
 
     # ---- called by the model's attention
 

@@ -40,6 +40,45 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """How a run of a comparison goes with the first run; None where nothing was measured.
+
+    ``first_difference`` counts the tokens drawn alike before the first other one, None where all are alike. The other
+    figures are of ``tokens`` next tokens, each given the first run's text before it: ``same_choice`` is the share of
+    them for which both find the same token likeliest, ``kl_*`` the Kullback-Leibler divergence of the run's
+    distribution from the first run's, in nats.
+    """
+
+    first_difference: Count | None = None
+    tokens: Count = 0
+    same_choice: float | None = None
+    kl_mean: float | None = None
+    kl_max: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer of a comparison: in ``mode``, with the text of each token.
+
+    ``reason`` is why it ended, as in ``Finished``. ``refusal`` says why the mode cannot be entered; then there is no
+    answer. ``agreement`` is None for the run that the others are compared with.
+    """
+
+    mode: str
+    params: Params
+    pieces: tuple[str, ...] = ()
+    reason: str = ""
+    stats: Stats = Stats()
+    agreement: Agreement | None = None
+    refusal: str = ""
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True)
 class Price:
     """What entering ``mode`` would cost now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
 

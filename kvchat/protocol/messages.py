@@ -10,7 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvchat.protocol.figures import Count, Params, Snapshot, Stats
+from kvchat.protocol.figures import Count, Params, Run, Snapshot, Stats
+
+MAX_VARIANTS = 8
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,27 @@ class Switch:
 @dataclass(frozen=True)
 class Rebuild:
     """Recompute exactly what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A mode with parameters that count before those of the settings."""
+
+    mode: str
+    params: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Answer the last turn once in each of ``variants``, from the same K/V and with the same random numbers.
+
+    Answered by ``Started``, ``Prefilled``*, ``Comparing``* and ``Compared``, or ``Failed``; afterwards what is stored,
+    the mode and its parameters are as before. The turns need not be those that are stored.
+    """
+
+    turns: tuple[Turn, ...]
+    variants: Annotated[tuple[Variant, ...], Field(min_length=1, max_length=MAX_VARIANTS)]
+    sampling: Sampling = Sampling()
 
 
 @dataclass(frozen=True)
@@ -221,6 +244,27 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
+class Comparing:
+    """``text`` of ``tokens`` tokens is what the variant ``index`` has answered so far.
+
+    ``checked`` counts the first answer's tokens that it has been given since, to compare what it makes of each.
+    """
+
+    index: Count
+    text: str
+    tokens: Count
+    checked: Count = 0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison is over: a run for each variant, in order; fewer where it was stopped."""
+
+    runs: tuple[Run, ...]
+    prompt_tokens: Count = 0
+
+
+@dataclass(frozen=True)
 class Peeked:
     """The text of stored tokens ``start`` to ``end``."""
 
@@ -240,6 +284,6 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Stop | Switch | Rebuild | Peek
+Command = Load | Chat | Stop | Switch | Rebuild | Compare | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
-Event = Loading | Loaded | AnswerEvent | Switched | SwitchRefused | Rebuilt | Peeked | Snapshot | Failed
+Event = Loading | Loaded | AnswerEvent | Switched | SwitchRefused | Rebuilt | Comparing | Compared | Peeked | Snapshot | Failed

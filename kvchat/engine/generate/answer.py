@@ -52,7 +52,7 @@ class AnswerLoop(Released):
         self._kv = runner.kv
         self._switcher = switcher
         self._metrics = metrics
-        self._encoder = PromptEncoder(runner.model.tokenizer)
+        self.encoder = PromptEncoder(runner.model.tokenizer)
         self._cancelled = threading.Event()
         self.one = OneAtATime()
 
@@ -69,6 +69,11 @@ class AnswerLoop(Released):
         """End the answer after the current token or chunk of the prompt; callable from any thread."""
         self._cancelled.set()
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether what was asked for is to end."""
+        return self._cancelled.is_set()
+
     # ---- one answer
 
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
@@ -77,16 +82,16 @@ class AnswerLoop(Released):
             yield from self._answer(turns, sampling, between)
 
     def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
-        prompt = self._encoder.encode(turns, self.stored)
+        prompt = self.encoder.encode(turns, self.stored)
         sampler = Sampler(sampling, self._model.vocab, self._model.device)
         self._switcher.check_context(len(prompt.ids))
         self.token_ids = []
         self._switcher.narrow()
-        self._switcher.note_preamble(self._encoder.preamble(turns))
-        self._forget(prompt.reused)
+        self._switcher.note_preamble(self.encoder.preamble(turns))
+        self.forget(prompt.reused)
         answer = self._metrics.begin(len(prompt.ids), prompt.reused)
         yield Started(len(prompt.ids), prompt.reused)
-        logits = yield from self._read_prompt(prompt.ids[prompt.reused :])
+        logits = yield from self.read_prompt(prompt.ids[prompt.reused :])
         answer.prefilled = time.perf_counter()
         if logits is None:
             yield Finished("stopped", "", self._metrics.stats(answer))
@@ -105,7 +110,7 @@ class AnswerLoop(Released):
         between: Between,
     ) -> Iterator[Event]:
         sampling = sampler.sampling
-        text, monitor = self._text_of(sampling, ()), RecoveryMonitor(sampler)
+        text, monitor = self.text_of(sampling, ()), RecoveryMonitor(sampler)
         prepared = None
         while not (reason := self._end_reason(text, sampling, between)):
             if due := monitor.take():
@@ -126,20 +131,20 @@ class AnswerLoop(Released):
                 yield Text(piece, 1)
         if piece := text.finish():
             yield Text(piece, 0)
-        self.stored.agree(self._encoder.answered(prompt, text.decoded))
+        self.stored.agree(self.encoder.answered(prompt, text.decoded))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
         """Why no further token is drawn, empty if one is; the one place where the mode may change."""
         between(len(self.token_ids))
         self._switcher.narrow(self._kv.total)
-        if self._cancelled.is_set():
+        if self.is_cancelled:
             return "stopped"
         if text.stopped:
             return "stop"
         if len(self.token_ids) >= sampling.max_new_tokens:
             return "length"
-        return "context" if self._is_full() else ""
+        return "context" if self.is_full() else ""
 
     def _recover(
         self,
@@ -159,10 +164,10 @@ class AnswerLoop(Released):
         tokens = monitor.rewind()
         answer.withdrawn += tokens
         del self.token_ids[-tokens:]
-        kept = self._text_of(monitor.sampler.sampling, self.token_ids)
+        kept = self.text_of(monitor.sampler.sampling, self.token_ids)
         # The token before the first withdrawn one is read again, exactly: its logits are needed.
         last = self.stored.ids[-tokens - 1]
-        self._forget(self._kv.total - tokens - 1)
+        self.forget(self._kv.total - tokens - 1)
         logits = self.prefill([last])
         yield Withdrawn(len(text.shown) - len(kept.shown), tokens)
         return logits, kept
@@ -180,7 +185,7 @@ class AnswerLoop(Released):
 
     def step(self, token: int) -> Tensor:
         """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``."""
-        if self._is_full():
+        if self.is_full():
             self._switcher.check_context(self._kv.total + 1)
         logits = self._runner.step(token)
         self.stored.extend([token], reduced=not self._kv.mode.is_exact(self._kv.total))
@@ -193,16 +198,16 @@ class AnswerLoop(Released):
         reduced if it did before.
         """
         if not 0 < tokens < self._kv.total:
-            self._forget(tokens)
+            self.forget(tokens)
             return
         whole = copy.deepcopy(self.stored)
         whole.truncate(tokens)
-        self._forget(tokens - 1)
+        self.forget(tokens - 1)
         self.prefill(whole.ids[-1:])
         self.stored.agree_as(whole)
         self.stored.reduced = whole.reduced
 
-    def _forget(self, tokens: int) -> None:
+    def forget(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; those that follow are prefilled at once."""
         if tokens < self._kv.total:
             self.stored.truncate(tokens)  # first: if filling the slots fails, these tokens are forgotten all the same
@@ -218,32 +223,33 @@ class AnswerLoop(Released):
         first = self.stored.first_reduced
         whole, began = copy.deepcopy(self.stored), time.perf_counter()
         ids = whole.ids[first:]
-        self._forget(first)
-        if (yield from self._read_prompt(ids)) is not None:
+        self.forget(first)
+        if (yield from self.read_prompt(ids)) is not None:
             self.stored.agree_as(whole)
         yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 
-    def _read_prompt(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
+    def read_prompt(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
         """Prefill with progress; return the logits, None if cancelled. What was read is stored either way."""
         done, last = 0, None
-        if self._cancelled.is_set():
+        if self.is_cancelled:
             return None
         for chunk, logits in self._runner.prefill(ids):
             self.stored.extend(chunk)
             done, last = done + len(chunk), logits
             yield Prefilled(done, len(ids))
-            if self._cancelled.is_set():
+            if self.is_cancelled:
                 break
         return last
 
     # ---- inside
 
-    def _text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
+    def text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""
-        text = AnswerText(self._model.tokenizer, (*sampling.stop, *self._encoder.stop))
+        text = AnswerText(self._model.tokenizer, (*sampling.stop, *self.encoder.stop))
         for token in tokens:
             text.add(token)
         return text
 
-    def _is_full(self) -> bool:
+    def is_full(self) -> bool:
+        """Whether the mode can store no further token."""
         return self._kv.mode.limited_by_context and self._kv.total >= self._model.context

@@ -20,6 +20,7 @@ from kvchat.kv.manager import KVManager
 from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.kv.saved_tokens import SavedTokens
 
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
 # K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
@@ -194,6 +195,12 @@ class ModelRunner:
         self.recurrent.truncate(tokens)
         with torch.inference_mode(), explained(self.kv, "filling the slots"):
             self.kv.truncate(tokens)
+
+    def put_back(self, saved: SavedTokens, ids: Sequence[int]) -> None:
+        """Store again, after the first ``saved.start`` tokens, those that were set aside, which are ``ids``."""
+        self.recurrent.truncate(saved.start)
+        self.recurrent.put_back(ids)
+        self.kv.put_back(saved)
 
     # ---- refusals
 

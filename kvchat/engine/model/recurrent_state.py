@@ -100,6 +100,10 @@ class RecurrentState:
         """Note that a forward has read the first ``tokens`` of ``unread``."""
         self._read += tokens
 
+    def put_back(self, ids: Sequence[int]) -> None:
+        """Note that the tokens ``ids`` are stored again; the state has not read them yet."""
+        self._ids.extend(ids if self.exists else ())
+
     @torch.inference_mode()
     def keep(self) -> None:
         """Keep a snapshot of the state as it is; of many, those further back lie further apart."""

@@ -1,0 +1,228 @@
+"""Comparison: one question answered in several modes from the same K/V, and all left as it was before.
+
+The prompt is read once, exactly: what an earlier answer computed with less context is read again for it. Each variant
+then goes back to the prompt's last token, reads it anew and answers with the same random numbers, so that variants
+differ only in what their decode steps read. A variant that drew other tokens than the first is given the first one's
+tokens in a second pass, so that the two distributions can be compared at every one of them. What all this displaces is
+set aside before and put back byte for byte, also when it is stopped or fails.
+
+Decision: recovery is off, because it would rewrite an answer by the answer's own course.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import ModeParameters
+from kvchat.engine.generate.answer import AnswerLoop
+from kvchat.engine.generate.detokenizer import AnswerText
+from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.engine.metrics import MetricsCollector
+from kvchat.engine.mode_switcher import ModeSwitcher
+from kvchat.errors import KvchatError
+from kvchat.kv.saved_tokens import save
+from kvchat.protocol.figures import Agreement, Run, Stats
+from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
+
+PROGRESS_S = 1 / 10
+LOGITS_BYTES = 2**27  # of a run's logits kept at most, in host memory: 4,096 tokens of the bundled model
+
+
+@dataclass
+class Answered:
+    """The tokens of a run, the text of each and the logits that each was drawn from, as many as are kept."""
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    reason: str = ""
+    stats: Stats = Stats()
+
+    def keep(self, logits: Tensor) -> None:
+        """Keep a copy of ``logits [vocab]`` in host memory, while there is room."""
+        if len(self.logits) < LOGITS_BYTES // (4 * len(logits)):
+            self.logits.append(logits.to("cpu", torch.float32, copy=True))
+
+
+class Comparison:
+    """Runs variants on the conversation of one session."""
+
+    def __init__(
+        self, loop: AnswerLoop, runner: ModelRunner, switcher: ModeSwitcher, metrics: MetricsCollector
+    ) -> None:
+        self._loop = loop
+        self._runner = runner
+        self._switcher = switcher
+        self._metrics = metrics
+        self._reported = 0.0
+
+    def run(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+        """``Session.compare``, after ``ask``."""
+        with self._loop.one.work():
+            yield from self._run(turns, variants, sampling)
+
+    def _run(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+        chosen = [self._without_recovery(variant) for variant in variants]
+        self._sampler(sampling)  # refuses before anything is moved
+        loop = self._loop
+        prompt = loop.encoder.encode(turns, loop.stored)
+        self._switcher.check_context(len(prompt.ids))
+        exact = min(prompt.reused, loop.stored.first_reduced)
+        with self._left_as_it_was(exact):
+            self._switcher.note_preamble(loop.encoder.preamble(turns))
+            loop.forget(exact)
+            yield Started(len(prompt.ids), exact)
+            unread = prompt.ids[exact:-1]
+            logits = (yield from loop.read_prompt(unread)) if unread else None
+            runs: list[Run] = []
+            if logits is not None or not unread:
+                yield from self._answers(prompt.ids, chosen, sampling, runs)
+        yield Compared(tuple(runs), len(prompt.ids))
+
+    def _answers(
+        self, prompt: list[int], chosen: list[ModeParameters], sampling: Sampling, runs: list[Run]
+    ) -> Iterator[Event]:
+        """Add a run for each variant, until cancelled."""
+        first: Answered | None = None
+        for index, parameters in enumerate(chosen):
+            if self._loop.is_cancelled:
+                return
+            params = parameters.model_dump(exclude_none=True, exclude={"recovery"})
+            try:
+                logits = self._enter(prompt, parameters)
+            except KvchatError as refused:
+                runs.append(Run(parameters.name, params, refusal=str(refused)))
+                continue
+            answered = yield from self._answer(index, prompt, logits, sampling)
+            agreement = None
+            if first is not None:
+                agreement = yield from self._agreement(index, prompt, parameters, first, answered)
+            first = first or answered
+            runs.append(
+                Run(parameters.name, params, tuple(answered.pieces), answered.reason, answered.stats, agreement)
+            )
+
+    def _enter(self, prompt: list[int], parameters: ModeParameters) -> Tensor:
+        """Go back to the prompt's end in a mode; the first token's logits ``[vocab]``.
+
+        Raises:
+            KvchatError: the mode cannot be entered.
+        """
+        self._loop.forget(len(prompt) - 1)
+        self._switcher.enter(parameters)
+        return self._loop.prefill(prompt[-1:])
+
+    def _answer(
+        self, index: int, prompt: list[int], logits: Tensor, sampling: Sampling
+    ) -> Generator[Event, None, Answered]:
+        """Draw an answer's tokens."""
+        sampler, text = self._sampler(sampling), self._loop.text_of(sampling, ())
+        sampler.see(prompt)
+        answered = Answered()
+        measured = self._metrics.begin(len(prompt), len(prompt) - 1)
+        while not (reason := self._end_reason(answered, text, sampling)):
+            answered.keep(logits)
+            token = read(sampler(logits))
+            measured.token()
+            answered.tokens.append(token)
+            if token in self._runner.model.eos_ids:
+                answered.pieces.append("")
+                reason = "eos"
+                break
+            logits = self._loop.step(token)
+            answered.pieces.append(text.add(token))
+            yield from self._progress(Comparing(index, text.shown, len(answered.tokens)))
+        answered.pieces.append(text.finish())
+        answered.reason = reason
+        # Every variant reads the prompt's last token alone: what that took is no figure of a prompt.
+        answered.stats = replace(self._metrics.stats(measured), ttft_s=None, prefill_tokens_per_s=None)
+        yield Comparing(index, text.shown, len(answered.tokens))
+        return answered
+
+    def _end_reason(self, answered: Answered, text: AnswerText, sampling: Sampling) -> str:
+        if self._loop.is_cancelled:
+            return "stopped"
+        if text.stopped:
+            return "stop"
+        if len(answered.tokens) >= sampling.max_new_tokens:
+            return "length"
+        return "context" if self._loop.is_full() else ""
+
+    def _agreement(
+        self, index: int, prompt: list[int], parameters: ModeParameters, first: Answered, answered: Answered
+    ) -> Generator[Event, None, Agreement]:
+        """Compare a run with the first one, given the first one's text."""
+        pairs = enumerate(zip(first.tokens, answered.tokens, strict=False))
+        shorter = min(len(first.tokens), len(answered.tokens))
+        alike = next((at for at, (one, other) in pairs if one != other), shorter)
+        if alike == len(first.tokens) == len(answered.tokens):
+            return compare_logits(None, first.logits, answered.logits)
+        given = yield from self._given(index, prompt, parameters, first, answered)
+        return compare_logits(alike, first.logits, given)
+
+    def _given(
+        self, index: int, prompt: list[int], parameters: ModeParameters, first: Answered, answered: Answered
+    ) -> Generator[Event, None, list[Tensor]]:
+        """The logits of a mode before each of the first run's tokens, given those before it; fewer if cancelled."""
+        given = Answered()
+        given.keep(self._enter(prompt, parameters))
+        text = "".join(answered.pieces)
+        for token in first.tokens[: len(first.logits) - 1]:
+            if self._loop.is_cancelled or self._loop.is_full():
+                break
+            given.keep(self._loop.step(token))
+            yield from self._progress(Comparing(index, text, len(answered.tokens), len(given.logits)))
+        return given.logits
+
+    def _progress(self, event: Comparing) -> Iterator[Event]:
+        if time.monotonic() - self._reported >= PROGRESS_S:
+            self._reported = time.monotonic()
+            yield event
+
+    def _sampler(self, sampling: Sampling) -> Sampler:
+        return Sampler(sampling, self._runner.model.vocab, self._runner.model.device)
+
+    def _without_recovery(self, variant: Variant) -> ModeParameters:
+        return self._switcher.merged(variant.mode, variant.params).model_copy(update={"recovery": False})
+
+    @contextmanager
+    def _left_as_it_was(self, start: int) -> Iterator[None]:
+        """Put the tokens from ``start`` on, their ids and the mode back at the end of the block."""
+        loop, switcher = self._loop, self._switcher
+        switcher.narrow()
+        saved, stored = save(self._runner.kv.state, start), copy.deepcopy(loop.stored)
+        parameters, preamble, answer = switcher.parameters, switcher.preamble, self._metrics.answer
+        try:
+            yield
+        finally:
+            self._runner.put_back(saved, stored.ids[start:])
+            loop.stored.__dict__.update(vars(stored))
+            self._metrics.answer, switcher.preamble = answer, preamble
+            switcher.enter(parameters)
+
+
+def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:
+    """Compare logits ``[vocab]`` before the same tokens; the very first are of the prompt and left out.
+
+    ``alike`` is ``Agreement.first_difference``.
+    """
+    divergences, same = [], 0
+    for one, another in list(zip(first, other, strict=False))[1:]:
+        expected, found = one.double().log_softmax(0), another.double().log_softmax(0)
+        likely = expected.exp() > 0
+        divergences.append(float((expected.exp() * (expected - found))[likely].sum().clamp(min=0)))
+        same += int(one.argmax() == another.argmax())
+    tokens = len(divergences)
+    if not tokens:
+        return Agreement(alike)
+    mean, largest = sum(divergences) / tokens, max(divergences)
+    finite = largest < float("inf")  # a token that one rules out and the other does not
+    return Agreement(alike, tokens, same / tokens, mean if finite else None, largest if finite else None)

@@ -1,0 +1,80 @@
+"""The last tokens of a conversation, set aside in host memory and put back byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvchat import units
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.memory import available
+from kvchat.kv.state import KVState
+
+
+@dataclass(frozen=True)
+class SavedTokens:
+    """Tokens ``start`` to ``total``: whole pages ``[page, H, 2, p, d]`` of each layer, from that of ``start`` on.
+
+    ``pinned`` marks those that modes should keep; ``query`` and ``after_step`` are the state's, of the last forward.
+    """
+
+    start: int
+    total: int
+    pages: list[Tensor]
+    pinned: Tensor
+    query: Tensor
+    after_step: bool
+
+
+@torch.inference_mode()
+def save(state: KVState, start: int) -> SavedTokens:
+    """Copy the tokens from ``start`` on; nothing changes.
+
+    Raises:
+        DoesNotFitError: the host has no memory for a copy.
+    """
+    _check_room(state, start)
+    _wait_for_device(state)
+    pages = [pages.clone() for pages in _pages(state, start, state.total)]
+    pinned, query = state.pinned[start : state.total].clone(), state.query.clone()
+    return SavedTokens(start, state.total, pages, pinned, query, state.after_step)
+
+
+@torch.inference_mode()
+def restore(state: KVState, saved: SavedTokens) -> None:
+    """Store ``saved`` after the first ``saved.start`` tokens, in place of all that follow them.
+
+    Those first tokens must not have changed. The slots are left as they are: a refill is due.
+    """
+    _wait_for_device(state)
+    for pages, kept in zip(_pages(state, saved.start, saved.total), saved.pages, strict=True):
+        pages.copy_(kept)
+    state.host.total = saved.total
+    state.pinned[saved.start :] = False
+    state.pinned[saved.start : saved.total] = saved.pinned
+    state.query.copy_(saved.query)
+    state.after_step = saved.after_step
+
+
+def _pages(state: KVState, start: int, total: int) -> list[Tensor]:
+    g = state.geometry
+    return [layer[start // g.page : g.pages(total)] for layer in state.host.layers]
+
+
+def _check_room(state: KVState, start: int) -> None:
+    tokens = state.total - start
+    needed, free = tokens * state.geometry.token_bytes, available.usable(available.host_free())
+    if needed > free:
+        raise DoesNotFitError(
+            "There is not enough host memory to set the conversation aside.",
+            f"K/V of {tokens:,} tokens take {units.size(needed, 2)}; {units.size(free, 2)} are free.",
+            "Free memory, or do it in a shorter conversation; what is stored is as it was.",
+        )
+
+
+def _wait_for_device(state: KVState) -> None:
+    """What the last step wrote through must have arrived; what reads the pool must be done."""
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
