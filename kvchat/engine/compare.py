@@ -44,7 +44,7 @@ class Answered:
     pieces: list[str] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     reason: str = ""
-    stats: Stats = Stats()
+    stats: Stats = field(default_factory=Stats)
 
     def keep(self, logits: Tensor) -> None:
         """Keep a copy of ``logits [vocab]`` in host memory, while there is room."""

@@ -15,6 +15,7 @@ from kvchat.protocol.messages import Chat, Command, Compare, Event, Load, Peek, 
 TEXT_S = 1 / 30
 MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 COMMAND_BYTES = 2**10  # what a command takes beside its text
+STOPPABLE = Load | Chat | Rebuild | Compare
 IN_ANSWER = Stop | Switch | Peek
 
 
@@ -67,7 +68,7 @@ class Inbox:
         """Whether a waiting ``Stop`` is meant for what has just begun: nothing else that it could stop is before it."""
         with self._changed:
             commands = (command for command, _ in self._commands)
-            ahead = itertools.takewhile(lambda command: not isinstance(command, Load | Chat | Rebuild | Compare), commands)
+            ahead = itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), commands)
             return any(isinstance(command, Stop) for command in ahead)
 
     def _pop(self) -> Command | Refused:

@@ -166,7 +166,7 @@ class Session(Released):
         return self._loop.answer(turns, sampling, between or _nothing)
 
     def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
-        """Answer the last turn in each variant from the same K/V: ``Started``, ``Prefilled``*, ``Comparing``*, ``Compared``.
+        """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
 
         Afterwards what is stored, the mode and its parameters are as before, also if it is cancelled, closed or fails.
 

@@ -286,4 +286,16 @@ class Failed:
 
 Command = Load | Chat | Stop | Switch | Rebuild | Compare | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
-Event = Loading | Loaded | AnswerEvent | Switched | SwitchRefused | Rebuilt | Comparing | Compared | Peeked | Snapshot | Failed
+Event = (
+    Loading
+    | Loaded
+    | AnswerEvent
+    | Switched
+    | SwitchRefused
+    | Rebuilt
+    | Comparing
+    | Compared
+    | Peeked
+    | Snapshot
+    | Failed
+)

@@ -9,7 +9,7 @@ from typing import Literal
 from textual.binding import Binding, BindingType
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui import commands, conversation_commands
+from kvchat.tui import commands, compare_commands, conversation_commands
 from kvchat.tui.commands import Handler
 from kvchat.tui.keys import describe_key, is_key, types_text
 
@@ -98,6 +98,8 @@ ACTIONS = (
            doc="next KV mode, also during an answer"),
     Action(id="mode.previous", keys="shift+f6", command="previous", run=commands.previous_mode,
            doc="previous KV mode, also during an answer"),
+    Action(id="compare", keys="f8", command="compare", usage="MODE key=value… MODE…", run=compare_commands.compare,
+           doc="answer the last question in two modes from the same K/V; alone: full and the present mode"),
     Action(id="budget", command="budget", usage="N", run=commands.set_tokens("budget"),
            doc="tokens per KV head that a decoded token may attend to"),
     Action(id="sink", command="sink", usage="N", run=commands.set_tokens("sink"), doc="first tokens, always attended"),

@@ -24,7 +24,7 @@ class Branches:
             UsageError: the engine is busy, or there is no question.
         """
         self.require_ready()
-        question = self._chosen("user")
+        question = self.chosen("user")
         self.state.conversation.go_to(question.id)
         await self.view.show_messages((), below=question.id)
         await self.answers.begin()
@@ -49,7 +49,7 @@ class Branches:
             UsageError: the engine is busy, there is no question, or another text is in the prompt.
         """
         self.require_ready()
-        question = self._chosen("user")
+        question = self.chosen("user")
         if not self.view.restore_prompt(question.text):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
         self.state.edited = question.id
@@ -73,7 +73,7 @@ class Branches:
             UsageError: the engine is busy, or there is no question.
         """
         self.require_ready()
-        question = self._chosen("user")
+        question = self.chosen("user")
         await self._end_before(question)
         self.view.restore_prompt(question.text)
 
@@ -112,8 +112,12 @@ class Branches:
         self.state.conversation.go_to(question.parent)
         await self.view.show_messages((), below=question.parent)
 
-    def _chosen(self, role: str) -> Message:
-        """The chosen message of the path or the last one; of a role, the nearest at or before it."""
+    def chosen(self, role: str) -> Message:
+        """The message chosen in the transcript or the last one; of a role, the nearest at or before it.
+
+        Raises:
+            UsageError: there is none.
+        """
         conversation = self.state.conversation
         path = conversation.path_to(self.view.chosen) or conversation.path
         found = next((message for message in reversed(path) if message.role == role), None)

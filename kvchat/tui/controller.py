@@ -17,6 +17,7 @@ from kvchat.tui.answers import Answers
 from kvchat.tui.archive import Archive
 from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient, Report
+from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.config import AppConfig
 from kvchat.tui.events import EngineEvents
 from kvchat.tui.state import ChatState, Phase
@@ -37,7 +38,8 @@ class ChatController:
         self.archive = Archive(config.database, view)
         self.answers = Answers(self.state, client, view, self._save)
         self.branches = Branches(self.state, self.answers, view)
-        self._events = EngineEvents(self.state, self.answers, view, self.restart)
+        self.comparisons = Comparisons(self.state, client, self.branches, view)
+        self._events = EngineEvents(self.state, self.answers, self.comparisons, view, self.restart)
         self._system = config.system
         self._deleted: list[str] = []
         self._is_log_problem_shown = False

@@ -9,6 +9,8 @@ from dataclasses import replace
 from kvchat.errors import EngineError, KvchatError, UsageError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
+    Compared,
+    Comparing,
     Failed,
     Finished,
     Loaded,
@@ -26,6 +28,7 @@ from kvchat.protocol.messages import (
 )
 from kvchat.tui.answers import Answers
 from kvchat.tui.client import Crashed, Report
+from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 from kvchat.units import count, figure, seconds
@@ -35,10 +38,16 @@ class EngineEvents:
     """Handles every event of the protocol and the end of the engine; ``restart`` starts a fresh one."""
 
     def __init__(
-        self, state: ChatState, answers: Answers, view: ChatView, restart: Callable[[], Awaitable[None]]
+        self,
+        state: ChatState,
+        answers: Answers,
+        comparisons: Comparisons,
+        view: ChatView,
+        restart: Callable[[], Awaitable[None]],
     ) -> None:
         self.state = state
         self.answers = answers
+        self.comparisons = comparisons
         self.view = view
         self._restart = restart
         self._may_restart = True
@@ -58,6 +67,7 @@ class EngineEvents:
             case Started(prompt, reused):
                 self.answers.wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
             case Prefilled(done, total):
+                self.comparisons.note(report)
                 self.answers.wait(f"reading {count(done)} of {count(total)} tokens …")
             case Preparing(mode):
                 self.answers.wait(f"preparing the {mode} mode …")
@@ -76,6 +86,11 @@ class EngineEvents:
                 self._switch_refused(report)
             case Rebuilt():
                 await self._rebuilt(report)
+            case Comparing():
+                self.comparisons.note(report)
+            case Compared():
+                self.comparisons.finish(report)
+                await self.answers.ready()
             case Peeked(start, _, text):
                 self.view.show_page_text(start, text)
             case Failed():
@@ -84,6 +99,8 @@ class EngineEvents:
                 await self._crashed(report)
 
     def _snapshot(self, snapshot: Snapshot) -> None:
+        if self.state.phase is Phase.COMPARING:
+            return  # it is of another run than the conversation's
         self.state.snapshot = snapshot
         self.state.update_params(snapshot)
         self.view.show_state(self.state)
@@ -125,6 +142,7 @@ class EngineEvents:
     async def _failed(self, failed: Failed) -> None:
         if self.state.phase.busy:
             await self.answers.abandon()
+        self.comparisons.abandon(failed.title)
         self._show_error(EngineError(failed.title, failed.detail, failed.hint))
         if failed.fatal or self.state.info is None:
             await self.answers.down()
@@ -134,6 +152,7 @@ class EngineEvents:
     async def _crashed(self, crashed: Crashed) -> None:
         """Restart the engine once; a second crash without an answer in between leaves it down."""
         await self.answers.abandon()
+        self.comparisons.abandon("The engine stopped.")
         again, self._may_restart = self._may_restart, False
         hint = "It is being restarted" if again else "/restart or the next question restarts it"
         title = f"The engine stopped: {describe_exit(crashed.code)}."

@@ -25,12 +25,13 @@ class Phase(Enum):
     READY = auto()
     PREFILL = auto()
     ANSWERING = auto()
+    COMPARING = auto()
     DOWN = auto()
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is under way."""
-        return self in (Phase.PREFILL, Phase.ANSWERING)
+        """Whether an answer or a comparison is under way."""
+        return self in (Phase.PREFILL, Phase.ANSWERING, Phase.COMPARING)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed
 
 Severity = Literal["information", "warning", "error"]
@@ -106,6 +107,9 @@ class ChatView(Protocol):
 
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
+
+    def show_comparison(self, comparison: RunningComparison) -> None:
+        """Show a comparison and how far it is."""
 
     def restore_prompt(self, text: str) -> bool:
         """Give a question back to the prompt, unless another has been begun there; whether it was."""

@@ -18,10 +18,13 @@ import time
 from collections.abc import Iterator
 
 from kvchat.protocol import figures, messages, wire
-from kvchat.protocol.figures import Gpu, Snapshot, Stats
+from kvchat.protocol.figures import Agreement, Gpu, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
     Command,
+    Compare,
+    Compared,
+    Comparing,
     Finished,
     Load,
     Loaded,
@@ -82,6 +85,8 @@ class FakeEngine:
                 self.load(command)
             elif isinstance(command, Chat):
                 self.chat(command)
+            elif isinstance(command, Compare):
+                self.compare(command)
             else:
                 self.between(command)
 
@@ -129,6 +134,22 @@ class FakeEngine:
         self.stored = words * (int(os.environ.get("FAKE_REPEAT", "1")))
         self.total = len(self.stored)
         self.answer(prompt, len(words))
+
+    def compare(self, command: Compare) -> None:
+        """Variants have the question's first words in common; ``hold`` waits for a stop."""
+        send(Started(12, 11))
+        runs = []
+        for index, variant in enumerate(command.variants):
+            said = ("All ", "said ", f"by {variant.mode} ", "here.")
+            send(Comparing(index, said[0], 1))
+            if command.turns[-1].content == "hold" and index:
+                while not isinstance(self.commands.get(), Stop):
+                    pass
+                break
+            stats = Stats(12, 11, 4, 16, read_share=0.5, decode_tokens_per_s=50.0)
+            agreement = Agreement(2, 3, 0.75, 0.05, 0.9) if index else None
+            runs.append(Run(variant.mode, variant.params, said, "eos", stats, agreement))
+        send(Compared(tuple(runs), 12))
 
     def waver(self) -> None:
         send(Text("It begins well | and then it goes wrong", 8))

@@ -8,8 +8,10 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import KvchatError
-from kvchat.protocol.figures import Snapshot, Stats
+from kvchat.protocol.figures import Run, Snapshot, Stats
 from kvchat.protocol.messages import (
+    Compared,
+    Comparing,
     Event,
     Finished,
     Load,
@@ -21,6 +23,7 @@ from kvchat.protocol.messages import (
     Switched,
     Text,
     Turn,
+    Variant,
 )
 
 PIECES = ("The", " quick", " brown", " fox", " jumps")
@@ -91,6 +94,11 @@ class FakeSession:
     def rebuild(self) -> Iterator[Event]:
         yield Prefilled(5, 5)
         yield Rebuilt(5, 0.1)
+
+    def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+        for index, _ in enumerate(variants):
+            yield Comparing(index, self.pieces[0], 1)
+        yield Compared(tuple(Run(variant.mode, variant.params, tuple(self.pieces)) for variant in variants), 7)
 
     def cancel(self) -> None:
         self.cancelled.set()

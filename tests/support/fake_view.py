@@ -9,6 +9,7 @@ from kvchat.conversations.conversation import CUT_OFF, Message
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Switched
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase
 
 Hook = Callable[[], Coroutine[Any, Any, None]]
@@ -111,6 +112,7 @@ class FakeView:
         self.events: list[str] = []
         self.phases: list[Phase] = []
         self.snapshots: list[Snapshot | None] = []
+        self.comparisons: list[RunningComparison] = []
         self.page_texts: list[tuple[int, str]] = []
         self.prompt = self.clipboard = ""
         self.shown: list[tuple[list[str], list[str], str | None]] = []
@@ -157,6 +159,9 @@ class FakeView:
 
     def show_page_text(self, start: int, text: str) -> None:
         self.page_texts.append((start, text))
+
+    def show_comparison(self, comparison: RunningComparison) -> None:
+        self.comparisons.append(comparison)
 
     def restore_prompt(self, text: str) -> bool:
         is_empty = not self.prompt

@@ -26,6 +26,8 @@ from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.history import PromptHistory
+from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.screens.compare import CompareScreen
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
@@ -249,6 +251,12 @@ class ChatScreen(Screen[None]):
 
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
+
+    def show_comparison(self, comparison: RunningComparison) -> None:
+        if isinstance(self.app.screen, CompareScreen):
+            self.app.screen.show(comparison)
+        else:
+            self.app.push_screen(CompareScreen(self.controller.comparisons, comparison))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)

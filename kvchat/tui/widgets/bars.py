@@ -25,6 +25,7 @@ DOTS = {
     Phase.READY: ("●", "$success", "ready"),
     Phase.PREFILL: ("◔", "$accent", "reading"),
     Phase.ANSWERING: ("◉", "$primary", "answering"),
+    Phase.COMPARING: ("◈", "$primary", "comparing"),
     Phase.DOWN: ("✖", "$error", "down"),
 }
 

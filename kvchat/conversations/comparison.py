@@ -1,0 +1,122 @@
+"""A comparison of modes: its table, its verdict in words, and both as a file, Markdown or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvchat.conversations import export
+from kvchat.protocol.figures import Run
+from kvchat.protocol.messages import Sampling, Variant
+from kvchat.units import MISSING, count, figure, percent, size
+
+COLUMNS = ("", "tok/s", "read", "fetched", "hits", "alike", "agree", "KL")
+NOTHING = "–"  # has no meaning in this row, as a hit rate where nothing is recalled
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``question`` answered by a model in the ``variants``; a run for each, fewer where it was stopped."""
+
+    question: str
+    model: str
+    sampling: Sampling
+    prompt_tokens: int
+    variants: tuple[Variant, ...]
+    runs: tuple[Run, ...]
+
+
+def label(variant: Variant) -> str:
+    """``speculative budget=512``."""
+    return " ".join((variant.mode, *(f"{name}={value}" for name, value in variant.params.items())))
+
+
+def rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """A row of ``COLUMNS`` for each run."""
+    return [_row(label(v), run) for v, run in zip(comparison.variants, comparison.runs, strict=False)]
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """A sentence for each run but the first: where it leaves the first one's text, and how far it is from it."""
+    names = [label(variant) for variant in comparison.variants]
+    others = list(zip(names, comparison.runs, strict=False))[1:]
+    return [_verdict(name, run, names[0]) for name, run in others]
+
+
+def first_difference(runs: Sequence[Run]) -> int | None:
+    """How many tokens all answers have in common; None where no answer leaves the first one's."""
+    found = [run.agreement.first_difference for run in runs if run.agreement]
+    return min((at for at in found if at is not None), default=None)
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """The question, the table, the verdict and the answers."""
+    sampling = comparison.sampling
+    head = f"{comparison.model}, temperature {sampling.temperature:g}, seed {sampling.seed}"
+    parts = [
+        "# Comparison",
+        comparison.question.strip(),
+        f"{head}, {count(comparison.prompt_tokens)} tokens of prompt read once.",
+        _markdown_table(comparison),
+        "\n".join(f"- {sentence}" for sentence in verdicts(comparison)),
+    ]
+    for variant, run in zip(comparison.variants, comparison.runs, strict=False):
+        parts.append(f"## {label(variant)}\n\n{run.text.strip() or run.refusal}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def to_json(comparison: Comparison) -> str:
+    """Every figure, with the text of each token."""
+    return json.dumps({"format": "kvchat-comparison", "version": 1, **dataclasses.asdict(comparison)}, indent=2) + "\n"
+
+
+def write(comparison: Comparison, path: Path) -> None:
+    """Write a comparison to a new file, in the format of its ending.
+
+    Raises:
+        UsageError: the ending names no format, the file exists or cannot be written.
+    """
+    export.write_new(path, FORMATS, comparison)
+
+
+def _row(name: str, run: Run) -> tuple[str, ...]:
+    if run.refusal:
+        return (name, "refused", *[NOTHING] * (len(COLUMNS) - 2))
+    s, agreement = run.stats, run.agreement
+    figures = (figure(s.decode_tokens_per_s, digits=1), percent(s.read_share), size(s.recalled_bytes))
+    hits = NOTHING if s.recall_hit_rate is None else percent(s.recall_hit_rate)
+    if agreement is None:
+        return (name, *figures, hits, *[NOTHING] * 3)
+    alike = "all" if agreement.first_difference is None else count(agreement.first_difference)
+    divergence = MISSING if agreement.kl_mean is None else f"{agreement.kl_mean:.3f}"
+    return (name, *figures, hits, alike, percent(agreement.same_choice), divergence)
+
+
+def _verdict(name: str, run: Run, first: str) -> str:
+    if run.refusal:
+        return f"{name} is refused: {run.refusal}"
+    if run.agreement is None:
+        return f"{name} has nothing to be compared with."
+    a = run.agreement
+    course = f"draws the same tokens as {first}"
+    if a.first_difference is not None:
+        course = f"goes its own way from token {count(a.first_difference + 1)} on"
+    if a.same_choice is None:
+        return f"{name} {course}."
+    divergence = "" if a.kl_mean is None else f" (KL {a.kl_mean:.3f} nats in the mean, {a.kl_max:.3f} at most)"
+    chosen = (
+        f"given {first}'s text it finds the same next token likeliest in {percent(a.same_choice)} of {count(a.tokens)}"
+    )
+    everything = "" if run.stats.read_share != 1 else " It read everything: a smaller budget would tell them apart."
+    return f"{name} {course}; {chosen}{divergence}.{everything}"
+
+
+def _markdown_table(comparison: Comparison) -> str:
+    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows(comparison)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+FORMATS: dict[str, Callable[[Comparison], str]] = {".md": to_markdown, ".json": to_json}

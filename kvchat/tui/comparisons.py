@@ -1,0 +1,101 @@
+"""Comparisons: a question answered in several modes at once, beside the conversation, which stays as it is."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvchat.config import modes
+from kvchat.conversations.comparison import label
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import Compare, Compared, Comparing, Prefilled, Stop, Turn, Variant
+from kvchat.tui.branches import Branches
+from kvchat.tui.client import EngineClient
+from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.state import ChatState, Phase
+from kvchat.tui.view import ChatView
+
+SEEDS = 2**31
+FIRST, OTHER = "full", "speculative"
+
+
+class Comparisons:
+    """At most one at a time; ``running`` is None between them."""
+
+    def __init__(self, state: ChatState, client: EngineClient, branches: Branches, view: ChatView) -> None:
+        self.state = state
+        self.client = client
+        self.view = view
+        self._branches = branches
+        self.running: RunningComparison | None = None
+
+    def begin(self, variants: Sequence[Variant]) -> None:
+        """Compare modes on the question chosen in the transcript, else on the last one.
+
+        No variant: full and the present mode; one: full and that one.
+
+        Raises:
+            UsageError: the engine is busy, there is no question, a variant is unknown or named twice, or the
+                conversation is too long to send.
+        """
+        self._branches.require_ready()
+        question = self._branches.chosen("user")
+        chosen = completed(variants, self.state.mode)
+        conversation, sampling = self.state.conversation, self.state.sampling
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
+        system = (Turn("system", conversation.system),) if conversation.system else ()
+        path = (Turn(message.role, message.text) for message in conversation.path_to(question.id))
+        self.client.send(Compare((*system, *path), chosen, sampling))
+        model = self.state.info.model if self.state.info else ""
+        self.running = RunningComparison(question.text, model, chosen, sampling)
+        self.state.enter_phase(Phase.COMPARING)
+        self.view.show_state(self.state)
+        self.view.show_comparison(self.running)
+
+    def note(self, progress: Prefilled | Comparing) -> None:
+        """Show how far the comparison is."""
+        if self.running is not None:
+            if isinstance(progress, Prefilled):
+                self.running.read(progress.done, progress.total)
+            elif progress.index < len(self.running.variants):
+                self.running.note(progress)
+            self.view.show_comparison(self.running)
+
+    def finish(self, compared: Compared) -> None:
+        """Show the result."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.finish(compared)
+            self.view.show_comparison(running)
+
+    def abandon(self, reason: str) -> None:
+        """No result will come."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.error = reason
+            self.view.show_comparison(running)
+
+    def stop(self) -> None:
+        """End it early; what the variants have answered until then is the result."""
+        if self.running is not None:
+            self.client.send(Stop())
+            self.running.stage = "stopping …"
+            self.view.show_comparison(self.running)
+
+
+def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
+    """At least two variants to compare, where ``mode`` is the present one.
+
+    Raises:
+        UsageError: one is unknown, has a parameter that is refused or stands there twice.
+    """
+    chosen, present = tuple(variants), Variant(mode if mode != FIRST else OTHER)
+    if len(chosen) < 2:
+        chosen = (Variant(FIRST), *([one for one in chosen if one != Variant(FIRST)] or [present]))
+    for variant in chosen:
+        modes.parse(variant.mode, variant.params)
+    if len(set(map(label, chosen))) < len(chosen):
+        raise UsageError("A mode is named twice.", hint="Give one another budget: /compare sync sync budget=256")
+    return chosen

@@ -1,0 +1,178 @@
+"""Comparisons: modes told apart from the same K/V, and everything as it was before, however they end."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from support import tiny_multimodal
+
+from kvchat.engine import compare
+from kvchat.engine.compare import compare_logits
+from kvchat.engine.model.load import load_model
+from kvchat.engine.session import Session
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.inspect import check_integrity
+from kvchat.kv.memory import available
+from kvchat.protocol.messages import Compared, Comparing, Prefilled, Sampling, Started, Turn, Variant
+
+SAMPLING = Sampling(temperature=0.9, seed=4, max_new_tokens=24)
+STORY = (Turn("user", "The sea was calm and the whale went on. " * 20 + "Tell me a short story."),)
+NARROW = Variant("streaming", {"budget": 64, "R": 1, "sigma": 0, "delta": 0})
+VARIANTS = (Variant("full"), NARROW, Variant("speculative"))
+
+
+def state_of(session: Session) -> tuple[object, ...]:
+    """All that a comparison must leave as it was."""
+    state, host = session._kv.state, session._kv.state.host
+    k_v = [torch.stack(host.dense(layer, host.total)).clone() for layer in range(state.geometry.layers)]
+    stored = copy.deepcopy(vars(session._loop.stored))
+    mode = (session._switcher.parameters, session._switcher.preamble, copy.deepcopy(session._switcher._given))
+    return k_v, state.query.clone(), state.pinned.clone(), stored, mode, list(session.token_ids)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.fixture
+def session(model) -> Session:
+    """A conversation whose answer was computed with less context."""
+    session = Session(model, "streaming", NARROW.params)
+    list(session.answer(STORY, SAMPLING))
+    assert session.snapshot().reduced_tokens > 0
+    return session
+
+
+def test_modes_are_told_apart_and_the_same_mode_is_not(session):
+    before = state_of(session)
+    events = list(session.compare(STORY, (*VARIANTS, Variant("full", {"recovery": True})), SAMPLING))
+    assert isinstance(events[0], Started)
+    full, streaming, speculative, again = events[-1].runs
+    assert full.agreement is None
+    assert again.pieces == full.pieces
+    assert again.agreement.first_difference is None
+    assert (again.agreement.same_choice, again.agreement.kl_max) == (1.0, 0.0)
+    assert again.agreement.tokens == full.stats.generated_tokens - 1
+    assert streaming.agreement.first_difference is not None
+    shared = streaming.agreement.first_difference
+    assert streaming.pieces[:shared] == full.pieces[:shared]
+    assert streaming.agreement.kl_mean > 1e-3
+    assert streaming.stats.read_share < speculative.stats.read_share <= full.stats.read_share == 1
+    assert {event.index for event in events if isinstance(event, Comparing)} == {0, 1, 2, 3}
+    assert same(state_of(session), before)
+
+
+def test_the_first_answer_is_that_of_the_mode_itself(session, model):
+    *_, compared = session.compare(STORY, VARIANTS[:1], SAMPLING)
+    *_, finished = Session(model).answer(STORY, SAMPLING)
+    assert compared.runs[0].text == finished.text
+
+
+def test_what_was_computed_with_less_context_is_read_again(session):
+    """In the comparison all modes begin from exact K/V, also of an earlier answer that was reduced."""
+    answer = session.text(0, session.total).rsplit("<|assistant|>", 1)[1]
+    turns = (*STORY, Turn("assistant", answer), Turn("user", "Thank you. Who was calm?"))
+    before, first = state_of(session), session._loop.stored.first_reduced
+    started, *_, compared = session.compare(turns, VARIANTS[:2], SAMPLING)
+    assert started.reused_tokens == first < session.total
+    assert same(state_of(session), before)
+    fresh = list(Session(session.model).compare(turns, VARIANTS[:2], SAMPLING))[-1]
+    assert compared.runs[0].pieces == fresh.runs[0].pieces
+    assert compared.runs[1].agreement.kl_mean == pytest.approx(fresh.runs[1].agreement.kl_mean, abs=1e-3)
+
+
+@pytest.mark.parametrize("end", ["stop while reading", "stop", "close", "fail", "nothing shared"])
+def test_a_comparison_that_ends_early_leaves_all_as_it_was(session, end, monkeypatch):
+    monkeypatch.setattr(compare, "PROGRESS_S", 0.0)
+    turns = STORY if end not in ("stop while reading", "nothing shared") else (Turn("user", "Hello! " * 30),)
+    before = state_of(session)
+    events = session.compare(turns, VARIANTS, SAMPLING)
+    if end == "fail":
+        monkeypatch.setattr(session._loop, "step", fails_after(40, session._loop.step))
+        with pytest.raises(DoesNotFitError, match="memory"):
+            list(events)
+    else:
+        last = None
+        for last in events:
+            if end == "stop while reading" and isinstance(last, Prefilled):
+                session.cancel()
+            elif isinstance(last, Comparing) and last.index == 1:
+                if end == "close":
+                    events.close()
+                elif end == "stop":
+                    session.cancel()
+        if end == "close":
+            assert isinstance(last, Comparing)
+        else:
+            assert isinstance(last, Compared)
+            assert len(last.runs) == {"stop while reading": 0, "stop": 2, "nothing shared": 3}[end]
+    assert same(state_of(session), before)
+    check_integrity(session._kv.state)
+
+
+def fails_after(steps: int, step):
+    def fail(token):
+        nonlocal steps
+        steps -= 1
+        if steps < 0:
+            raise DoesNotFitError("There is no memory.")
+        return step(token)
+
+    return fail
+
+
+def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(session, monkeypatch):
+    enter = session._switcher.enter
+
+    def refuse(parameters):
+        if parameters.name == "sync":
+            raise DoesNotFitError("The slots do not fit.")
+        return enter(parameters)
+
+    monkeypatch.setattr(session._switcher, "enter", refuse)
+    *_, compared = session.compare(STORY, (Variant("sync"), Variant("full"), Variant("full")), SAMPLING)
+    assert [run.refusal for run in compared.runs] == ["The slots do not fit.", "", ""]
+    assert [run.agreement is None for run in compared.runs] == [True, True, False]
+    before = state_of(session)
+    with pytest.raises(UsageError, match="no KV mode"):
+        list(session.compare(STORY, (Variant("frezee"),), SAMPLING))
+    with pytest.raises(UsageError):
+        list(session.compare(STORY, VARIANTS, replace(SAMPLING, top_p=7.0)))
+    monkeypatch.setattr(available, "host_free", lambda: 1000)
+    with pytest.raises(DoesNotFitError, match="set the conversation aside"):
+        list(session.compare((Turn("user", "Hi"),), VARIANTS, SAMPLING))
+    assert same(state_of(session), before)
+
+
+def test_a_hybrid_model_goes_on_as_if_nothing_had_been_compared(tmp_path):
+    tiny_multimodal.save(tiny_multimodal.fresh("qwen3_5"), tmp_path)
+    model = load_model(str(tmp_path), "cpu", "float32", lambda stage: None)
+    one, other = Session(model), Session(model)
+    for session in (one, other):
+        list(session.answer(STORY[:1], SAMPLING))
+    *_, compared = one.compare((Turn("user", "Hello"),), (Variant("full"), NARROW), SAMPLING)
+    assert len(compared.runs) == 2
+    assert torch.allclose(one.step(7), other.step(7), atol=1e-5)
+
+
+def test_logits_are_compared_after_the_first():
+    """The first logits are the prompt's: the same in all modes by construction."""
+    one = [torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])]
+    other = [torch.tensor([9.0, 0.0]), torch.tensor([0.0, 1.0]), torch.tensor([0.0, 2.0])]
+    agreement = compare_logits(3, one, other)
+    p = torch.tensor([1.0, 0.0]).softmax(0)
+    expected = float((p * (p.log() - p.flip(0).log())).sum())
+    assert (agreement.first_difference, agreement.tokens, agreement.same_choice) == (3, 2, 0.5)
+    assert agreement.kl_max == pytest.approx(expected, abs=1e-6)
+    assert agreement.kl_mean == pytest.approx(expected / 2, abs=1e-6)
+    ruled_out = [one[0], torch.tensor([float("-inf"), 0.0])]
+    assert compare_logits(None, ruled_out, ruled_out).kl_max == 0
+    assert compare_logits(None, one[:2], ruled_out).kl_max is None
+    assert compare_logits(None, one[:1], one[:1]).same_choice is None

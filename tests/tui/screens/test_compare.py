@@ -1,0 +1,58 @@
+"""The comparison's screen over the fake engine."""
+
+from __future__ import annotations
+
+import pytest
+from support.app_driver import finished, press, typed
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from kvchat.protocol.figures import Run
+from kvchat.tui.screens.compare import MARK, CompareScreen, answer_text
+from kvchat.tui.state import Phase
+
+
+def shown(app, selector: str) -> str:
+    return "\n".join(str(static.content) for static in app.screen.query(selector).results(Static))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    async with running(size=size) as (app, pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        press(app, "f8")
+        await until(lambda: isinstance(app.screen, CompareScreen) and "own way from token 3" in shown(app, "#verdict"))
+        await pilot.pause()
+        assert shown(app, "#answers Static") == f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
+        one, other = app.screen.query(VerticalScroll).results(VerticalScroll)
+        assert (one.region.y == other.region.y) == (size[0] >= 100), "side by side where there is room"
+        assert one.region.height > 3
+        press(app, "w")
+        await until(lambda: len(list(tmp_path.glob("comparison-*"))) == 2)
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
+        assert app.controller.state.phase is Phase.READY
+
+
+async def test_esc_stops_and_then_closes(running):
+    async with running() as (app, _pilot, until):
+        typed(app, "hold")
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        press(app, "escape")
+        await until(lambda: finished(app))
+        typed(app, "/compare sync full")
+        await until(lambda: isinstance(app.screen, CompareScreen) and "full answers" in shown(app, "#verdict"))
+        press(app, "escape")
+        await until(lambda: app.controller.state.phase is Phase.READY)
+        assert isinstance(app.screen, CompareScreen)
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
+
+
+def test_markup_and_control_characters_are_text():
+    run = Run("full", {}, ("[b]", "\x1b[0m", "end"))
+    assert answer_text(run, 1).plain == f"[b]{MARK}␛[0mend"
+    assert answer_text(run, None).plain == "[b]␛[0mend"
+    assert answer_text(Run("sync", {}, refusal="It does [not] fit."), 0).plain == "It does [not] fit."

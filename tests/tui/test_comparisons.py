@@ -1,0 +1,109 @@
+"""Comparisons without a screen: what is asked of the engine, and what becomes of its events."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.errors import UsageError
+from kvchat.protocol.figures import Run, Snapshot, Stats
+from kvchat.protocol.messages import (
+    Compare,
+    Compared,
+    Comparing,
+    Failed,
+    Finished,
+    Prefilled,
+    Stop,
+    Turn,
+    Variant,
+)
+from kvchat.tui.client import Crashed
+from kvchat.tui.comparisons import completed
+from kvchat.tui.state import Phase
+
+SNAPSHOT = Snapshot("streaming", {}, 1.0, 2, 3, 4, 5)
+
+
+@pytest.fixture
+async def talk(chat):
+    """Two questions, answered."""
+    await chat.load()
+    chat.controller.set_system("be brief")
+    for question, answer in (("one", "1"), ("two", "2")):
+        await chat.ask(question)
+        await chat.controller.handle(Finished("eos", answer, Stats(generated_tokens=1)))
+    return chat
+
+
+async def test_the_last_question_is_compared_with_one_seed(talk):
+    talk.controller.comparisons.begin([Variant("streaming", {"budget": 256})])
+    sent = talk.client.sent[-1]
+    assert isinstance(sent, Compare)
+    assert [turn.content for turn in sent.turns] == ["be brief", "one", "1", "two"]
+    assert sent.variants == (Variant("full"), Variant("streaming", {"budget": 256}))
+    assert sent.sampling.seed is not None
+    assert talk.controller.state.sampling.seed is None
+    assert talk.phase is Phase.COMPARING
+    with pytest.raises(UsageError, match="busy"):
+        talk.controller.comparisons.begin([])
+
+
+async def test_the_chosen_question_is_compared(talk):
+    talk.view.chosen = talk.controller.state.conversation.path[1].id
+    talk.controller.comparisons.begin([])
+    assert talk.client.sent[-1].turns[-1] == Turn("user", "one")
+
+
+async def test_progress_and_result_are_shown_and_the_chat_stays_as_it_was(talk):
+    handle, shown = talk.controller.handle, len(talk.view.snapshots)
+    talk.controller.comparisons.begin([])
+    await handle(Prefilled(3, 9))
+    running = talk.view.comparisons[-1]
+    assert running.stage == "reading 3 of 9 tokens …"
+    await handle(SNAPSHOT)
+    await handle(Comparing(1, "text", 2, 5))
+    assert "given the first answer: 5 tok" in running.stage
+    await handle(Comparing(7, "of no variant", 2))
+    assert not running.is_over
+    await handle(Compared((Run("full", {}),), 9))
+    assert running.is_over
+    assert running.result.prompt_tokens == 9
+    assert len(talk.view.snapshots) == shown, "the figures of a variant are not the conversation's"
+    assert talk.turns == ["one", "1", "two", "2"]
+    assert talk.phase is Phase.READY
+
+
+async def test_a_question_typed_meanwhile_is_asked_afterwards(talk):
+    talk.controller.comparisons.begin([])
+    await talk.ask("three")
+    await talk.controller.handle(Compared(()))
+    assert talk.client.sent[-1].turns[-1] == Turn("user", "three")
+
+
+@pytest.mark.parametrize("end", [Failed("Memory is short."), Crashed(-9, ())])
+async def test_a_failure_ends_it_with_a_reason(talk, end):
+    talk.controller.comparisons.begin([])
+    await talk.controller.handle(end)
+    running = talk.view.comparisons[-1]
+    assert running.is_over
+    assert running.error
+    assert talk.controller.comparisons.running is None
+    assert talk.view.errors
+
+
+async def test_esc_asks_the_engine_to_stop(talk):
+    talk.controller.comparisons.begin([])
+    talk.controller.comparisons.stop()
+    assert talk.client.sent[-1] == Stop()
+
+
+def test_at_least_two_different_variants():
+    full, speculative, sync = Variant("full"), Variant("speculative"), Variant("sync")
+    assert completed([], "full") == (full, speculative)
+    assert completed([], "sync") == (full, sync)
+    assert completed([sync], "full") == (full, sync)
+    assert completed([full], "sync") == (full, sync)
+    assert completed([sync, speculative], "full") == (sync, speculative)
+    for wrong in ([sync, sync], [Variant("frezee")], [sync, Variant("full", {"budget": 99})]):
+        with pytest.raises(UsageError):
+            completed(wrong, "full")
