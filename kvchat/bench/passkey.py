@@ -8,7 +8,6 @@ the variant's mode as the question is: what left by then must be found again.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,12 +21,11 @@ from kvchat.bench.environment import fingerprint
 from kvchat.bench.reading import tokens_read
 from kvchat.bench.variant import enter
 from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.needle import ANSWER_TOKENS, Case, hide, passage
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Finished, Sampling, Turn
 
-PASSAGES = 8
-ANSWER_TOKENS = 24
 STANDARD = (
     "full",
     "freeze",
@@ -41,28 +39,9 @@ STANDARD = (
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    """A conversation that ends with the question, and what the answer must contain."""
-
-    turns: tuple[Turn, ...]
-    answer: str
-
-
 def cases(seed: int, n: int, tokens: int, tokenizer: Any) -> Iterator[Case]:
     """``n`` conversations of about ``tokens`` tokens, the same for the same seed."""
-    for index in range(n):
-        random_ = random.Random(f"{seed}/{index}")
-        passkey = str(random_.randrange(10_000, 100_000))
-        told = random_.randrange(PASSAGES - 2)
-        turns = [Turn("user", "I will read you a story in parts."), Turn("assistant", "Go on.")]
-        text = sentences(random_.randrange(2**32))
-        for part in range(PASSAGES):
-            passage = _passage(text, tokens // PASSAGES, tokenizer)
-            turns += [Turn("user", passage), Turn("assistant", "I see.")]
-            if part == told:
-                turns += [Turn("user", f"The passkey is {passkey}. Remember it."), Turn("assistant", "Got it.")]
-        yield Case((*turns, Turn("user", "What is the passkey?")), passkey)
+    return (hide(f"{seed}/{index}", tokens, tokenizer) for index in range(n))
 
 
 @dataclass
@@ -131,7 +110,7 @@ def _answer_inside(session: Session, case: Case, row: Row, inside: int) -> int:
     """As ``_answer``, but the prompt asks for a story, and ``inside`` tokens of one precede the question."""
     tokenizer = session.model.tokenizer
     encoder, begun = PromptEncoder(tokenizer), (*case.turns[:-1], Turn("user", "Tell me a story."))
-    story = _passage(sentences(int(case.answer)), inside, tokenizer)
+    story = passage(sentences(int(case.answer)), inside, tokenizer)
     prompt, whole = (
         encoder.encode(turns, Stored()).ids for turns in (begun, (*begun, Turn("assistant", story), case.turns[-1]))
     )
@@ -150,10 +129,3 @@ def _answer_inside(session: Session, case: Case, row: Row, inside: int) -> int:
     row.read_tokens += statistics.fmean(read)
     row.kv_device_bytes = session.snapshot().kv_device_bytes
     return len(prompt)
-
-
-def _passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:
-    passage = ""
-    while len(tokenizer.encode(passage)) < tokens:
-        passage += " " * bool(passage) + next(text)
-    return passage

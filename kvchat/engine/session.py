@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
+from kvchat.engine import needle
 from kvchat.engine.compare import Comparison
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.hold_back import hold_back
@@ -27,7 +28,7 @@ from kvchat.engine.session_info import describe
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.protocol.figures import Params, Price, Snapshot
-from kvchat.protocol.messages import Event, Load, Loaded, Sampling, Switched, Text, Turn, Variant
+from kvchat.protocol.messages import Event, Load, Loaded, NeedleHidden, Sampling, Switched, Text, Turn, Variant
 
 
 def load(
@@ -176,6 +177,16 @@ class Session(Released):
         """
         self._loop.ask()
         return self._comparison.run(turns, variants, sampling)
+
+    def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
+        """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
+
+        Raises:
+            DoesNotFitError: the model's context is shorter.
+        """
+        self._switcher.check_context(tokens)
+        case = needle.hide(str(seed), tokens, self._model.tokenizer)
+        return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)
 
     def cancel(self) -> None:
         """End the answer after the current token or chunk of the prompt; callable from any thread at any moment.

@@ -22,7 +22,20 @@ from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
-from kvchat.protocol.messages import Chat, Command, Compare, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Compare,
+    Event,
+    Failed,
+    HideNeedle,
+    Load,
+    Loading,
+    Peek,
+    Rebuild,
+    Stop,
+    Switch,
+)
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 SNAPSHOT_S = 1 / 10
@@ -43,6 +56,7 @@ class Session(Protocol):
     def compare(
         self, turns: Sequence[messages.Turn], variants: Sequence[messages.Variant], sampling: messages.Sampling
     ) -> Iterator[Event]: ...
+    def hide_needle(self, tokens: int, seed: int) -> messages.NeedleHidden: ...
     def cancel(self) -> None: ...
     def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
     def snapshot(self) -> figures.Snapshot: ...
@@ -123,6 +137,8 @@ class Server:
                     self._work(lambda session: session.rebuild())
                 case Compare(turns, variants, sampling):
                     self._work(lambda session: session.compare(turns, variants, sampling))
+                case HideNeedle(tokens, seed):
+                    self._outbox.send(self._loaded().hide_needle(tokens, seed))
                 case Switch():
                     self._switch(command)
                 case Peek():

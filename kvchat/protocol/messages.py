@@ -111,6 +111,14 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class HideNeedle:
+    """Make a conversation of about ``tokens`` tokens that asks for a fact told early; ``NeedleHidden`` brings it."""
+
+    tokens: Annotated[int, Field(ge=64, lt=2**24)]
+    seed: Count
+
+
+@dataclass(frozen=True)
 class Peek:
     """Ask for the text of the stored tokens ``start`` to ``end``; answered by ``Peeked``."""
 
@@ -265,6 +273,15 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class NeedleHidden:
+    """``turns`` end with the question; a right answer has ``fact`` in it and takes at most ``tokens`` tokens."""
+
+    turns: tuple[Turn, ...]
+    fact: str
+    tokens: Count
+
+
+@dataclass(frozen=True)
 class Peeked:
     """The text of stored tokens ``start`` to ``end``."""
 
@@ -284,7 +301,7 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Stop | Switch | Rebuild | Compare | Peek
+Command = Load | Chat | Stop | Switch | Rebuild | Compare | HideNeedle | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 Event = (
     Loading
@@ -295,6 +312,7 @@ Event = (
     | Rebuilt
     | Comparing
     | Compared
+    | NeedleHidden
     | Peeked
     | Snapshot
     | Failed

@@ -100,6 +100,8 @@ ACTIONS = (
            doc="previous KV mode, also during an answer"),
     Action(id="compare", keys="f8", command="compare", usage="MODE key=value… MODE…", run=compare_commands.compare,
            doc="answer the last question in two modes from the same K/V; alone: full and the present mode"),
+    Action(id="needle", command="needle", usage="TOKENS", run=compare_commands.search_needle,
+           doc="hide a fact in a long text and ask every mode for it; your conversation stays as it is"),
     Action(id="budget", command="budget", usage="N", run=commands.set_tokens("budget"),
            doc="tokens per KV head that a decoded token may attend to"),
     Action(id="sink", command="sink", usage="N", run=commands.set_tokens("sink"), doc="first tokens, always attended"),

@@ -7,10 +7,22 @@ from kvchat.protocol.messages import MAX_VARIANTS, Variant
 from kvchat.tui.commands import parse_assignments, split_words
 from kvchat.tui.controller import ChatController
 
+NEEDLE_TOKENS = 2000  # four times the bundled model's budget; read in seconds on two cores
+MIN_NEEDLE_TOKENS = 256
+
 
 async def compare(chat: ChatController, argument: str) -> None:
     """``/compare MODE key=value… MODE…``"""
     chat.comparisons.begin(parse_variants(argument))
+
+
+async def search_needle(chat: ChatController, argument: str) -> None:
+    """``/needle TOKENS``"""
+    if argument and not (argument.isdecimal() and int(argument) >= MIN_NEEDLE_TOKENS):
+        raise UsageError(
+            f'/needle "{argument}" is refused.', f"It takes the length of the text, {MIN_NEEDLE_TOKENS} tokens or more."
+        )
+    chat.comparisons.search_needle(int(argument or NEEDLE_TOKENS))
 
 
 def parse_variants(argument: str) -> list[Variant]:

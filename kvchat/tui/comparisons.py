@@ -9,7 +9,19 @@ from dataclasses import replace
 from kvchat.config import modes
 from kvchat.conversations.comparison import label
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Compare, Compared, Comparing, Prefilled, Stop, Turn, Variant
+from kvchat.protocol.messages import (
+    MAX_VARIANTS,
+    Compare,
+    Compared,
+    Comparing,
+    HideNeedle,
+    NeedleHidden,
+    Prefilled,
+    Sampling,
+    Stop,
+    Turn,
+    Variant,
+)
 from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient
 from kvchat.tui.running_comparison import RunningComparison
@@ -48,11 +60,31 @@ class Comparisons:
         system = (Turn("system", conversation.system),) if conversation.system else ()
         path = (Turn(message.role, message.text) for message in conversation.path_to(question.id))
         self.client.send(Compare((*system, *path), chosen, sampling))
-        model = self.state.info.model if self.state.info else ""
-        self.running = RunningComparison(question.text, model, chosen, sampling)
-        self.state.enter_phase(Phase.COMPARING)
-        self.view.show_state(self.state)
-        self.view.show_comparison(self.running)
+        self._start(RunningComparison(question.text, self._model, chosen, sampling))
+
+    def search_needle(self, tokens: int) -> None:
+        """Ask every mode for a fact hidden in a text of about ``tokens`` tokens.
+
+        Raises:
+            UsageError: the engine is busy.
+        """
+        self._branches.require_ready()
+        seed = secrets.randbelow(SEEDS)
+        self.client.send(HideNeedle(tokens, seed))
+        variants = tuple(map(Variant, modes.mode_names()[:MAX_VARIANTS]))
+        stage = "writing a long text …"
+        self._start(RunningComparison("", self._model, variants, Sampling(0.0, seed=seed), stage, fact=""))
+
+    def ask_for(self, hidden: NeedleHidden) -> bool:
+        """Ask the modes for the fact that has been hidden; False if it was stopped meanwhile."""
+        running = self.running
+        if running is None or running.is_stopping:
+            self.abandon("Stopped before a mode was asked.")
+            return False
+        running.question, running.fact = hidden.turns[-1].content, hidden.fact
+        running.sampling = replace(running.sampling, max_new_tokens=hidden.tokens)
+        self.client.send(Compare(hidden.turns, running.variants, running.sampling))
+        return True
 
     def note(self, progress: Prefilled | Comparing) -> None:
         """Show how far the comparison is."""
@@ -81,8 +113,18 @@ class Comparisons:
         """End it early; what the variants have answered until then is the result."""
         if self.running is not None:
             self.client.send(Stop())
-            self.running.stage = "stopping …"
+            self.running.stage, self.running.is_stopping = "stopping …", True
             self.view.show_comparison(self.running)
+
+    @property
+    def _model(self) -> str:
+        return self.state.info.model if self.state.info else ""
+
+    def _start(self, running: RunningComparison) -> None:
+        self.running = running
+        self.state.enter_phase(Phase.COMPARING)
+        self.view.show_state(self.state)
+        self.view.show_comparison(running)
 
 
 def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:

@@ -15,6 +15,7 @@ from kvchat.protocol.messages import (
     Finished,
     Loaded,
     Loading,
+    NeedleHidden,
     Peeked,
     Prefilled,
     Preparing,
@@ -88,6 +89,9 @@ class EngineEvents:
                 await self._rebuilt(report)
             case Comparing():
                 self.comparisons.note(report)
+            case NeedleHidden():
+                if not self.comparisons.ask_for(report):
+                    await self.answers.ready()
             case Compared():
                 self.comparisons.finish(report)
                 await self.answers.ready()

@@ -13,7 +13,8 @@ from kvchat.units import count
 class RunningComparison:
     """``progress`` has what each variant has answered so far, ``result`` comes at the end.
 
-    ``stage`` says what is being done, ``error`` why there is no result.
+    ``stage`` says what is being done, ``error`` why there is no result. ``fact`` is what the answers are searched for,
+    empty until the engine has hidden it, None where nothing is hidden.
     """
 
     question: str
@@ -24,6 +25,8 @@ class RunningComparison:
     progress: dict[int, Comparing] = field(default_factory=dict)
     result: Comparison | None = None
     error: str = ""
+    fact: str | None = None
+    is_stopping: bool = False
 
     @property
     def is_over(self) -> bool:

@@ -26,9 +26,11 @@ from kvchat.protocol.messages import (
     Compared,
     Comparing,
     Finished,
+    HideNeedle,
     Load,
     Loaded,
     Loading,
+    NeedleHidden,
     Peek,
     Peeked,
     Prefilled,
@@ -41,6 +43,7 @@ from kvchat.protocol.messages import (
     Switched,
     SwitchRefused,
     Text,
+    Turn,
     Withdrawn,
 )
 
@@ -87,6 +90,8 @@ class FakeEngine:
                 self.chat(command)
             elif isinstance(command, Compare):
                 self.compare(command)
+            elif isinstance(command, HideNeedle):
+                send(NeedleHidden((Turn("user", "Who said all?"),), "by s", 24))
             else:
                 self.between(command)
 

@@ -16,6 +16,7 @@ from kvchat.protocol.messages import (
     Finished,
     Load,
     Loaded,
+    NeedleHidden,
     Prefilled,
     Rebuilt,
     Sampling,
@@ -99,6 +100,9 @@ class FakeSession:
         for index, _ in enumerate(variants):
             yield Comparing(index, self.pieces[0], 1)
         yield Compared(tuple(Run(variant.mode, variant.params, tuple(self.pieces)) for variant in variants), 7)
+
+    def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
+        return NeedleHidden((Turn("user", f"What was said in {tokens} tokens?"),), str(seed), 24)
 
     def cancel(self) -> None:
         self.cancelled.set()

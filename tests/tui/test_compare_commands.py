@@ -1,4 +1,4 @@
-"""The arguments of /compare."""
+"""The arguments of /compare and /needle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_VARIANTS, Variant
-from kvchat.tui.compare_commands import parse_variants
+from kvchat.tui.compare_commands import MIN_NEEDLE_TOKENS, parse_variants, search_needle
 
 
 def test_each_mode_is_followed_by_its_parameters():
@@ -23,3 +23,9 @@ def test_each_mode_is_followed_by_its_parameters():
 def test_what_makes_no_sense_is_refused(line):
     with pytest.raises(UsageError):
         parse_variants(line)
+
+
+@pytest.mark.parametrize("length", ["many", "-3", str(MIN_NEEDLE_TOKENS - 1)])
+async def test_a_needle_needs_a_text(chat, length):
+    with pytest.raises(UsageError, match="length of the text"):
+        await search_needle(chat.controller, length)

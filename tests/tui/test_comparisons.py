@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from kvchat.config.modes import mode_names
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Run, Snapshot, Stats
 from kvchat.protocol.messages import (
+    MAX_VARIANTS,
     Compare,
     Compared,
     Comparing,
     Failed,
     Finished,
+    HideNeedle,
+    NeedleHidden,
     Prefilled,
     Stop,
     Turn,
@@ -89,6 +93,31 @@ async def test_a_failure_ends_it_with_a_reason(talk, end):
     assert running.error
     assert talk.controller.comparisons.running is None
     assert talk.view.errors
+
+
+async def test_a_needle_is_hidden_and_every_mode_asked_for_it(talk):
+    talk.controller.comparisons.search_needle(2000)
+    hide = talk.client.sent[-1]
+    assert isinstance(hide, HideNeedle)
+    assert hide.tokens == 2000
+    turns = (Turn("user", "long"), Turn("assistant", "ok"), Turn("user", "What is the passkey?"))
+    await talk.controller.handle(NeedleHidden(turns, "12345", 24))
+    sent = talk.client.sent[-1]
+    assert sent.turns == turns
+    assert [variant.mode for variant in sent.variants] == mode_names()[:MAX_VARIANTS]
+    assert (sent.sampling.temperature, sent.sampling.max_new_tokens) == (0.0, 24)
+    assert talk.view.comparisons[-1].fact == "12345"
+    await talk.controller.handle(Compared(()))
+    assert talk.phase is Phase.READY
+
+
+async def test_a_needle_stopped_before_it_is_hidden_is_not_asked_for(talk):
+    talk.controller.comparisons.search_needle(2000)
+    talk.controller.comparisons.stop()
+    await talk.controller.handle(NeedleHidden((Turn("user", "What?"),), "12345", 24))
+    assert talk.client.sent[-1] == Stop()
+    assert talk.view.comparisons[-1].is_over
+    assert talk.phase is Phase.READY
 
 
 async def test_esc_asks_the_engine_to_stop(talk):

@@ -29,6 +29,7 @@ from kvchat.tui.history import PromptHistory
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
 from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.needle import NeedleScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
@@ -256,7 +257,8 @@ class ChatScreen(Screen[None]):
         if isinstance(self.app.screen, CompareScreen):
             self.app.screen.show(comparison)
         else:
-            self.app.push_screen(CompareScreen(self.controller.comparisons, comparison))
+            screen = CompareScreen if comparison.fact is None else NeedleScreen
+            self.app.push_screen(screen(self.controller.comparisons, comparison))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)

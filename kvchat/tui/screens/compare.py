@@ -72,8 +72,11 @@ class CompareScreen(ModalScreen[None]):
     def show(self, shown: RunningComparison) -> None:
         """Draw a comparison as it is now."""
         self._shown = shown
-        if not self.query("#verdict"):
-            return  # not composed yet
+        if self.query("#verdict"):  # else it is not composed yet
+            self.draw(shown)
+
+    def draw(self, shown: RunningComparison) -> None:
+        """Update the widgets."""
         self.query_one("#question", Static).update(visible(shown.question.strip()))
         answers = self.query("#answers Static").results(Static)
         texts = result_texts(shown.result) if shown.result else running_texts(shown)

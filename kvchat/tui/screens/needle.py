@@ -1,0 +1,111 @@
+"""The needle demonstration: every mode is asked for a fact hidden in a long text; one table tells what each read."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.widgets import Static
+
+from kvchat.foreign_text import visible
+from kvchat.protocol.figures import Run
+from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.screens.compare import CompareScreen
+from kvchat.units import count, figure, percent, size
+
+HEADINGS = ("", "answer", "", "read", "fetched", "tok/s")
+FOUND, MISSED, WAITING = "✓ found", "✗ missed", "…"
+
+
+class NeedleScreen(CompareScreen):
+    """Rows fill as the modes answer."""
+
+    CSS = """
+    NeedleScreen { align: center middle; }
+    NeedleScreen > Vertical {
+        width: 92; max-width: 100%; height: auto; padding: 0 1; background: $surface; border: round $primary;
+    }
+    NeedleScreen Static { height: auto; margin: 0 0 1 0; }
+    """
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "needle"
+            yield Static(id="question", markup=False)
+            yield Static(id="figures")
+            yield Static(id="verdict", markup=False)
+
+    def draw(self, shown: RunningComparison) -> None:
+        """Update the task, the table and the line below it."""
+        self.query_one("#question", Static).update(task(shown))
+        colors = self.app.theme_variables
+        self.query_one("#figures", Static).update(needle_table(shown, colors["success"], colors["error"]))
+        over = shown.is_over
+        self.query_one("#verdict", Static).update(visible(verdict(shown) if over else shown.stage))
+        self.query_one(Vertical).border_subtitle = "w writes it to files · Esc closes" if over else "Esc stops"
+
+
+def task(shown: RunningComparison) -> Content:
+    """What is hidden where, and what is asked."""
+    if not shown.fact:
+        return Content("A fact is being hidden in a long text.")
+    read = f" of {count(shown.result.prompt_tokens)} tokens" if shown.result else ""
+    return Content.assemble(
+        f"A text{read} says once, early, that the passkey is ", (shown.fact, "bold"), ". Every mode read it with the"
+        " same exact K/V and is asked at its end: ", (visible(shown.question), "bold"),
+    )  # fmt: skip
+
+
+def needle_table(shown: RunningComparison, good: str, bad: str) -> Table:
+    """A row for each mode; ``good`` and ``bad`` are colors."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for heading in HEADINGS:
+        table.add_column(no_wrap=True, justify="right" if heading in HEADINGS[3:] else "left", overflow="ellipsis")
+    table.add_row(*(Text(heading, style="dim") for heading in HEADINGS))
+    for row in needle_rows(shown):
+        style = {FOUND: good, MISSED: bad}.get(row[2], "")
+        table.add_row(*(Text(cell, style=style if at == 2 else "") for at, cell in enumerate(row)))
+    return table
+
+
+def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
+    """Mode, answer, whether the fact is in it, share of the text read, bytes fetched and tokens per second."""
+    runs = dict(enumerate(shown.result.runs)) if shown.result else {}
+    rows = []
+    for index, variant in enumerate(shown.variants):
+        if run := runs.get(index):
+            rows.append((variant.mode, *_cells(run, shown.fact or "")))
+        else:
+            said = shown.progress[index].text if index in shown.progress else ""
+            rows.append((variant.mode, _line(said), "" if shown.is_over else WAITING, "", "", ""))
+    return rows
+
+
+def verdict(shown: RunningComparison) -> str:
+    """Who found it with the least read, and who did not."""
+    if shown.result is None:
+        return shown.error
+    runs = [run for run in shown.result.runs if not run.refusal]
+    found = [run for run in runs if shown.fact and shown.fact in run.text]
+    missed = [run.mode for run in runs if run not in found]
+    told = [f"{', '.join(missed)} did not find it."] if missed else []
+    if found:
+        least = min(found, key=lambda run: 1.0 if run.stats.read_share is None else run.stats.read_share)
+        told.insert(0, f"{least.mode} found it and read {percent(least.stats.read_share)} of the text at each token.")
+    return " ".join(told) or "No mode has answered."
+
+
+def _cells(run: Run, fact: str) -> tuple[str, ...]:
+    if run.refusal:
+        return (_line(run.refusal), "refused", "", "", "")
+    s = run.stats
+    found = FOUND if fact in run.text else MISSED
+    return (
+        _line(run.text), found, percent(s.read_share), size(s.recalled_bytes), figure(s.decode_tokens_per_s, digits=1),
+    )  # fmt: skip
+
+
+def _line(text: str) -> str:
+    return visible(" ".join(text.split()))

@@ -1,0 +1,28 @@
+"""A fact hidden in a text: the same for the same seed, told once, early."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.engine import needle
+from kvchat.engine.session import Session
+from kvchat.errors import DoesNotFitError
+
+
+def test_the_fact_is_told_once_and_early(model):
+    tokenizer = model.tokenizer
+    for seed in "012":
+        case = needle.hide(seed, 600, tokenizer)
+        assert case == needle.hide(seed, 600, tokenizer)
+        texts = [turn.content for turn in case.turns]
+        assert sum(case.answer in text for text in texts) == 1
+        before = next(at for at, text in enumerate(texts) if case.answer in text)
+        read = [len(tokenizer.encode(text)) for text in texts]
+        assert 600 <= sum(read) < 800
+        assert sum(read[before + 1 :]) > 100, "it does not stand right before the question"
+        assert case.turns[-1].content.endswith("?")
+
+
+def test_a_text_longer_than_the_context_is_refused(model):
+    with pytest.raises(DoesNotFitError):
+        Session(model).hide_needle(model.context + 1, 0)

@@ -1,0 +1,55 @@
+"""The needle demonstration's table, over the fake engine and by itself."""
+
+from __future__ import annotations
+
+import pytest
+from support.app_driver import press, typed
+from textual.widgets import Static
+
+from kvchat.protocol.figures import Run, Stats
+from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
+from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.screens.needle import FOUND, MISSED, WAITING, NeedleScreen, needle_rows, verdict
+
+MODES = ("full", "streaming", "sync", "freeze")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_every_mode_has_a_row_and_esc_closes(running, size):
+    async with running(size=size) as (app, _pilot, until):
+        typed(app, "/needle 512")
+        await until(lambda: isinstance(app.screen, NeedleScreen) and "found it" in text(app, "#verdict"))
+        assert text(app, "#verdict").startswith("streaming found it and read 50 %")
+        assert "full, freeze did not find it" in text(app, "#verdict")
+        assert "by s" in text(app, "#question")
+        assert not app.controller.state.conversation.messages
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
+
+
+def text(app, selector: str) -> str:
+    return str(app.screen.query_one(selector, Static).content)
+
+
+def test_rows_fill_while_the_modes_answer():
+    shown = RunningComparison("What?", "bundled", tuple(map(Variant, MODES)), Sampling(), fact="123")
+    shown.note(Comparing(1, "It is\n123", 4))
+    assert needle_rows(shown) == [
+        ("full", "", WAITING, "", "", ""),
+        ("streaming", "It is 123", WAITING, "", "", ""),
+        ("sync", "", WAITING, "", "", ""),
+        ("freeze", "", WAITING, "", "", ""),
+    ]
+    runs = (
+        Run("full", {}, ("It is ", "123."), stats=Stats(read_share=1.0, decode_tokens_per_s=20.0)),
+        Run("streaming", {}, ("It is \x1b7.",), stats=Stats(read_share=0.25)),
+        Run("sync", {}, refusal="It does not fit."),
+    )
+    shown.finish(Compared(runs, 900))
+    assert needle_rows(shown) == [
+        ("full", "It is 123.", FOUND, "100 %", "0 B", "20.0"),
+        ("streaming", "It is ␛7.", MISSED, "25 %", "0 B", "n/a"),
+        ("sync", "It does not fit.", "refused", "", "", ""),
+        ("freeze", "", "", "", "", ""),
+    ]
+    assert verdict(shown) == "full found it and read 100 % of the text at each token. streaming did not find it."
