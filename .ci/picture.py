@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
+from scene import answered, stored, until
 from textual.pilot import Pilot
 
 from kvchat.protocol.messages import Load, Sampling
@@ -37,32 +37,16 @@ async def take(file: Path) -> None:
 
 
 async def _play(app: KvchatApp, pilot: Pilot[None]) -> None:
-    await _until(pilot, lambda: app.controller.state.phase is Phase.READY)
+    await until(pilot, lambda: app.controller.state.phase is Phase.READY)
     for text in (TOLD, *(f"Tell me a story about {what}." for what in STORIES)):
-        await _answered(app, pilot, text)
+        await answered(app, pilot, text)
     app.controller.switch("speculative")
-    await _answered(app, pilot, ASKED)
-    before = _stored(app)
+    await answered(app, pilot, ASKED)
+    before = stored(app)
     await app.controller.ask("Tell me a story about the sea.")
-    await _until(pilot, lambda: _stored(app) >= before + 60)
+    await until(pilot, lambda: stored(app) >= before + 60)
     app.controller.switch("streaming")
-    await _until(pilot, lambda: _stored(app) >= before + 130 or not app.controller.state.phase.busy)
-
-
-async def _answered(app: KvchatApp, pilot: Pilot[None], text: str) -> None:
-    await app.controller.ask(text)
-    await _until(pilot, lambda: app.controller.state.phase.busy)
-    await _until(pilot, lambda: not app.controller.state.phase.busy)
-
-
-def _stored(app: KvchatApp) -> int:
-    snapshot = app.controller.state.snapshot
-    return snapshot.total if snapshot else 0
-
-
-async def _until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    while not condition():
-        await pilot.pause(0.02)
+    await until(pilot, lambda: stored(app) >= before + 130 or not app.controller.state.phase.busy)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,11 @@ def bundled_model_dir() -> Path:
     return PACKAGE / "models" / "bundled"
 
 
+def bundled_recording() -> Path:
+    """The demonstration that ``kvchat replay`` plays."""
+    return PACKAGE / "replay" / "demo.jsonl.gz"
+
+
 def calibration_dir() -> Path:
     """The person's own calibrations, one JSON file for each model revision."""
     return data_dir() / "calibration"

@@ -41,6 +41,7 @@ MAY = {
     "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "triton"},
     "engine": {*BELOW_ENGINE, "engine", *HEAVY},
     "conversations": {*LEAVES, "protocol", "conversations", "pydantic"},
+    "replay": {*LEAVES, "protocol", "replay"},
     "tui": {*LEAVES, "config", "protocol", "conversations", "tui", "textual", "rich"},
     "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
     "bench": {*BELOW_ENGINE, "engine", "bench", "kvchat", *HEAVY},
@@ -173,6 +174,7 @@ def loaded_by(statement: str) -> set[str]:
         ("kvchat.cli.main", HEAVY | {"textual", "tomlkit"}),
         ("kvchat.tui.app", HEAVY),
         ("kvchat.engine.worker", HEAVY | {"textual"}),
+        ("kvchat.replay.engine", HEAVY | {"textual"}),
     ],
 )
 def test_starting_loads_nothing_heavy(module: str, never: set[str]) -> None:

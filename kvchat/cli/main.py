@@ -95,6 +95,9 @@ def chat(  # typer reads the options from the signature, the settings read them 
     system: System = None,
     theme: Annotated[str | None, typer.Option(help="name of a theme")] = None,
     resume: Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")] = False,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write what is said and measured to FILE, for kvchat replay")
+    ] = None,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat in the terminal with a local model, and switch how its K/V is kept while it answers."""
@@ -103,7 +106,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
         typer.echo(f"kvchat {kvchat.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        raise typer.Exit(_run_application(given, resume))
+        raise typer.Exit(_run_application(given, resume, record))
     for flag in given.origins.values():
         raise UsageError(f"{flag} stands before the command; put it behind: kvchat {ctx.invoked_subcommand} {flag} ...")
 
@@ -147,6 +150,17 @@ def ask_command(
         _load(chosen), (*turns, Turn("user", text)), chosen.sampling.sampling(), switches, as_json, stats
     )
     raise typer.Exit(ask(question))
+
+
+@app.command("replay")
+def replay_command(
+    file: Annotated[Path | None, typer.Argument(help="a recording; without it the demonstration is played")] = None,
+) -> None:
+    """Play what `kvchat --record FILE` recorded in the application, without a model, torch or GPU."""
+    from kvchat.cli.replay import replay
+
+    _require_terminal()
+    raise typer.Exit(replay(file, sources.load(options.flags({}), profiles=lambda device: ()).settings.ui.theme))
 
 
 @app.command("modes")
@@ -226,7 +240,7 @@ def locate() -> None:
 # ---- pieces ----------------------------------------------------------------------------------------
 
 
-def _run_application(flags: SettingsSource, resume: bool) -> int:
+def _run_application(flags: SettingsSource, resume: bool, record: Path | None) -> int:
     problems: list[UsageError] = []
 
     def tolerant(device: str) -> Iterable[SettingsSource]:
@@ -236,12 +250,8 @@ def _run_application(flags: SettingsSource, resume: bool) -> int:
         return found.sources
 
     resolved = sources.load(flags, profiles=tolerant)
-    if not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)) or os.environ.get("TERM") == "dumb":
-        raise UsageError(
-            "The chat needs a terminal.",
-            "Stdin or stdout is none, or it can only print.",
-            "One answer without a screen: kvchat ask PROMPT",
-        )
+    _require_terminal()
+    from kvchat.protocol.recording import Recorder
     from kvchat.tui.app import run
     from kvchat.tui.config import AppConfig
 
@@ -256,9 +266,19 @@ def _run_application(flags: SettingsSource, resume: bool) -> int:
         history_file=paths.history_file() if chosen.ui.history else None,
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
+        recorder=Recorder(record, kvchat.__version__) if record else None,
         problems=(*map(str, problems), *modes.problems()),
     )
     return run(application)
+
+
+def _require_terminal() -> None:
+    if not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)) or os.environ.get("TERM") == "dumb":
+        raise UsageError(
+            "The chat needs a terminal.",
+            "Stdin or stdout is none, or it can only print.",
+            "One answer without a screen: kvchat ask PROMPT",
+        )
 
 
 def _load(chosen: Settings) -> Load:

@@ -13,6 +13,7 @@ from pydantic import Field
 from kvchat.protocol.figures import Count, Params, Run, Snapshot, Stats
 
 MAX_VARIANTS = 8
+MAX_PACE = 64.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,13 @@ class HideNeedle:
 
     tokens: Annotated[int, Field(ge=64, lt=2**24)]
     seed: Count
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Play a recording so many times as fast as it was recorded; 0 pauses. Other engines do nothing."""
+
+    speed: Annotated[float, Field(ge=0, le=MAX_PACE)]
 
 
 @dataclass(frozen=True)
@@ -291,6 +299,20 @@ class Peeked:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Of a recording: this was asked, and what follows is the answer. The application sends it as its own question."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The recording, ``seconds`` long, is over."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Failed:
     """A command failed; what is stored is kept. ``kind`` is the error's class, ``fatal``: no model is loaded now."""
 
@@ -301,7 +323,7 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Stop | Switch | Rebuild | Compare | HideNeedle | Peek
+Command = Load | Chat | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 Event = (
     Loading
@@ -313,6 +335,8 @@ Event = (
     | Comparing
     | Compared
     | NeedleHidden
+    | Asked
+    | Replayed
     | Peeked
     | Snapshot
     | Failed

@@ -57,6 +57,11 @@ class Answers:
             self.view.add_error(error)
             await self.ready()
 
+    async def ask(self, text: str) -> None:
+        """Ask at once, in place of the person: of a recording."""
+        self.queued = await self.view.add_question(text, queued=False)
+        await self.ready()
+
     def stop(self) -> None:
         """Stop the answer; one that is only being asked for is stopped as soon as it is."""
         if self._is_asking:

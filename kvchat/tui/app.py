@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 from textual.app import App
@@ -54,7 +55,7 @@ class KvchatApp(App[None]):
         self._visible_text = VisibleText()
         self.config = config
         self._signals: list[signal.Signals] = []
-        self.client = EngineClient(config.engine_command, config.log_file)
+        self.client = EngineClient(config.engine_command, config.log_file, config.recorder)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
         self.keys: dict[str, str] = {}
         self.chat = ChatScreen(config, self.client, self.keys)
@@ -86,6 +87,8 @@ class KvchatApp(App[None]):
 
     def on_mount(self) -> None:
         self._leave_on_signals()
+        if self.config.recorder:
+            self.config.recorder.report = partial(self.notify, title="Recording", severity="warning", timeout=12)
         for theme in self.themes.values():
             self.register_theme(theme)
         try:
@@ -106,6 +109,8 @@ class KvchatApp(App[None]):
     async def on_unmount(self) -> None:
         await self.controller.close()
         await self.client.close()
+        if self.config.recorder:
+            self.config.recorder.close()
         for number in self._signals:
             signal.signal(number, signal.SIG_DFL)
 

@@ -21,6 +21,7 @@ from kvchat import files
 from kvchat.errors import EngineError, UsageError
 from kvchat.foreign_text import visible_fields
 from kvchat.protocol import figures, messages, wire
+from kvchat.protocol.recording import Recorder
 
 ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
 GRACE_S = 3.0
@@ -40,11 +41,15 @@ Report = messages.Event | Crashed
 
 
 class EngineClient:
-    """One child at a time. ``log_problem`` says why its stderr is not kept, empty while it is."""
+    """One child at a time. ``recorder`` notes what it reports.
 
-    def __init__(self, command: Sequence[str] | None, log_file: Path) -> None:
+    ``log_problem`` says why its stderr is not kept, empty while it is.
+    """
+
+    def __init__(self, command: Sequence[str] | None, log_file: Path, recorder: Recorder | None = None) -> None:
         self.command = tuple(command or ENGINE)
         self.log_file = log_file
+        self.recorder = recorder
         self.log_problem = ""
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -103,6 +108,8 @@ class EngineClient:
                 "Shorten the question, or begin a new conversation with /new.",
             )
         if self._process and self._process.stdin and self.alive:
+            if self.recorder:
+                self.recorder.note_command(command)
             self._process.stdin.write(message)
 
     async def receive(self) -> list[Report]:
@@ -154,6 +161,8 @@ class EngineClient:
                 body = await process.stdout.readexactly(wire.parse_length(header))
                 event = wire.decode_event(body)
                 if process is self._process:
+                    if self.recorder:
+                        self.recorder.note(event)
                     self._put(event)
                     if len(self._inbox) >= MAX_WAITING:
                         await self._taken.wait()  # the pipe holds the engine back meanwhile

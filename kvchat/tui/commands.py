@@ -91,6 +91,28 @@ async def copy_code(chat: ChatController, argument: str) -> None:
     chat.view.copy(blocks[-1][1])
 
 
+async def pause_replay(chat: ChatController, argument: str) -> None:
+    """``/pause``"""
+    chat.replay.pause()
+
+
+async def set_pace(chat: ChatController, argument: str) -> None:
+    """``/speed FACTOR``; alone it shows the speed."""
+    try:
+        chat.replay.set_speed(float(argument or chat.replay.speed))
+    except ValueError:
+        raise UsageError(f'/speed "{argument}" is refused.', "It takes a number, as in /speed 2.") from None
+
+
+def change_pace(factor: float) -> Handler:
+    """Make the handler of the keys that change the speed of a replay."""
+
+    async def change(chat: ChatController, argument: str) -> None:
+        chat.replay.change(factor)
+
+    return change
+
+
 async def restart(chat: ChatController, argument: str) -> None:
     """``/restart``"""
     await chat.restart()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvchat.protocol.messages import Load, Sampling
+from kvchat.protocol.recording import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,7 @@ class AppConfig:
     ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
     latest one. ``engine_command`` None starts the real engine.
+    ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
     ``problems`` are shown once: settings that could not be used.
     """
 
@@ -29,4 +31,6 @@ class AppConfig:
     database: Path | None = None
     resume: bool = False
     engine_command: tuple[str, ...] | None = None
+    recorder: Recorder | None = None
+    replay: str = ""
     problems: tuple[str, ...] = ()

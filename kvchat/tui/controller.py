@@ -20,6 +20,7 @@ from kvchat.tui.client import EngineClient, Report
 from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.config import AppConfig
 from kvchat.tui.events import EngineEvents
+from kvchat.tui.replay import Replay
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 
@@ -39,6 +40,7 @@ class ChatController:
         self.answers = Answers(self.state, client, view, self._save)
         self.branches = Branches(self.state, self.answers, view)
         self.comparisons = Comparisons(self.state, client, self.branches, view)
+        self.replay = Replay(config.replay, client, view)
         self._events = EngineEvents(self.state, self.answers, self.comparisons, view, self.restart)
         self._system = config.system
         self._deleted: list[str] = []
@@ -277,6 +279,7 @@ class ChatController:
             self._is_log_problem_shown = True
             text = f"{self.client.log_problem} The engine's messages are dropped."
             self.view.toast(text, title="Log", severity="warning", timeout=10)
+        self.replay.begin()
         self._send(replace(self.load, mode=self.state.mode, given=self.state.given))
 
     async def _exchange(self, conversation: Conversation) -> None:

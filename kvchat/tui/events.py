@@ -9,6 +9,7 @@ from dataclasses import replace
 from kvchat.errors import EngineError, KvchatError, UsageError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
+    Asked,
     Compared,
     Comparing,
     Failed,
@@ -21,6 +22,7 @@ from kvchat.protocol.messages import (
     Preparing,
     Rebuilt,
     Recovered,
+    Replayed,
     Started,
     Switched,
     SwitchRefused,
@@ -97,6 +99,10 @@ class EngineEvents:
                 await self.answers.ready()
             case Peeked(start, _, text):
                 self.view.show_page_text(start, text)
+            case Asked(text):
+                await self.answers.ask(text)
+            case Replayed(length):
+                self.view.toast(f"The recording is over: {seconds(length)}. /restart plays it again.", timeout=10)
             case Failed():
                 await self._failed(report)
             case Crashed():

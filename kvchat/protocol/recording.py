@@ -1,0 +1,146 @@
+"""Recordings: what an engine reported and when, one JSON value a line, also gzipped.
+
+The first line is ``{"format": "kvchat-recording", "version": 1, "kvchat": "0.1.0"}``. Each of the others is
+``[seconds, message]``: the time since the recording began, which never goes back, and an event of the protocol as it is
+sent, with its ``type``. What the person asked is the event ``Asked``. Nothing else is recorded, so a recording is
+played without a model; it holds everything that was said.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvchat import files
+from kvchat.errors import UsageError
+from kvchat.protocol import wire
+from kvchat.protocol.messages import Asked, Chat, Command, Event
+
+FORMAT, VERSION = "kvchat-recording", 1
+MAX_BYTES = 64 * 2**20  # unpacked: about an hour of answers
+GZIP = b"\x1f\x8b"
+
+
+class Entry(NamedTuple):
+    """An event, ``seconds`` after the recording began."""
+
+    seconds: float
+    event: Event
+
+
+class Recorder:
+    """Writes a recording to a new file as it happens. ``report`` is called once with the reason if it ends early."""
+
+    def __init__(self, path: Path, version: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises UsageError: the file exists or cannot be written; ``version`` is kvchat's."""
+        self.path = path
+        self.report: Callable[[str], None] = lambda reason: None
+        self._clock, self._began = clock, clock()
+        self._bytes, self._ended = 0, False
+        if path.exists():
+            raise UsageError(f"{path} exists.", hint="Record to another file.")
+        try:
+            self._file = files.open_log(path)
+            self._write({"format": FORMAT, "version": VERSION, "kvchat": version})
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written.", f"{error.strerror}.") from None
+
+    def note_command(self, command: Command) -> None:
+        """Record a question; other commands are seen by what comes of them."""
+        if isinstance(command, Chat):
+            self.note(Asked(next((turn.content for turn in reversed(command.turns) if turn.role == "user"), "")))
+
+    def note(self, event: Event) -> None:
+        """Record an event; on a full disk and above ``MAX_BYTES`` the recording ends."""
+        if self._ended:
+            return
+        try:
+            self._write([round(self._clock() - self._began, 3), json.loads(wire.encode(event)[4:])])
+        except OSError as error:
+            self._end(f"{error.strerror}")
+        else:
+            if self._bytes > MAX_BYTES * 0.9:
+                self._end("it is as long as a recording may be")
+
+    def close(self) -> None:
+        """End the recording."""
+        self._ended = True
+        self._file.close()
+
+    def _write(self, value: Any) -> None:
+        line = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+        self._bytes += self._file.write(line) or 0
+
+    def _end(self, reason: str) -> None:
+        self.close()
+        self.report(f"The recording {self.path} ends here: {reason}.")
+
+
+def read(path: Path) -> list[Entry]:
+    """Read a recording.
+
+    Raises:
+        UsageError: the file cannot be read, is none, is damaged, or is of a later version; the line is named.
+    """
+    lines = _unpacked(path).split(b"\n")
+    if lines.pop():
+        raise _refusal(path, len(lines) + 1, "it is cut off")
+    _check_header(path, lines)
+    return list(_entries(path, lines))
+
+
+def _entries(path: Path, lines: list[bytes]) -> Iterator[Entry]:
+    before = 0.0
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            seconds, message = json.loads(line)
+            event = wire.decode_event(json.dumps(message).encode())
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _refusal(path, number, str(error)[:200]) from None
+        if not isinstance(seconds, int | float) or not before <= seconds < math.inf:
+            raise _refusal(path, number, f"{seconds!r:.40} is no time after {before}")
+        before = float(seconds)
+        yield Entry(before, event)
+
+
+def _check_header(path: Path, lines: list[bytes]) -> None:
+    try:
+        header = json.loads(lines[0])
+        if header["format"] != FORMAT:
+            raise ValueError
+        version = header["version"]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        raise _refusal(path, 1, f"it does not say {FORMAT}") from None
+    if version != VERSION:
+        raise UsageError(
+            f"{path} is a recording of version {version!r:.40}.",
+            f"This kvchat plays version {VERSION}.",
+            "Play it with the kvchat that recorded it, or a later one.",
+        )
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise UsageError(f"There is no recording {path}.")
+        with path.open("rb") as file:
+            packed = file.read(2) == GZIP
+        with (gzip.open if packed else open)(path, "rb") as file:
+            data: bytes = file.read(MAX_BYTES + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UsageError(f"{path} is damaged.", f"{error}.", "Copy or record it again.") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read.", f"{getattr(error, 'strerror', None) or error}.") from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path} is too long for a recording.", f"At most {MAX_BYTES:,} bytes are read.")
+    return data
+
+
+def _refusal(path: Path, line: int, detail: str) -> UsageError:
+    return UsageError(f"{path} is no recording of kvchat, or is damaged.", f"Line {line}: {detail}.")

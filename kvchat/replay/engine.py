@@ -1,0 +1,123 @@
+"""The replaying engine: ``python -m kvchat.replay.engine FILE`` plays a recording's events in their time.
+
+To the application it is an engine like any other, a child that speaks the protocol on stdin and stdout; there is no
+model, no torch and no GPU. ``Pace`` changes the speed; what would need a model is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from kvchat.errors import KvchatError
+from kvchat.protocol import recording, wire
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import (
+    Asked,
+    Chat,
+    Command,
+    Compare,
+    Event,
+    Failed,
+    HideNeedle,
+    Loaded,
+    Pace,
+    Rebuild,
+    Replayed,
+    Switch,
+    Switched,
+    SwitchRefused,
+)
+from kvchat.protocol.recording import Entry
+
+MAX_GAP_S = 2.0  # nobody wants to see another person think
+REFUSAL = ("This is a recording.", "There is no model behind it.", "`kvchat` alone starts a chat.")
+
+
+class Player:
+    """Plays entries to ``events``; ``read`` runs on a thread of its own and takes commands until their end."""
+
+    def __init__(self, entries: Sequence[Entry], events: BinaryIO) -> None:
+        self._entries = entries
+        self._events = events
+        self._changed = threading.Condition()
+        self._speed = 1.0
+        self._closed = False
+        self._unanswered = 0  # questions of the recording that the application has not sent yet
+        self._mode = ""
+
+    def play(self) -> None:
+        """Send every event in its time, then wait for the application to close."""
+        before = 0.0
+        for entry in self._entries:
+            self._wait(min(entry.seconds - before, MAX_GAP_S))
+            if self._closed:
+                return
+            before = entry.seconds
+            self._note(entry.event)
+            self._send(entry.event)
+        self._send(Replayed(before))
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed)
+
+    def read(self, commands: BinaryIO) -> None:
+        """Do what the application asks for until it closes."""
+        with suppress(ValueError, OSError):
+            while (body := wire.read(commands)) is not None:
+                self._do(wire.decode_command(body))
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Pace(speed):
+                with self._changed:
+                    self._speed = speed
+                    self._changed.notify()
+            case Chat() if self._unanswered:
+                self._unanswered -= 1  # the application sends what it was told was asked
+            case Switch():
+                self._send(SwitchRefused(self._mode, " ".join(REFUSAL)))
+            case Chat() | Compare() | HideNeedle() | Rebuild():
+                self._send(Failed(*REFUSAL))
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case Asked():
+                self._unanswered += 1
+            case Loaded() | Switched() | Snapshot():
+                self._mode = event.mode
+
+    def _wait(self, seconds: float) -> None:
+        """Wait so many seconds of the recording, in whatever time they take."""
+        with self._changed:
+            while seconds > 0 and not self._closed:
+                began, speed = time.monotonic(), self._speed
+                self._changed.wait(seconds / speed if speed else None)
+                seconds -= (time.monotonic() - began) * speed
+
+    def _send(self, event: Event) -> None:
+        with self._changed, suppress(BrokenPipeError):
+            self._events.write(wire.encode(event))
+            self._events.flush()
+
+
+def main() -> None:
+    """Play the file named on the command line."""
+    try:
+        entries = recording.read(Path(sys.argv[1]))
+    except KvchatError as error:
+        sys.exit(f"kvchat: {error}")
+    player = Player(entries, sys.stdout.buffer)
+    threading.Thread(target=player.read, args=(sys.stdin.buffer,), daemon=True).start()
+    player.play()
+
+
+if __name__ == "__main__":
+    main()

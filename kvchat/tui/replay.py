@@ -1,0 +1,59 @@
+"""A recording that the engine plays: its pace."""
+
+from __future__ import annotations
+
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import MAX_PACE, Pace
+from kvchat.tui.client import EngineClient
+from kvchat.tui.view import ChatView
+
+SLOWEST = 1 / 8
+
+
+class Replay:
+    """The pace of the recording ``name``, empty where a real engine runs."""
+
+    def __init__(self, name: str, client: EngineClient, view: ChatView) -> None:
+        self.name = name
+        self.speed = 1.0
+        self.is_paused = False
+        self._client = client
+        self._view = view
+
+    def pause(self) -> None:
+        """Pause, or go on.
+
+        Raises:
+            UsageError: nothing is replayed.
+        """
+        self._set(self.speed, not self.is_paused)
+
+    def change(self, factor: float) -> None:
+        """Play faster or slower, and go on if it is paused.
+
+        Raises:
+            UsageError: nothing is replayed.
+        """
+        self._set(min(max(self.speed * factor, SLOWEST), MAX_PACE), is_paused=False)
+
+    def set_speed(self, speed: float) -> None:
+        """Play ``speed`` times as fast as it was recorded.
+
+        Raises:
+            UsageError: nothing is replayed, or no such speed is possible.
+        """
+        if not SLOWEST <= speed <= MAX_PACE:
+            raise UsageError(f"The speed {speed:g} is refused.", f"It is {SLOWEST:g} to {MAX_PACE:g}.")
+        self._set(speed, is_paused=False)
+
+    def begin(self) -> None:
+        """The engine begins to play, at its own pace: let it be this one."""
+        if self.name and (self.speed != 1 or self.is_paused):
+            self._client.send(Pace(0.0 if self.is_paused else self.speed))
+
+    def _set(self, speed: float, is_paused: bool) -> None:
+        if not self.name:
+            raise UsageError("Nothing is being replayed.", hint="`kvchat replay` plays a recording.")
+        self.speed, self.is_paused = speed, is_paused
+        self._client.send(Pace(0.0 if is_paused else speed))
+        self._view.toast("Paused." if is_paused else f"{speed:g} times the speed of the recording.", title="Replay")
