@@ -18,16 +18,22 @@ class Answers:
     """At most one answer in progress and one queued question.
 
     ``answer`` is None between answers, and after ``leave`` until the engine has finished the one that was left.
-    ``save`` writes the conversation to disk.
+    ``save`` writes the conversation to disk; speeds are measured by ``clock``, in seconds.
     """
 
     def __init__(
-        self, state: ChatState, client: EngineClient, view: ChatView, save: Callable[[], Awaitable[None]]
+        self,
+        state: ChatState,
+        client: EngineClient,
+        view: ChatView,
+        save: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.state = state
         self.client = client
         self.view = view
         self._save = save
+        self._clock = clock
         self._said = ""
         self._is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
@@ -82,7 +88,7 @@ class Answers:
             self._show_phase(Phase.ANSWERING)
         self.answer.feed(piece.text)
         for switch in self._switches:
-            switch.count(piece.tokens, monotonic())
+            switch.count(piece.tokens, self._clock())
 
     async def withdraw(self, chars: int) -> None:
         """Remove the end of the answer and keep it readable, struck through, in a note."""
@@ -202,7 +208,7 @@ class Answers:
 
     def _close_switches(self) -> None:
         for switch in self._switches:
-            switch.close(monotonic())
+            switch.close(self._clock())
 
     def _show_phase(self, phase: Phase) -> None:
         self.state.enter_phase(phase)

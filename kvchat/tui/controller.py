@@ -37,10 +37,10 @@ class ChatController:
         self.view = view
         self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
         self.archive = Archive(config.database, view)
-        self.answers = Answers(self.state, client, view, self._save)
+        self.replay = Replay(config.replay, client, view)
+        self.answers = Answers(self.state, client, view, self._save, self.replay.now)
         self.branches = Branches(self.state, self.answers, view)
         self.comparisons = Comparisons(self.state, client, self.branches, view)
-        self.replay = Replay(config.replay, client, view)
         self._events = EngineEvents(self.state, self.answers, self.comparisons, view, self.restart)
         self._system = config.system
         self._deleted: list[str] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_PACE, Pace
 from kvchat.tui.client import EngineClient
@@ -19,6 +21,14 @@ class Replay:
         self.is_paused = False
         self._client = client
         self._view = view
+        self._position, self._at = 0.0, monotonic()
+
+    def now(self) -> float:
+        """The time in seconds, in a replay that of the recording: speeds measured by it are those of then."""
+        at = monotonic()
+        self._position += (at - self._at) * self._pace
+        self._at = at
+        return self._position
 
     def pause(self) -> None:
         """Pause, or go on.
@@ -48,12 +58,17 @@ class Replay:
 
     def begin(self) -> None:
         """The engine begins to play, at its own pace: let it be this one."""
-        if self.name and (self.speed != 1 or self.is_paused):
-            self._client.send(Pace(0.0 if self.is_paused else self.speed))
+        if self.name and self._pace != 1:
+            self._client.send(Pace(self._pace))
+
+    @property
+    def _pace(self) -> float:
+        return 0.0 if self.is_paused else self.speed
 
     def _set(self, speed: float, is_paused: bool) -> None:
         if not self.name:
             raise UsageError("Nothing is being replayed.", hint="`kvchat replay` plays a recording.")
+        self.now()
         self.speed, self.is_paused = speed, is_paused
-        self._client.send(Pace(0.0 if is_paused else speed))
+        self._client.send(Pace(self._pace))
         self._view.toast("Paused." if is_paused else f"{speed:g} times the speed of the recording.", title="Replay")

@@ -18,7 +18,8 @@ from kvchat.tui.widgets.transcript import Welcome
 
 SLASH = (
     "stop mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"
-    " fork delete restore export import stats copy code compare needle thinking theme panels restart help chats quit"
+    " fork delete restore export import stats copy code compare needle pause speed thinking theme panels restart help"
+    " chats quit"
 )
 
 

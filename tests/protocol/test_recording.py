@@ -1,0 +1,112 @@
+"""Recordings: what was noted is read again, in its time; what is damaged is refused with the line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import stat
+
+import pytest
+
+from kvchat.errors import UsageError
+from kvchat.paths import bundled_recording
+from kvchat.protocol import recording
+from kvchat.protocol.figures import Snapshot, Stats
+from kvchat.protocol.messages import Asked, Chat, Finished, Loaded, Started, Stop, Switched, Text, Turn
+from kvchat.protocol.recording import Entry, Recorder, read
+
+TURNS = (Turn("user", "one"), Turn("assistant", "1"), Turn("user", "two\u2028\x1b[0m"))
+EVENTS = (Started(3, 0), Text("hé\n", 1), Snapshot("full", {}, 1.0, 2, 3, 4, 5), Finished("eos", "hé", Stats()))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        return self.now
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "one.jsonl"
+    recorder = Recorder(path, "1.2.3", Clock())
+    for command in (Chat(TURNS), Stop()):
+        recorder.note_command(command)
+    for event in EVENTS:
+        recorder.note(event)
+    recorder.close()
+    return path
+
+
+def test_questions_and_events_are_read_in_their_time(recorded):
+    entries = read(recorded)
+    assert entries == [Entry(0.5 * at, event) for at, event in enumerate((Asked("two\u2028\x1b[0m"), *EVENTS), 1)]
+    assert stat.S_IMODE(recorded.stat().st_mode) == 0o600
+    packed = recorded.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(recorded.read_bytes()))
+    assert read(packed) == entries
+
+
+def test_an_existing_file_is_not_touched(recorded, tmp_path):
+    before = recorded.read_bytes()
+    with pytest.raises(UsageError, match="exists"):
+        Recorder(recorded, "1")
+    assert recorded.read_bytes() == before
+    with pytest.raises(UsageError, match="cannot be written"):
+        Recorder(recorded / "below", "1")
+
+
+def test_a_recording_ends_where_it_is_long_enough_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "MAX_BYTES", 2000)
+    recorder, told = Recorder(tmp_path / "long", "1", Clock()), []
+    recorder.report = told.append
+    for _ in range(100):
+        recorder.note(Text("word " * 5, 1))
+    assert len(told) == 1
+    assert "as long as" in told[0]
+    assert 10 < len(read(tmp_path / "long")) < 60
+
+
+def damaged(good: bytes) -> dict[str, bytes]:
+    lines = good.split(b"\n")
+    later = json.dumps({"format": recording.FORMAT, "version": 2}).encode()
+    return {
+        "no recording": b"",
+        "line 1": b'{"format": "other"}\n',
+        "version 2": b"\n".join([later, *lines[1:]]),
+        "cut off": good[:-5],
+        "line 3": b"\n".join([*lines[:2], b"[1.0, {}]", *lines[3:]]),
+        "line 4": b"\n".join([*lines[:3], b'["soon", ' + lines[3].split(b",", 1)[1], *lines[4:]]),
+        "no time after": b"\n".join([*lines[:3], b"[0.1," + lines[3].split(b",", 1)[1], *lines[4:]]),
+        "damaged": gzip.compress(good)[:-20],
+        "protocol": b"\n".join([lines[0], b'[1, {"type":"Stop"}]', b""]),
+        "Line 2": b"\n".join([lines[0], b"[" * 100_000, b""]),
+    }
+
+
+@pytest.mark.parametrize("what", damaged(b"0\n1\n2\n3,4\n5"))
+def test_what_is_damaged_is_refused_with_a_reason(recorded, what):
+    recorded.write_bytes(damaged(recorded.read_bytes())[what])
+    with pytest.raises(UsageError, match=f"(?i){what}"):
+        read(recorded)
+
+
+def test_what_is_no_file_or_too_long_is_refused(recorded, tmp_path, monkeypatch):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UsageError):
+            read(path)
+    recorded.write_bytes(gzip.compress(b"0" * 5000))
+    monkeypatch.setattr(recording, "MAX_BYTES", 2000)
+    with pytest.raises(UsageError, match="too long"):
+        read(recorded)
+
+
+def test_the_demonstration_shows_a_switch_that_forgets():
+    events = [entry.event for entry in read(bundled_recording())]
+    assert sum(isinstance(event, Loaded) for event in events) == 1
+    assert [event.mode for event in events if isinstance(event, Switched)] == ["speculative", "streaming"]
+    answers = [event.text for event in events if isinstance(event, Finished)]
+    assert len(answers) == sum(isinstance(event, Asked) for event in events)
+    assert bundled_recording().stat().st_size < 100_000

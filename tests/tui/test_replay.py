@@ -1,0 +1,74 @@
+"""The pace of a recording."""
+
+from __future__ import annotations
+
+from dataclasses import replace as changed
+
+import pytest
+from support.app_driver import answers, press
+from support.fake_view import FakeClient, FakeView
+
+from kvchat.cli.replay import ENGINE
+from kvchat.errors import UsageError
+from kvchat.paths import bundled_recording
+from kvchat.protocol.messages import MAX_PACE, Pace
+from kvchat.tui import replay as replay_module
+from kvchat.tui.replay import SLOWEST, Replay
+
+
+@pytest.fixture
+def replay():
+    return Replay("demo", FakeClient(), FakeView())
+
+
+def test_speed_and_pause(replay):
+    for _ in range(9):
+        replay.change(2)
+    assert replay.speed == MAX_PACE
+    replay.pause()
+    replay.pause()
+    replay.set_speed(0.5)
+    assert [command.speed for command in replay._client.sent[-3:]] == [0.0, MAX_PACE, 0.5]
+    for wrong in (0.0, -1.0, SLOWEST / 2, MAX_PACE * 2, float("nan")):
+        with pytest.raises(UsageError, match="refused"):
+            replay.set_speed(wrong)
+
+
+def test_an_engine_started_again_gets_the_pace(replay):
+    replay.begin()
+    assert replay._client.sent == []
+    replay.set_speed(4)
+    replay.begin()
+    assert replay._client.sent == [Pace(4), Pace(4)]
+
+
+def test_time_is_the_recordings(replay, monkeypatch):
+    times = iter([100.0, 110.0, 110.0, 120.0, 120.0, 130.0])
+    monkeypatch.setattr(replay_module, "monotonic", lambda: next(times))
+    replay._at = 90.0
+    began = replay.now()
+    assert replay.now() == began + 10
+    replay.set_speed(4)
+    assert replay.now() == began + 50
+    replay.pause()
+    assert replay.now() == began + 50
+
+
+def test_without_a_recording_there_is_nothing_to_pause():
+    with pytest.raises(UsageError, match="Nothing is being replayed"):
+        Replay("", FakeClient(), FakeView()).pause()
+
+
+async def test_the_demonstration_plays_in_the_application(running, config):
+    config = changed(config, engine_command=(*ENGINE, str(bundled_recording())), replay="demo.jsonl.gz")
+    async with running(config, ready=False) as (app, _pilot, until):
+        app.controller.replay.set_speed(64)
+        await until(lambda: len(app.controller.state.conversation.stats) == 8)
+        conversation = app.controller.state.conversation
+        assert conversation.path[-2].text == "What is my cat called?"
+        assert "Biscuit" not in conversation.last_answer()
+        assert any("Biscuit" in message.text for message in conversation.path[9:])
+        assert app.controller.state.mode == "streaming"
+        press(app, "f10")
+        await until(lambda: app.controller.replay.is_paused)
+        assert answers(app)
