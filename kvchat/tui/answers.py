@@ -18,7 +18,7 @@ class Answers:
     """At most one answer in progress and one queued question.
 
     ``answer`` is None between answers, and after ``leave`` until the engine has finished the one that was left.
-    ``save`` writes the conversation to disk; speeds are measured by ``clock``, in seconds.
+    ``save`` writes the conversation to disk; speeds are measured only while it ``is_real_time``.
     """
 
     def __init__(
@@ -27,13 +27,13 @@ class Answers:
         client: EngineClient,
         view: ChatView,
         save: Callable[[], Awaitable[None]],
-        clock: Callable[[], float] = monotonic,
+        is_real_time: Callable[[], bool] = lambda: True,
     ) -> None:
         self.state = state
         self.client = client
         self.view = view
         self._save = save
-        self._clock = clock
+        self._is_real_time = is_real_time
         self._said = ""
         self._is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
@@ -45,7 +45,7 @@ class Answers:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
         conversation = self.state.conversation
         self._begin_asking()
-        self.state.first_mode, self.state.is_stored = self.state.mode, True
+        self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = self.state.mode, True, None
         self._said = said
         answer = await self.view.add_answer()
         if self._is_left(conversation):
@@ -87,8 +87,8 @@ class Answers:
         if self.state.phase is not Phase.ANSWERING:
             self._show_phase(Phase.ANSWERING)
         self.answer.feed(piece.text)
-        for switch in self._switches:
-            switch.count(piece.tokens, self._clock())
+        for switch in self._switches if self._is_real_time() else ():
+            switch.count(piece.tokens, monotonic())
 
     async def withdraw(self, chars: int) -> None:
         """Remove the end of the answer and keep it readable, struck through, in a note."""
@@ -208,7 +208,7 @@ class Answers:
 
     def _close_switches(self) -> None:
         for switch in self._switches:
-            switch.close(self._clock())
+            switch.close(monotonic())
 
     def _show_phase(self, phase: Phase) -> None:
         self.state.enter_phase(phase)

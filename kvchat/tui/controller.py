@@ -38,7 +38,7 @@ class ChatController:
         self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
         self.archive = Archive(config.database, view)
         self.replay = Replay(config.replay, client, view)
-        self.answers = Answers(self.state, client, view, self._save, self.replay.now)
+        self.answers = Answers(self.state, client, view, self._save, lambda: self.replay.is_real_time)
         self.branches = Branches(self.state, self.answers, view)
         self.comparisons = Comparisons(self.state, client, self.branches, view)
         self._events = EngineEvents(self.state, self.answers, self.comparisons, view, self.restart)

@@ -68,6 +68,7 @@ class EngineEvents:
             case Loaded():
                 await self._loaded(report)
             case Started(prompt, reused):
+                self.state.prompt_tokens = prompt
                 self.answers.wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
             case Prefilled(done, total):
                 self.comparisons.note(report)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
-
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_PACE, Pace
 from kvchat.tui.client import EngineClient
@@ -13,7 +11,10 @@ SLOWEST = 1 / 8
 
 
 class Replay:
-    """The pace of the recording ``name``, empty where a real engine runs."""
+    """The pace of the recording ``name``, empty where a real engine runs.
+
+    ``is_real_time`` says whether speeds measured on the screen are true: not once the pace was changed.
+    """
 
     def __init__(self, name: str, client: EngineClient, view: ChatView) -> None:
         self.name = name
@@ -21,14 +22,7 @@ class Replay:
         self.is_paused = False
         self._client = client
         self._view = view
-        self._position, self._at = 0.0, monotonic()
-
-    def now(self) -> float:
-        """The time in seconds, in a replay that of the recording: speeds measured by it are those of then."""
-        at = monotonic()
-        self._position += (at - self._at) * self._pace
-        self._at = at
-        return self._position
+        self.is_real_time = True
 
     def pause(self) -> None:
         """Pause, or go on.
@@ -58,7 +52,8 @@ class Replay:
 
     def begin(self) -> None:
         """The engine begins to play, at its own pace: let it be this one."""
-        if self.name and self._pace != 1:
+        self.is_real_time = self._pace == 1
+        if self.name and not self.is_real_time:
             self._client.send(Pace(self._pace))
 
     @property
@@ -68,7 +63,7 @@ class Replay:
     def _set(self, speed: float, is_paused: bool) -> None:
         if not self.name:
             raise UsageError("Nothing is being replayed.", hint="`kvchat replay` plays a recording.")
-        self.now()
+        self.is_real_time = False
         self.speed, self.is_paused = speed, is_paused
         self._client.send(Pace(self._pace))
         self._view.toast("Paused." if is_paused else f"{speed:g} times the speed of the recording.", title="Replay")

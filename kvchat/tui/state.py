@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -12,6 +12,8 @@ from kvchat.config.modes import mode_infos, registered
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Loaded, Sampling
+from kvchat.tui import visibility
+from kvchat.tui.visibility import Mark
 from kvchat.units import count, figure, percent, size
 
 Footed = tuple[Message, str]
@@ -39,7 +41,8 @@ class ChatState:
     """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
-    answered yet, ``later`` those kept for the next mode that has them. ``first_mode`` is that of the answer's start.
+    answered yet, ``later`` those kept for the next mode that has them. ``first_mode`` is that of the answer's start,
+    ``prompt_tokens`` the length of its prompt, None while it is not known.
     ``edited`` is the id of the question that the next one sent takes the place of. ``is_stored`` says whether the
     engine's K/V are of this conversation, not of the one before.
     """
@@ -53,6 +56,7 @@ class ChatState:
     pending: Params = field(default_factory=dict)
     later: Params = field(default_factory=dict)
     first_mode: str = ""
+    prompt_tokens: int | None = None
     phase: Phase = Phase.LOADING
     stage: str = ""
     edited: str | None = None
@@ -64,6 +68,13 @@ class ChatState:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the present mode's parameters."""
         return tuple(registered()[self.mode].model_fields)
+
+    def marks(self, snapshot: Snapshot) -> Mapping[str, Mark]:
+        """What the model reads of each message of the path, by its id."""
+        in_progress = self.prompt_tokens if self.phase.busy else None
+        return visibility.marks(
+            visibility.message_ranges(self.conversation.path, in_progress, snapshot.total), snapshot
+        )
 
     def enter_phase(self, phase: Phase, stage: str = "") -> None:
         """Set what the engine is doing."""

@@ -12,7 +12,6 @@ from kvchat.cli.replay import ENGINE
 from kvchat.errors import UsageError
 from kvchat.paths import bundled_recording
 from kvchat.protocol.messages import MAX_PACE, Pace
-from kvchat.tui import replay as replay_module
 from kvchat.tui.replay import SLOWEST, Replay
 
 
@@ -42,16 +41,14 @@ def test_an_engine_started_again_gets_the_pace(replay):
     assert replay._client.sent == [Pace(4), Pace(4)]
 
 
-def test_time_is_the_recordings(replay, monkeypatch):
-    times = iter([100.0, 110.0, 110.0, 120.0, 120.0, 130.0])
-    monkeypatch.setattr(replay_module, "monotonic", lambda: next(times))
-    replay._at = 90.0
-    began = replay.now()
-    assert replay.now() == began + 10
-    replay.set_speed(4)
-    assert replay.now() == began + 50
+def test_speeds_are_true_until_the_pace_is_changed(replay):
+    replay.begin()
+    assert replay.is_real_time
     replay.pause()
-    assert replay.now() == began + 50
+    replay.pause()
+    assert not replay.is_real_time
+    replay.begin()
+    assert replay.is_real_time
 
 
 def test_without_a_recording_there_is_nothing_to_pause():

@@ -34,6 +34,7 @@ from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
+from kvchat.tui.widgets.gutter import Gutter
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
@@ -70,7 +71,9 @@ class ChatScreen(Screen[None]):
         yield ModeBar()
         with Horizontal(id="body"):
             with Vertical(id="conversation"):
-                yield Transcript()
+                transcript = Transcript()
+                yield transcript
+                yield Gutter(transcript)
                 yield NewLines()
             yield KvColumn()
             yield DetailColumn()
@@ -244,7 +247,9 @@ class ChatScreen(Screen[None]):
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         if snapshot is None:
             self.query_one(Ribbon).clear()
+            self.query_one(Gutter).show({})
             return
+        self.query_one(Gutter).show(self.controller.state.marks(snapshot))
         self.query_one(Ribbon).snapshot = snapshot
         self.query_one(StatusBar).add(snapshot, answering)
         self.query_one(KvColumn).show(snapshot)

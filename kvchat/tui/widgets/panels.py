@@ -136,4 +136,7 @@ def legend() -> Content:
     lines = [Content.assemble((f"{BARS[0]}{BARS[3]}{BARS[7]}", "$ribbon-device"), "  read by few, half, all heads")]
     for letter, word in RIBBON.items():
         lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))
-    return Content("\n").join([*lines, Content.assemble((" ┃ ", "$ribbon-tick"), "  the mode changed")])
+    lines.append(Content.assemble((" ┃ ", "$ribbon-tick"), "  the mode changed"))
+    return Content("\n").join(
+        [*lines, Content.assemble(("░▒█", "$ribbon-device"), "  beside a message: so much is read")]
+    )

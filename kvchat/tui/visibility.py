@@ -1,0 +1,55 @@
+"""What the model still reads of each message: the messages' token ranges, and the ribbon's cells in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from kvchat.conversations.conversation import Message
+from kvchat.protocol.figures import Snapshot
+
+Ranges = dict[str, tuple[int, int]]
+UNFINISHED = ""  # in place of the id of an answer that is being made
+
+
+class Mark(NamedTuple):
+    """Most of a message is in the state ``letter`` of the ribbon; the mean ``share`` of it, 0 to 1, is read."""
+
+    letter: str
+    share: float
+
+
+def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: int) -> Ranges:
+    """The stored tokens of each message by its id, each with what its template writes before it.
+
+    Known from the counts of the answers. ``prompt_tokens`` precede the answer in progress, None without one; ``total``
+    are stored. A message without counts, as an answer cut off by a crash, has no range.
+    """
+    ranges: Ranges = {}
+    question, end = "", 0
+    for message in path:
+        if message.role == "user":
+            question = message.id
+        elif message.stats is not None:
+            begin = message.stats.prompt_tokens
+            ranges[question], ranges[message.id] = (end, begin), (begin, message.stats.total_tokens)
+            question, end = "", message.stats.total_tokens
+    if prompt_tokens is not None and question:
+        ranges[question], ranges[UNFINISHED] = (end, min(prompt_tokens, total)), (prompt_tokens, total)
+    return ranges
+
+
+def marks(ranges: Ranges, snapshot: Snapshot) -> Mapping[str, Mark]:
+    """What is read of each message, of those that are stored."""
+    found = {id: _mark(start, end, snapshot) for id, (start, end) in ranges.items()}
+    return {id: mark for id, mark in found.items() if mark is not None}
+
+
+def _mark(start: int, end: int, s: Snapshot) -> Mark | None:
+    cells = slice(start // s.cell_tokens, -(-min(end, s.total) // s.cell_tokens))
+    letters, digits = s.ribbon[cells], s.attended[cells]
+    if start >= end or not letters or len(digits) != len(letters):
+        return None
+    shares = [int(digit) / 9 for digit in digits if digit in "0123456789"]
+    return Mark(Counter(letters).most_common(1)[0][0], sum(shares) / len(letters))

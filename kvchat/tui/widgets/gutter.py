@@ -1,0 +1,79 @@
+"""The transcript's gutter: beside each message how much of it the model still reads, in the ribbon's colors.
+
+It lies over the messages' margin and is drawn by the Line API: a new snapshot repaints one column and lays nothing out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rich.segment import Segment
+from textual.strip import Strip
+from textual.widget import Widget
+
+from kvchat.tui.visibility import Mark
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
+from kvchat.tui.widgets.transcript import Transcript
+
+SHADES = "░▒▓█"
+BLANK = " "
+NO_MESSAGE = "note"  # in place of the id of what is no message
+
+
+def shade(mark: Mark) -> str:
+    """The glyph of a message: the fuller, the more of it is read."""
+    if mark.share <= 0:
+        return GLYPHS.get(mark.letter, GLYPHS["H"])
+    return SHADES[min(int(mark.share * len(SHADES)), len(SHADES) - 1)]
+
+
+class Gutter(Widget):
+    """One column at the left edge of a transcript."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"gutter--{name}" for name in CLASSES.values()}
+    DEFAULT_CSS = """
+    Gutter { width: 1; height: 1fr; dock: left; layer: above; background: $background; }
+    Gutter > .gutter--sink { color: $ribbon-sink; }
+    Gutter > .gutter--window { color: $ribbon-window; }
+    Gutter > .gutter--device { color: $ribbon-device; }
+    Gutter > .gutter--recalled { color: $ribbon-recalled; }
+    Gutter > .gutter--host { color: $ribbon-host; }
+    Gutter > .gutter--lost { color: $ribbon-lost; }
+    """
+
+    def __init__(self, transcript: Transcript) -> None:
+        super().__init__()
+        self._transcript = transcript
+        self._marks: Mapping[str, Mark] = {}
+        self._rows: list[Mark | None] = []
+
+    def on_mount(self) -> None:
+        for name in ("scroll_y", "virtual_size"):
+            self.watch(self._transcript, name, self._draw, init=False)
+
+    def show(self, marks: Mapping[str, Mark]) -> None:
+        """Show what is read of each message, by its id."""
+        self._marks = marks
+        self._draw()
+
+    def _draw(self) -> None:
+        rows: list[Mark | None] = [None] * self.size.height
+        top = round(self._transcript.scroll_y)
+        for child in self._transcript.children if self._marks else ():
+            mark = self._marks.get(getattr(child, "message", NO_MESSAGE))
+            if mark is not None:
+                place = child.virtual_region
+                for y in range(max(place.y - top, 0), min(place.bottom - top, len(rows))):
+                    rows[y] = mark
+        if rows != self._rows:
+            self._rows = rows
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        mark = self._rows[y] if y < len(self._rows) else None
+        base = self.rich_style
+        if mark is None:
+            return Strip([Segment(BLANK, base)])
+        style = self.get_component_rich_style(f"gutter--{CLASSES.get(mark.letter, 'host')}", partial=True)
+        return Strip([Segment(shade(mark), base + style)])

@@ -1,0 +1,57 @@
+"""The transcript's gutter: glyphs, and the rows of the messages in sight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.app_driver import answers, finished, typed
+
+from kvchat.tui.visibility import Mark
+from kvchat.tui.widgets.gutter import Gutter, shade
+from kvchat.tui.widgets.messages import Question
+from kvchat.tui.widgets.transcript import Transcript
+
+
+@pytest.mark.parametrize(
+    ("letter", "share", "glyph"),
+    [
+        ("D", 1.0, "█"),
+        ("D", 0.5, "▓"),
+        ("H", 0.01, "░"),
+        ("H", 0.0, "·"),
+        ("X", 0.0, "×"),
+        ("F", 0.0, "~"),
+        ("?", 0, "·"),
+    ],
+)
+def test_the_glyph_tells_the_share_without_color(letter, share, glyph):
+    assert shade(Mark(letter, share)) == glyph
+
+
+async def test_messages_are_marked_where_they_stand_without_a_layout(running):
+    async with running() as (app, pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        gutter, transcript = app.chat.query_one(Gutter), app.chat.query_one(Transcript)
+        question, answer = app.chat.query(Question).last(), answers(app)[-1]
+        await until(lambda: question.message and answer.message)
+        await pilot.pause()
+        gutter.show({question.message: Mark("X", 0.0), answer.message: Mark("D", 1.0)})
+        assert gutter.region.width == 1
+        assert gutter.region.x == transcript.region.x
+        shown = [gutter.render_line(y).text for y in range(gutter.size.height)]
+        top = transcript.region.y
+        assert shown[answer.region.bottom - 1 - top] == "█"
+        if question.region.bottom > top:
+            assert shown[question.region.bottom - 1 - top] == "×"
+        assert " " in shown
+        size, drawn = transcript.virtual_size, list(gutter._rows)
+        gutter.show({answer.message: Mark("D", 0.1)})
+        assert transcript.virtual_size == size
+        assert gutter._rows != drawn
+        transcript.scroll_home(animate=False)
+        await until(lambda: gutter._rows[0] is None or transcript.max_scroll_y == 0)
+        snapshot = app.controller.state.snapshot
+        app.chat.show_snapshot(replace(snapshot, total=0, ribbon="", attended=""))
+        assert not any(gutter._rows)
