@@ -34,6 +34,9 @@ Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`")]
 Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
 Param = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable")]
 System = Annotated[str | None, typer.Option(help="system prompt")]
+Theme = Annotated[str | None, typer.Option(help="name of a theme")]
+Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
+Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
 
 
 def flags(params: Mapping[str, Any]) -> SettingsSource:

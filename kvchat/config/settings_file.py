@@ -1,7 +1,7 @@
 """Changing config.toml: what a person wrote there keeps its comments, its order and its place.
 
-A key that is there gets another value in its place. A new one takes the place of the comment that ``kvchat config init``
-wrote for it, else the line below its table's header, else a table of its own at the end.
+A key that is there gets another value in its place. A new one takes the place of the comment that ``kvchat config
+init`` wrote for it, else the line below its table's header, else a table of its own at the end.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Resolved:
         for key in (*(key for key, _ in leaves()), *((KEYS, id) for id in self.settings.keys.given())):
             value, origin = at(self.settings, key), self.origins.get(key, "default")
             name = dotted(key)
-            assignment = f"{name} = {_toml(value)}" if value is not None else f"# {name} is unset"
+            assignment = f"{name} = {to_toml(value)}" if value is not None else f"# {name} is unset"
             yield f"{assignment}   # {origin}"
 
 
@@ -157,20 +157,20 @@ def template() -> str:
         if key[:-1] != table:
             table = key[:-1]
             lines.append(f"\n[{'.'.join(table)}]")
-        value = "" if info.default is None else _toml(info.default)
+        value = "" if info.default is None else to_toml(info.default)
         lines += [f"# {info.description}", f"# {key[-1]} = {value}".rstrip()]
     lines.append(f"\n[{KEYS}]\n# {Settings.model_fields[KEYS].description}")
     return "\n".join(lines) + "\n"
 
 
-def typed(key: Key, text: str) -> Any:
+def typed(key: Key, value: Any) -> Any:
     """The value of a setting as a person typed it.
 
     Raises:
         UsageError: the setting takes no such value; in one sentence.
     """
     try:
-        return at(Settings.model_validate(_nest({key: text})), key)
+        return at(Settings.model_validate(_nest({key: value})), key)
     except ValidationError as error:
         raise UsageError(_reason(key, error.errors()[0], Settings)) from None
 
@@ -280,7 +280,8 @@ def at(settings: BaseModel, key: Key) -> Any:
     return value
 
 
-def _toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
+    """A value as TOML writes it."""
     import tomlkit  # 70 ms that only `kvchat config` needs
 
     text: str = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()

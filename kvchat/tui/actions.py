@@ -149,6 +149,8 @@ ACTIONS = (
            doc="command palette"),
     Action(id="help", keys="f1", command="help", action="app.help", scope="app", hint="help",
            doc="keys, commands and modes"),
+    Action(id="settings", keys="f2", command="settings", action="app.settings", scope="app",
+           doc="see and change every setting, and keep it in config.toml"),
     Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", action="conversations", hint="chats",
            doc="the conversations kept: search, open, delete"),
     Action(id="quit", keys="ctrl+q", command="quit", action="app.quit", scope="app", doc="quit"),

@@ -25,6 +25,8 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.palette import CommandProvider
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.help import HelpScreen
+from kvchat.tui.screens.settings import SettingsScreen
+from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
 
 
@@ -59,6 +61,12 @@ class KvchatApp(App[None]):
         self.keys: dict[str, str] = {}
         self.chat = ChatScreen(config, self.client, self.keys)
         self.controller = self.chat.controller
+        self.settings = SettingsEditor(config, self.controller, self)
+
+    @property
+    def theme_names(self) -> tuple[str, ...]:
+        """The themes that can be used."""
+        return tuple(self.themes)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The ribbon's colors where a theme leaves them out."""
@@ -145,6 +153,13 @@ class KvchatApp(App[None]):
             self.screen.dismiss()
         else:
             self.push_screen(HelpScreen(mode_infos(), self.keys))
+
+    def action_settings(self) -> None:
+        """Show or close the settings."""
+        if isinstance(self.screen, SettingsScreen):
+            self.screen.dismiss()
+        else:
+            self.push_screen(SettingsScreen(self.settings))
 
     def action_theme(self, name: str) -> None:
         """Change the theme; an empty name lists all.
