@@ -174,6 +174,14 @@ def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a 
     list_modes(as_json)
 
 
+@app.command("keys")
+def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
+    """List what can be done in the chat: keys, commands and the ids that rebind them."""
+    from kvchat.cli.keys import list_keys
+
+    list_keys(sources.load().settings.keys.given(), as_json)
+
+
 @app.command("plan")
 def plan_command(
     ctx: typer.Context,

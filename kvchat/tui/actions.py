@@ -123,6 +123,8 @@ ACTIONS = (
            doc="new conversation; the present one is kept"),
     Action(id="last", keys="ctrl+r", command="last", run=conversation_commands.resume_last,
            doc="go on with the conversation before"),
+    Action(id="open", command="open", usage="TEXT", run=conversation_commands.open_found,
+           doc="go on with the latest conversation that says TEXT, or with the N-th of /chats"),
     Action(id="title", command="title", usage="TEXT", run=conversation_commands.set_title,
            doc="give the conversation a title; alone: show it"),
     Action(id="fork", command="fork", run=conversation_commands.fork, doc="go on in a copy of the conversation"),

@@ -11,7 +11,7 @@ from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
-from kvchat.protocol.messages import Finished, Loaded, Sampling
+from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched
 from kvchat.units import count, figure, percent, size
 
 Footed = tuple[Message, str]
@@ -149,6 +149,21 @@ def describe_price(price: Price) -> str:
         return "refused"
     moved = size(price.moved_bytes)
     return moved if price.seconds is None else f"{moved} · {figure(1000 * price.seconds, 'ms')}"
+
+
+def describe_switch(switched: Switched, before: float | None, after: float | None) -> str:
+    """A live switch in a line, with the speeds in tokens/s before and after it where they are known."""
+    name = switched.mode if switched.before == switched.mode else f"{switched.before} -> {switched.mode}"
+    parts = [name, *(f"{key} {value}" for key, value in switched.params.items() if key == "budget" and value)]
+    parts.append(f"{count(switched.total)} tok")
+    speeds = [figure(speed) for speed in (before, after) if speed is not None]
+    if speeds:
+        parts.append(" -> ".join(speeds) + " tok/s")
+    if switched.moved_bytes:
+        parts.append(f"moved {size(switched.moved_bytes)}")
+    if switched.reduced_tokens:
+        parts.append(f"{count(switched.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
+    return " · ".join(parts)
 
 
 def summarize(stats: Iterable[Stats]) -> str:

@@ -134,7 +134,7 @@ def test_a_flag_goes_before_the_file_and_that_is_said(chat, config):
 def test_a_wrong_file_is_told_and_the_change_is_still_to_be_saved(at):
     at.editor.file.write_text("[ui\n")
     at.editor.change(TEMPERATURE, "0.5")
-    with pytest.raises(UsageError, match="config.toml:1"):
+    with pytest.raises(UsageError, match=r"config\.toml:1"):
         at.editor.save()
     assert at.editor.unsaved == 1
 
@@ -142,4 +142,3 @@ def test_a_wrong_file_is_told_and_the_change_is_still_to_be_saved(at):
 def test_what_kvchat_chose_is_shown_beside_auto(at, chat):
     chat.controller.state.enter_mode("speculative", {"budget": 512})
     assert at[("kv", "speculative", "budget")].shown == "auto, now 512"
-
