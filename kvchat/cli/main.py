@@ -11,14 +11,14 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, chats, config, options
+from kvchat.cli import bench, chats, completion, config, options
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.chat import chat, load_of, mode_params_of
 from kvchat.cli.modes import list_modes
@@ -180,6 +180,14 @@ def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a J
     from kvchat.cli.keys import list_keys
 
     list_keys(sources.load().settings.keys.given(), as_json)
+
+
+@app.command("completion")
+def completion_command(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="the shell that is to complete")],
+) -> None:
+    """Print what a shell reads to complete kvchat's commands, options, modes, parameters and themes."""
+    echo(completion.script(shell))
 
 
 @app.command("plan")
