@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvchat import paths
@@ -52,8 +53,11 @@ def chat(flags: SettingsSource, resume: bool, plain: bool) -> int:
         from kvchat.tui.plain.chat import run as run_plain
 
         return run_plain(config)
+    from kvchat.tui import themes
     from kvchat.tui.app import run
 
+    if ("ui", "theme") not in resolved.origins:
+        config = replace(config, theme=themes.suited())
     return run(config)
 
 

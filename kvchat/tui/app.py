@@ -27,7 +27,7 @@ from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
-from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
+from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
 
 
 def run(config: AppConfig) -> int:
@@ -54,6 +54,7 @@ class KvchatApp(App[None]):
     def __init__(self, config: AppConfig) -> None:
         super().__init__()
         self._visible_text = VisibleText()
+        self._readable_dim = ReadableDim(themes.DIM)
         self.config = config
         self._signals: list[signal.Signals] = []
         self.client = EngineClient(config.engine_command, config.log_file)
@@ -77,8 +78,9 @@ class KvchatApp(App[None]):
         return decode_leniently(super().get_driver_class())
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's filters, and the one for control characters."""
-        return (*super().get_line_filters(), self._visible_text)
+        """Textual's filters, the one for control characters, and dim text that can be read with every theme."""
+        dim = () if self.no_color or self.current_theme.ansi else (self._readable_dim,)
+        return (*super().get_line_filters(), *dim, self._visible_text)
 
     def notify(
         self,
