@@ -12,7 +12,7 @@ from typing import ClassVar
 from textual.app import App
 from textual.binding import BindingType
 from textual.driver import Driver
-from textual.filter import LineFilter
+from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
 
 from kvchat.config.modes import mode_infos
@@ -54,6 +54,7 @@ class KvchatApp(App[None]):
     def __init__(self, config: AppConfig) -> None:
         super().__init__()
         self._visible_text = VisibleText()
+        self._no_color = NoColor()
         self._readable_dim = ReadableDim(themes.DIM)
         self.config = config
         self._signals: list[signal.Signals] = []
@@ -79,8 +80,11 @@ class KvchatApp(App[None]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's filters, the one for control characters, and dim text that can be read with every theme."""
-        dim = () if self.no_color or self.current_theme.ansi else (self._readable_dim,)
-        return (*super().get_line_filters(), *dim, self._visible_text)
+        filters = super().get_line_filters()
+        if self.current_theme.ansi:  # greys for NO_COLOR can be made of colors only, not of the terminal's own
+            own = [self._no_color if isinstance(one, Monochrome) else one for one in filters]
+            return (*own, self._visible_text)
+        return (*filters, self._readable_dim, self._visible_text)
 
     def notify(
         self,

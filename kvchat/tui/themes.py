@@ -34,9 +34,9 @@ _COLORS = {"primary", "secondary", "warning", "error", "success", "accent", "for
 
 
 def suited() -> str:
-    """The theme for this terminal where none was chosen: one of sixteen colors gets its own."""
-    has_few = Console(force_terminal=True).color_system == "standard"
-    return ANSI if has_few else DEFAULT
+    """The theme where none was chosen: a terminal of sixteen colors, and who wants none (NO_COLOR), get their own."""
+    terminal = Console(force_terminal=True)
+    return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 
 def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageError]]:

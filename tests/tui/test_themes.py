@@ -75,14 +75,33 @@ async def test_an_own_theme_of_the_terminals_colors_needs_no_variables(running, 
 
 
 @pytest.mark.parametrize(
-    ("term", "colorterm", "name"),
-    [("xterm", "", ANSI), ("linux", "", ANSI), ("xterm-256color", "", DEFAULT), ("xterm", "truecolor", DEFAULT)],
+    ("term", "others", "name"),
+    [
+        ("xterm", {}, ANSI),
+        ("linux", {}, ANSI),
+        ("xterm-256color", {}, DEFAULT),
+        ("xterm", {"COLORTERM": "truecolor"}, DEFAULT),
+        ("xterm-256color", {"NO_COLOR": "1"}, ANSI),
+    ],
 )
-def test_a_terminal_of_sixteen_colors_gets_its_own_theme(monkeypatch, term, colorterm, name):
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setenv("COLORTERM", colorterm)
-    monkeypatch.delenv("NO_COLOR", raising=False)
+def test_a_terminal_of_few_colors_gets_its_own_theme(monkeypatch, term, others, name):
+    for variable in ("COLORTERM", "NO_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"TERM": term, **others}.items():
+        monkeypatch.setenv(variable, value)
     assert suited() == name
+
+
+async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with running(replace(config, theme=ANSI)) as (app, _pilot, _until):
+        strips = app.screen._compositor.render_strips()
+        for line_filter in app.get_line_filters():
+            strips = [strip.apply_filter(line_filter, Color(0, 0, 0)) for strip in strips]
+        styles = [segment.style for strip in strips for segment in strip if segment.style]
+        colors = [color for style in styles for color in (style.color, style.bgcolor)]
+        assert colors
+        assert all(color is None or color.is_default for color in colors)
 
 
 @pytest.mark.parametrize(
