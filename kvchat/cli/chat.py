@@ -62,10 +62,10 @@ def chat(flags: SettingsSource, resume: bool, plain: bool) -> int:
 
 
 def prefers_lines() -> bool:
-    """Whether there is no terminal to draw on, it can only print, or ``ACCESSIBLE`` asks for lines."""
+    """Whether there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines."""
     if os.environ.get("TERM") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0"):
         return True
-    return not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout))
+    return not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _draws(sys.stdout))
 
 
 def load_of(chosen: Settings) -> Load:
@@ -86,6 +86,14 @@ def load_of(chosen: Settings) -> Load:
 def mode_params_of(chosen: Settings) -> dict[str, Params]:
     """The parameters set for each mode that has some."""
     return {mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))}
+
+
+def _draws(stream: Any) -> bool:
+    """Whether the stream's encoding has the signs that a screen is drawn with."""
+    try:
+        return bool("╭─▓".encode(stream.encoding or "ascii"))
+    except (LookupError, UnicodeEncodeError):
+        return False
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -26,11 +26,15 @@ def show() -> None:
 
 @app.command()
 def validate(file: Annotated[Path | None, typer.Argument(help="instead of the settings in force")] = None) -> None:
-    """Check the settings file; exit code 2 if it is wrong."""
+    """Check the settings file, or a profile; exit code 2 if it is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.")
-    _check_application(path, sources.resolve(sources.file_source(path)))
+    source = sources.file_source(path)
+    if profiles.is_profile(source):
+        sources.check(source, profiles.Profile)
+    else:
+        _check_application(path, sources.resolve(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
 
 

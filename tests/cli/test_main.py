@@ -443,6 +443,9 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
     other.write_text("[kv]\nmod = 1\n")
     assert run("config", "validate", str(other)).err.startswith("kvchat: other.toml:2: kv.mod: there is no such")
     assert run("config", "validate", str(tmp_path / "no")).code == 2
+    assert run("config", "validate", str(paths.bundled_profiles_dir() / "8gb.toml")).code == 0
+    other.write_text("[match]\nmemory = [7]\n")
+    assert "match.memory: [7] is refused" in run("config", "validate", str(other)).err
     for text, words in (
         ('[ui]\ntheme = "kvchat-drak"\n', 'other.toml:2: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?'),
         ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml: [keys]: The key "ctrl+n" would do two things'),
@@ -466,3 +469,12 @@ def test_keys_lists_the_actions_with_the_keys_of_the_settings(run: Run) -> None:
     assert (listed["mode.next"]["keys"], listed["mode.next"]["default_keys"]) == (["f8"], ["f6"])
     row = next(line for line in run("keys").out.splitlines() if "mode.next " in line)
     assert row.split()[:3] == ["F8", "mode.next", "/next"]
+
+
+@pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False), ("latin-1", False), ("no", False)])
+def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding: str, can: bool) -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.encoding = encoding
+
+    assert chat._draws(Stream()) is can
