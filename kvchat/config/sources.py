@@ -102,13 +102,14 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
         raise UsageError(f"{name}: byte {error.start} is not UTF-8.") from None
     except tomli.TOMLDecodeError as error:
         line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
-        raise UsageError(f"{name}:{error.lineno}: {error.msg}.", _excerpt(line, error.colno - 1)) from None
+        where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"
+        raise UsageError(where, _excerpt(line, error.colno - 1)) from None
     lines = text.split("\n")
     numbers = _line_numbers(lines)
     return SettingsSource(
         values,
         {key: f"{name}:{numbers[key]}" for key in values},
-        {key: _excerpt(lines[numbers[key] - 1]) for key in values},
+        {key: f"\n  {path}{_excerpt(lines[numbers[key] - 1])}" for key in values},
     )
 
 

@@ -382,11 +382,12 @@ def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(app, "run", lambda config: started.append(config) or 7)
     monkeypatch.setattr(chat, "_is_terminal", lambda _stream: True)
     monkeypatch.setenv("TERM", "xterm")
+    files.write(paths.config_file(), b'[keys]\nmode.next = "f8"\n')
     assert run("--mode", "speculative", "--budget", "256", "--theme", "x", "--system", "Short.").code == 7
     config = started[0]
     assert (config.load.mode, config.load.given) == ("speculative", {})
     assert config.load.mode_params["speculative"] == config.load.mode_params["streaming"] == {"budget": 256}
-    assert (config.theme, config.system) == ("x", "Short.")
+    assert (config.theme, config.system, config.keys) == ("x", "Short.", {"mode.next": "f8"})
     assert (config.log_file, config.history_file) == (paths.log_file(), paths.history_file())
     assert config.resolved.origins["ui", "theme"] == "--theme"
 
@@ -445,7 +446,7 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
     assert run("config", "validate", str(tmp_path / "no")).code == 2
     assert run("config", "validate", str(paths.bundled_profiles_dir() / "8gb.toml")).code == 0
     other.write_text("[match]\nmemory = [7]\n")
-    assert "match.memory: [7] is refused" in run("config", "validate", str(other)).err
+    assert "match.memory.1: [7] is refused" in run("config", "validate", str(other)).err
     for text, words in (
         ('[ui]\ntheme = "kvchat-drak"\n', 'other.toml:2: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?'),
         ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml: [keys]: The key "ctrl+n" would do two things'),
