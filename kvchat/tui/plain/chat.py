@@ -23,7 +23,6 @@ from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.state import Phase
 from kvchat.units import count
 
-WAIT_S = 0.05
 PROMPT = "> "
 WELCOME = "kvchat, line by line. /help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves."
 INTERRUPTED = 130
@@ -64,6 +63,7 @@ class PlainChat:
         self._is_typed = is_typed
         self._settings = SettingsEditor(config, self.chat, self)
         self._left = asyncio.Event()
+        self._is_taking = False
         self._exit_code: int | None = None
         self._own: Mapping[str, Callable[[str], Awaitable[None]]] = {
             "help": self._help,
@@ -123,7 +123,10 @@ class PlainChat:
                 self._lines.entered()
                 if not self._is_typed:
                     await self._until(self._is_idle)
+                self._is_taking = True
                 await self._take(line)
+                self._is_taking = False
+                self._lines.changed.set()
                 if self._left.is_set():
                     return
                 if not self._is_typed:
@@ -164,13 +167,17 @@ class PlainChat:
     async def _ask_when_idle(self) -> None:
         """Show the prompt whenever nothing is being said."""
         while True:
-            await self._until(self._is_idle)
-            self._lines.ask()
-            await asyncio.sleep(WAIT_S)
+            if self._is_idle() and not self._is_taking:
+                self._lines.ask()
+            await self._change()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            await asyncio.sleep(WAIT_S)
+            await self._change()
+
+    async def _change(self) -> None:
+        self._lines.changed.clear()
+        await self._lines.changed.wait()
 
     # ---- signals ---------------------------------------------------------------------------------
 

@@ -63,12 +63,16 @@ def _joined(lines: list[str]) -> list[str]:
 
 
 class LineWriter:
-    """Writes lines and running text; ``prompt`` is shown where a line can be typed, "" for none."""
+    """Writes lines and running text; ``prompt`` is shown where a line can be typed, "" for none.
+
+    ``changed`` is set whenever something was written or typed, or whoever writes has reached another state.
+    """
 
     def __init__(self, out: TextIO, errors: TextIO, prompt: str = "") -> None:
         self._out = out
         self._errors = errors
         self._prompt = prompt
+        self.changed = asyncio.Event()
         self._is_line_begun = False
         self._is_prompted = False
 
@@ -77,6 +81,7 @@ class LineWriter:
         self.end()
         self._out.write(f"{visible(spoken(text))}\n")
         self._out.flush()
+        self.changed.set()
 
     def problem(self, text: str) -> None:
         """Write what went wrong, in lines of their own, to stderr."""
@@ -84,6 +89,7 @@ class LineWriter:
         self._out.flush()
         self._errors.write(f"{visible(spoken(text))}\n")
         self._errors.flush()
+        self.changed.set()
 
     def text(self, text: str) -> None:
         """Write text as it is said, going on in the line; control characters are marks."""

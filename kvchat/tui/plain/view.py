@@ -152,6 +152,7 @@ class PlainView:
     def show_state(self, state: ChatState) -> None:
         """Print that a model was loaded."""
         before, self.phase = self.phase, state.phase
+        self._lines.changed.set()
         if before is Phase.LOADING and self.phase is Phase.READY and state.info is not None:
             info = state.info
             self._lines.line(f"{info.model} on {info.device}, context {count(info.context)}, {state.mode} mode.")
