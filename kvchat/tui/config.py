@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvchat.config import sources
+from kvchat.config.sources import Resolved
 from kvchat.protocol.messages import Load, Sampling
 from kvchat.protocol.recording import Recorder
 
@@ -17,7 +19,8 @@ class AppConfig:
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
     latest one. ``engine_command`` None starts the real engine.
     ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
-    ``problems`` are shown once: settings that could not be used.
+    ``problems`` are shown once: settings that could not be used. ``resolved`` are all settings with their sources,
+    ``config_file`` is where changed ones are saved; None saves none.
     """
 
     log_file: Path
@@ -34,3 +37,5 @@ class AppConfig:
     recorder: Recorder | None = None
     replay: str = ""
     problems: tuple[str, ...] = ()
+    resolved: Resolved = field(default_factory=sources.resolve)
+    config_file: Path | None = None

@@ -108,7 +108,7 @@ class ChatView(Protocol):
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
 
-    def show_comparison(self, comparison: RunningComparison) -> None:
+    def show_comparison(self, shown: RunningComparison) -> None:
         """Show a comparison and how far it is."""
 
     def restore_prompt(self, text: str) -> bool:

@@ -11,4 +11,4 @@ from kvchat.errors import UsageError
 def test_a_file_that_is_no_recording_is_refused_before_the_screen(tmp_path):
     (tmp_path / "notes.txt").write_text("hello\n")
     with pytest.raises(UsageError, match="no recording"):
-        replay(tmp_path / "notes.txt", "kvchat-dark")
+        replay(tmp_path / "notes.txt", plain=True)

@@ -17,9 +17,9 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Welcome
 
 SLASH = (
-    "stop mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"
-    " fork delete restore export import stats copy code compare needle pause speed thinking theme panels restart help"
-    " chats quit"
+    "stop mode next previous budget sink window set system regen continue edit undo branch rebuild new last open title"
+    " fork delete restore export import stats copy code compare needle pause speed"
+    " thinking theme panels restart help settings chats quit"
 )
 
 
@@ -79,22 +79,22 @@ def test_two_actions_can_trade_their_keys():
 
 
 async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
-    config = replace(config, keys={"mode.next": "f12", "help": "f2"})
+    config = replace(config, keys={"mode.next": "f11", "help": "f12"})
     async with running(config) as (app, pilot, until):
-        assert "F12 changes" in str(app.chat.query_one(Welcome).content)
+        assert "F11 changes" in str(app.chat.query_one(Welcome).content)
         hints = app.chat.query_one(KeyHints).render().plain
-        assert " F12 mode " in hints
-        assert " F2 help" in hints
+        assert " F11 mode " in hints
+        assert " F12 help" in hints
         assert "F6" not in hints
         await pilot.press("f6")
-        await pilot.press("f12")
+        await pilot.press("f11")
         await until(lambda: app.controller.state.mode == "freeze")
         docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
-        assert docs["/next"].endswith("  F12")
-        await pilot.press("f2")
+        assert docs["/next"].endswith("  F11")
+        await pilot.press("f12")
         await until(lambda: isinstance(app.screen, HelpScreen) and app.screen.query(Static))
-        assert ("F12", BY_ID["mode.next"].doc) in key_rows(app.keys)
-        await pilot.press("f2")
+        assert ("F11", BY_ID["mode.next"].doc) in key_rows(app.keys)
+        await pilot.press("f12")
         await until(lambda: app.screen is app.chat)
         app.rebind({})
         await until(lambda: " F6 mode " in app.chat.query_one(KeyHints).render().plain)

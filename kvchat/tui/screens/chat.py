@@ -258,12 +258,12 @@ class ChatScreen(Screen[None]):
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
 
-    def show_comparison(self, comparison: RunningComparison) -> None:
+    def show_comparison(self, shown: RunningComparison) -> None:
         if isinstance(self.app.screen, CompareScreen):
-            self.app.screen.show(comparison)
+            self.app.screen.show(shown)
         else:
-            screen = CompareScreen if comparison.fact is None else NeedleScreen
-            self.app.push_screen(screen(self.controller.comparisons, comparison))
+            screen = CompareScreen if shown.fact is None else NeedleScreen
+            self.app.push_screen(screen(self.controller.comparisons, shown))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)

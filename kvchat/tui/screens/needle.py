@@ -10,13 +10,10 @@ from textual.content import Content
 from textual.widgets import Static
 
 from kvchat.foreign_text import visible
-from kvchat.protocol.figures import Run
+from kvchat.tui.needle_rows import FOUND, HEADINGS, MISSED, needle_rows, verdict
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
-from kvchat.units import count, figure, percent, size
-
-HEADINGS = ("", "answer", "", "read", "fetched", "tok/s")
-FOUND, MISSED, WAITING = "✓ found", "✗ missed", "…"
+from kvchat.units import count
 
 
 class NeedleScreen(CompareScreen):
@@ -68,44 +65,3 @@ def needle_table(shown: RunningComparison, good: str, bad: str) -> Table:
         style = {FOUND: good, MISSED: bad}.get(row[2], "")
         table.add_row(*(Text(cell, style=style if at == 2 else "") for at, cell in enumerate(row)))
     return table
-
-
-def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
-    """Mode, answer, whether the fact is in it, share of the text read, bytes fetched and tokens per second."""
-    runs = dict(enumerate(shown.result.runs)) if shown.result else {}
-    rows = []
-    for index, variant in enumerate(shown.variants):
-        if run := runs.get(index):
-            rows.append((variant.mode, *_cells(run, shown.fact or "")))
-        else:
-            said = shown.progress[index].text if index in shown.progress else ""
-            rows.append((variant.mode, _line(said), "" if shown.is_over else WAITING, "", "", ""))
-    return rows
-
-
-def verdict(shown: RunningComparison) -> str:
-    """Who found it with the least read, and who did not."""
-    if shown.result is None:
-        return shown.error
-    runs = [run for run in shown.result.runs if not run.refusal]
-    found = [run for run in runs if shown.fact and shown.fact in run.text]
-    missed = [run.mode for run in runs if run not in found]
-    told = [f"{', '.join(missed)} did not find it."] if missed else []
-    if found:
-        least = min(found, key=lambda run: 1.0 if run.stats.read_share is None else run.stats.read_share)
-        told.insert(0, f"{least.mode} found it and read {percent(least.stats.read_share)} of the text at each token.")
-    return " ".join(told) or "No mode has answered."
-
-
-def _cells(run: Run, fact: str) -> tuple[str, ...]:
-    if run.refusal:
-        return (_line(run.refusal), "refused", "", "", "")
-    s = run.stats
-    found = FOUND if fact in run.text else MISSED
-    return (
-        _line(run.text), found, percent(s.read_share), size(s.recalled_bytes), figure(s.decode_tokens_per_s, digits=1),
-    )  # fmt: skip
-
-
-def _line(text: str) -> str:
-    return visible(" ".join(text.split()))

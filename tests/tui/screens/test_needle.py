@@ -8,8 +8,9 @@ from textual.widgets import Static
 
 from kvchat.protocol.figures import Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
+from kvchat.tui.needle_rows import FOUND, MISSED, WAITING, needle_rows, verdict
 from kvchat.tui.running_comparison import RunningComparison
-from kvchat.tui.screens.needle import FOUND, MISSED, WAITING, NeedleScreen, needle_rows, verdict
+from kvchat.tui.screens.needle import NeedleScreen
 
 MODES = ("full", "streaming", "sync", "freeze")
 
@@ -28,7 +29,7 @@ async def test_every_mode_has_a_row_and_esc_closes(running, size):
 
 
 def text(app, selector: str) -> str:
-    return str(app.screen.query_one(selector, Static).content)
+    return "".join(str(static.content) for static in app.screen.query(selector).results(Static))
 
 
 def test_rows_fill_while_the_modes_answer():
