@@ -11,7 +11,7 @@ import transformers
 from huggingface_hub import errors
 from support import tiny_models
 
-from kvchat.engine.model import checkpoint, load
+from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
@@ -374,7 +374,7 @@ def test_a_dtype_that_is_not():
 @pytest.fixture
 def small_gpu(monkeypatch):
     """A GPU in name only, with 2 MB free."""
-    monkeypatch.setattr(load, "resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(description, "resolve_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
 

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from kvchat.engine.model import checkpoint, load
+from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
@@ -141,7 +141,7 @@ def test_a_gguf_file_is_not_quantized_again(file):
 
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(description.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"not installed: gguf, accelerate.*pip install 'kvchat\[gguf\]'"):
         load_model(str(tmp_path), "cpu", "auto", silent)
