@@ -60,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """Ask what ``load`` would take for ``context`` tokens (None: as many as the model reads); answered by ``Planned``."""
+    """Ask what ``load`` would take for ``context`` tokens (None: all the model reads); answered by ``Planned``."""
 
     load: Load
     context: Annotated[int, Field(ge=1)] | None = None
