@@ -19,6 +19,7 @@ INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 3  # the folder given, its publishers, their models
 MAX_FOLDERS = 2000
+HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.gguf)?")
 # A GGUF file that is not a model of its own: a part of one, or the tower of a multimodal one.
 SPLIT, TOWER = re.compile(r"-\d{5}-of-\d{5}\.gguf$"), "mmproj"
 
@@ -86,6 +87,16 @@ def at(path: Path) -> FoundModel | None:
         return _of_folder(str(path), "folder", here) if (here / CONFIG).exists() else None
     except (OSError, ValueError):
         return None
+
+
+def is_here(name: str) -> bool:
+    """Whether the model ``name`` needs no download; a path needs none, even if nothing is there."""
+    return not is_hub_name(name) or any(model.name == name and not model.problem for model in in_hub_cache())
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` is that of a repository on the hub, or REPOSITORY:FILE for a GGUF file of one."""
+    return name != BUNDLED and bool(HUB_NAME.fullmatch(name)) and not os.path.lexists(os.path.expanduser(name))
 
 
 def _is_model(file: str) -> bool:

@@ -256,6 +256,7 @@ def _run_application(flags: SettingsSource, resume: bool) -> int:
         history_file=paths.history_file() if chosen.ui.history else None,
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
+        model_folders=tuple(map(Path, chosen.model.folders)),
         problems=(*map(str, problems), *modes.problems()),
     )
     return run(application)

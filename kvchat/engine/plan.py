@@ -16,8 +16,9 @@ from torch import nn
 from kvchat.config import modes
 from kvchat.engine.generate.runner import CHUNK, GROWTH_HEADROOM
 from kvchat.engine.model import attention_hook, quantization
-from kvchat.engine.model.checkpoint import Progress, complete
+from kvchat.engine.model.checkpoint import complete
 from kvchat.engine.model.description import ModelDescription, describe, quiet
+from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
 from kvchat.errors import KvchatError, UsageError

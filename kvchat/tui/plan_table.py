@@ -25,11 +25,12 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
     yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
     yield ""
     rows = list(_rows(made))
+    name, place = (max(len(row[column]) for row in rows) for column in (1, 2))
     if measured:
-        yield f"{'':<34} {'':<22} {'planned':<12} measured"
+        yield f"{'':<{name}}  {'':<{place}}  {'planned':<10}  measured"
     for row in rows:
         found = size(measured[row.key], 2) if measured and row.key in measured else ""
-        yield f"{row.name:<34} {row.place:<22} {row.amount:<12} {found}".rstrip()
+        yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
     yield ""
     yield from _proposed(made)
 
@@ -42,7 +43,7 @@ def command_line(model: str, proposal: Proposal) -> str:
 
 
 def _rows(made: MemoryPlan) -> Iterator[Row]:
-    where = "this machine's memory" if made.device == "cpu" else made.device
+    where = "host" if made.device == "cpu" else made.device
     for name, needed in made.weights.items():
         yield Row(f"weights {name}", f"weights, {name}", where, size(needed, 2))
     for name, need in made.modes.items():

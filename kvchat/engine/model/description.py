@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from kvchat.engine.model import supported
-from kvchat.engine.model.checkpoint import ModelLocation, Progress, locate, read_json
+from kvchat.engine.model.checkpoint import ModelLocation, locate, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
+from kvchat.engine.model.hub import Progress
 from kvchat.errors import ModelError
 
 LOUD = (

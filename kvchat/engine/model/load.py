@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from kvchat.engine.model import attention_hook, quantization, supported, text_part
-from kvchat.engine.model.checkpoint import Checkpoint, Progress, complete, read_json
+from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.fusion import swap
+from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest

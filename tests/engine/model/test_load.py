@@ -11,7 +11,7 @@ import transformers
 from huggingface_hub import errors
 from support import tiny_models
 
-from kvchat.engine.model import checkpoint, description
+from kvchat.engine.model import checkpoint, description, hub
 from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
@@ -355,7 +355,7 @@ def test_a_downloaded_model_has_its_commit_as_revision(monkeypatch, folder):
 
 def test_a_download_reports_its_bytes_and_draws_nothing(capfd):
     said = []
-    bar = checkpoint._reporter(said.append)(total=3_000_000_000, unit="B", name="x", mininterval=0)
+    bar = hub._reporter(said.append)(total=3_000_000_000, unit="B", name="x", mininterval=0)
     bar.update(1_500_000_000)
     bar.refresh()
     bar.close()
