@@ -17,6 +17,7 @@ from kvchat.tui.downloads import Download
 from kvchat.tui.plan_table import plan_lines
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
+from kvchat.units import count, size
 
 ANSWER_POLL_S = 0.2
 OPTIONS = ("quantize", "dtype", "device")
@@ -42,7 +43,6 @@ class Models:
         self._stops = 0
         self._download = Download(config.download_command)
         self._downloading: asyncio.Task[None] | None = None
-        self._stored: int | None = None
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Models:
     # ---- planning --------------------------------------------------------------------------------
 
     def plan(self, name: str, context: int | None) -> None:
-        """Ask what a model would take, by default the one in use; of that also what is stored now.
+        """Ask what a model would take, by default the one in use.
 
         Raises:
             UsageError: no engine runs.
@@ -164,25 +164,19 @@ class Models:
         load = replace(load, given=self._state.given)
         self._view.toast(f"What {load.model} takes is being worked out.")
         self._client.send(Plan(load, context))
-        stored = self._state.snapshot.total if self._state.snapshot and self._state.is_stored else 0
-        if not name and stored:
-            self._stored = stored
-            self._client.send(Plan(load, stored))
 
     def show_plan(self, planned: Planned) -> None:
         """Show a plan as a table, with what was measured beside it for the model in use."""
         if planned.plan is None:
             self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
             return
-        measured = self._measured(planned.plan.context) if planned.model == self.in_use.model else {}
+        measured = self._measured() if planned.model == self.in_use.model else {}
         self._view.add_note("\n".join(plan_lines(planned.plan, measured)))
+        if measured and (snapshot := self._state.snapshot):
+            device, host = size(snapshot.kv_device_bytes, 2), size(snapshot.kv_host_bytes, 2)
+            self._view.add_note(f"Measured for {count(snapshot.total)} tokens: K/V read {device}, stored {host}.")
 
-    def _measured(self, context: int) -> dict[str, int]:
-        """Bytes by the keys of the table's rows; those of K/V only for as many tokens as are stored."""
+    def _measured(self) -> dict[str, int]:
+        """Bytes of what is there for good once the model is loaded, by the keys of the table's rows."""
         snapshot, info = self._state.snapshot, self._state.info
-        if snapshot is None or info is None:
-            return {}
-        measured = {f"weights {info.weights or 'none'}": snapshot.weight_bytes}
-        if context == self._stored == snapshot.total:
-            measured |= {f"read {snapshot.mode}": snapshot.kv_device_bytes, "stored": snapshot.kv_host_bytes}
-        return measured
+        return {f"weights {info.weights or 'none'}": snapshot.weight_bytes} if snapshot and info else {}

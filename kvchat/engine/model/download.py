@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from kvchat.engine.model.checkpoint import Progress, complete, locate
+from kvchat.engine.model.checkpoint import complete, locate
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import KvchatError

@@ -17,6 +17,7 @@ Progress = Callable[[str], None]
 
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
 SPEED_SAMPLES = 20  # one a second
+MIN_SPEED_S = 1.0
 
 
 def download(name: str, patterns: list[str], progress: Progress) -> Path:
@@ -68,7 +69,7 @@ class Speed:
         self._samples.append((self._clock(), done))
         (began, first), (now, last) = self._samples[0], self._samples[-1]
         text = f"Downloading {size(done)} of {size(total)}"
-        if now <= began or last <= first:
+        if now < began + MIN_SPEED_S or last <= first:
             return text
         rate = (last - first) / (now - began)
         return f"{text} · {size(rate)}/s · {seconds((total - done) / rate)} left"
@@ -93,7 +94,7 @@ def _reporter(progress: Progress) -> type:
             super().__init__(*args, **(kwargs | {"file": io.StringIO(), "mininterval": 1.0}))
 
         def display(self, *_: Any, **__: Any) -> None:
-            if bars[:1] == [self] and self.total:
+            if bars and bars[0] is self and self.total:  # tqdm compares bars by their numbers
                 with contextlib.suppress(OSError):
                     progress(speed.describe(self.n, self.total))
 
