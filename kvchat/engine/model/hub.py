@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvchat.engine.model import resumable
+from kvchat.engine.model.resumable import DownloadProgress, RemoteFile
 from kvchat.errors import ModelError
-from kvchat.units import seconds, size
 
 Progress = Callable[[str], None]
 
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
-SPEED_SAMPLES = 20  # one a second
-MIN_SPEED_S = 1.0
 
 
 def download(name: str, patterns: list[str], progress: Progress) -> Path:
@@ -29,9 +26,11 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    told = DownloadProgress(progress)
     try:
+        resumable.fetch(_large_files(name, patterns), told)
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(progress)
+            name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(told)
         )
     except errors.HFValidationError as error:
         raise ModelError(
@@ -52,39 +51,38 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
             "The hub cannot be reached, and the model is not (completely) in the local cache.",
             'Check the network and HF_HUB_OFFLINE, or give a folder. The model "bundled" needs neither.',
         ) from error
-    except OSError as error:
+    except ModelError:
+        raise
+    except Exception as error:  # the network's libraries have errors of their own
         raise ModelError(f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200]) from error
     return Path(folder)
 
 
-class Speed:
-    """Bytes per second over the last samples."""
+def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
+    """None where the hub cannot be reached: what is in the cache is enough then, or the library says what is missing.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._samples: deque[tuple[float, float]] = deque(maxlen=SPEED_SAMPLES)
+    Raises:
+        HfHubHTTPError: the hub refuses.
+    """
+    from huggingface_hub import errors
 
-    def describe(self, done: float, total: float) -> str:
-        """How far a download is: ``Downloading 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32 s left``."""
-        self._samples.append((self._clock(), done))
-        (began, first), (now, last) = self._samples[0], self._samples[-1]
-        text = f"Downloading {size(done)} of {size(total)}"
-        if now < began + MIN_SPEED_S or last <= first:
-            return text
-        rate = (last - first) / (now - began)
-        return f"{text} · {size(rate)}/s · {seconds((total - done) / rate)} left"
+    try:
+        return list(resumable.large_files(name, patterns, NOT_DOWNLOADED))
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        raise
+    except Exception:  # noqa: BLE001  # offline, or one of the network's many errors
+        return []
 
 
-def _reporter(progress: Progress) -> type:
-    """A tqdm class that draws nothing and reports the bytes downloaded once a second.
+def _reporter(told: DownloadProgress) -> type:
+    """A tqdm class that draws nothing and tells the bytes downloaded.
 
     The hub's library makes several bars: one for files, then one for bytes in files, then one for bytes transferred,
-    which are fewer where a file is partly there already. The second is reported.
+    which are fewer where a file is partly there already. The second is told.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     bars: list[Any] = []
-    speed = Speed()
 
     class Reporter(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,6 +94,6 @@ def _reporter(progress: Progress) -> type:
         def display(self, *_: Any, **__: Any) -> None:
             if bars and bars[0] is self and self.total:  # tqdm compares bars by their numbers
                 with contextlib.suppress(OSError):
-                    progress(speed.describe(self.n, self.total))
+                    told.tell(self.n, self.total)
 
     return Reporter
