@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def locate(name: str, progress: Progress) -> ModelLocation:
     except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
         raise ModelError(f'"{name[:80]}" cannot be opened.', f"{error}"[:300], "Check the path.") from error
     if location.gguf and not (location.folder / location.gguf).is_file():
-        raise ModelError(f"{name} is not there.", f"The repository has no file {location.gguf}.", "Check the spelling.")
+        why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is no file."
+        raise ModelError(f"{name} is not there.", why, "Check the spelling.")
     if not location.gguf and not (location.folder / "config.json").is_file():
         raise ModelError(f"{_where(location)} is no model.", "It has no config.json.", _format_hint(location.folder))
     return location
@@ -117,6 +119,10 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
         return ModelLocation(name, folder.parent, gguf=folder.name)
     if folder.is_file():
         raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer, or GGUF.")
+    if name and os.path.lexists(folder):
+        raise ModelError(
+            f"{name} is no file.", "It is a pipe, a socket, a device or a link to nothing.", "Give a file."
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise ModelError(f'There is no folder "{name}".', "", "Check the path.")
     progress(f"Looking for {name} on the hub")
