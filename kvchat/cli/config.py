@@ -11,6 +11,7 @@ import typer
 
 from kvchat import files, paths
 from kvchat.cli.output import echo
+from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, schema, sources
 from kvchat.errors import UsageError
 
@@ -20,17 +21,25 @@ app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings
 @app.command()
 def show() -> None:
     """Print every setting with where it was set."""
-    echo("\n".join(sources.load(profiles=profiles.sources).lines()))
+    resolved = load_settings()
+    echo("\n".join((f"# profiles: {profiles.find(resolved.settings.model.device).describe()}", *resolved.lines())))
 
 
 @app.command()
 def validate(file: Annotated[Path | None, typer.Argument(help="instead of the settings in force")] = None) -> None:
-    """Check the settings file; exit code 2 if it is wrong."""
+    """Check the settings and your profiles, or one FILE of either kind; exit code 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.")
-    sources.resolve(sources.file_source(path))
+    if file and _is_profile(file):
+        profiles.read_file(file, None)
+    else:
+        sources.resolve(sources.file_source(path))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
+    if not file:
+        for profile in sorted(paths.user_profiles_dir().glob("*.toml")):
+            profiles.read_file(profile, None)
+            echo(f"{profile}: good")
 
 
 @app.command()
@@ -50,3 +59,9 @@ def init() -> None:
 def print_schema() -> None:
     """Print the JSON schema of the settings file."""
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
+
+
+def _is_profile(file: Path) -> bool:
+    """Whether a file is a profile: by its folder or by the tables that only profiles have."""
+    tables = {key[0] for key in sources.file_source(file).values}
+    return file.resolve().parent == paths.user_profiles_dir().resolve() or not tables.isdisjoint(profiles.HEAD)

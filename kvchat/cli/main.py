@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,12 +18,13 @@ from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, chats, config, options
+from kvchat.cli import bench, chats, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Quantize, System
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
-from kvchat.config import modes, profiles, sources
+from kvchat.cli.profile import load_settings
+from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
@@ -77,6 +77,7 @@ app = typer.Typer(
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(chats.app, name="chats")
+app.add_typer(profile.app, name="profile")
 
 
 # ---- commands --------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def ask_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
     """Answer one prompt on stdout. Piped text is the prompt, or is added to PROMPT."""
-    resolved = sources.load(options.flags(ctx.params), profiles=profiles.sources)
+    resolved = load_settings(options.flags(ctx.params))
     chosen = resolved.settings
     switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
@@ -169,7 +170,7 @@ def plan_command(
     """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""
     from kvchat.cli.plan import plan as run
 
-    chosen = sources.load(options.flags(ctx.params), profiles=profiles.sources).settings
+    chosen = load_settings(options.flags(ctx.params)).settings
     raise typer.Exit(run(model, chosen.model.device, chosen.model.dtype, context, _mode_params(chosen), as_json))
 
 
@@ -227,15 +228,8 @@ def locate() -> None:
 
 
 def _run_application(flags: SettingsSource, resume: bool) -> int:
-    problems: list[UsageError] = []
-
-    def tolerant(device: str) -> Iterable[SettingsSource]:
-        """A wrong profile is no reason not to chat."""
-        found = profiles.find(device)
-        problems.extend(found.problems)
-        return found.sources
-
-    resolved = sources.load(flags, profiles=tolerant)
+    problems: list[str] = []
+    resolved = load_settings(flags, problems.append)
     if not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)) or os.environ.get("TERM") == "dumb":
         raise UsageError(
             "The chat needs a terminal.",
@@ -257,7 +251,8 @@ def _run_application(flags: SettingsSource, resume: bool) -> int:
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
         model_folders=tuple(map(Path, chosen.model.folders)),
-        problems=(*map(str, problems), *modes.problems()),
+        profile=profiles.find(chosen.model.device).describe(),
+        problems=(*problems, *modes.problems()),
     )
     return run(application)
 

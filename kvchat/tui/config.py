@@ -16,7 +16,7 @@ class AppConfig:
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
     latest one. ``model_folders`` are looked into for models. ``engine_command`` and ``download_command`` None start the
     real ones.
-    ``problems`` are shown once: settings that could not be used.
+    ``profile`` names the profiles in force. ``problems`` are shown once: settings that could not be used.
     """
 
     log_file: Path
@@ -32,4 +32,5 @@ class AppConfig:
     model_folders: tuple[Path, ...] = ()
     engine_command: tuple[str, ...] | None = None
     download_command: tuple[str, ...] | None = None
+    profile: str = ""
     problems: tuple[str, ...] = ()

@@ -8,7 +8,10 @@ from kvchat.tui.controller import ChatController
 
 
 async def choose(chat: ChatController, argument: str) -> None:
-    """``/model NAME key=value…``"""
+    """``/model NAME key=value…``; alone it shows the models on this machine."""
+    if not argument:
+        chat.view.show_models()
+        return
     name, *words = split_words(argument)
     await chat.models.choose(name, parse_assignments(words))
 
@@ -22,3 +25,10 @@ async def plan(chat: ChatController, argument: str) -> None:
     if options or not (context is None or (isinstance(context, int) and context > 0)):
         raise UsageError(f'/plan "{argument}" is refused.', "It takes a model and context=N, a number of tokens.")
     chat.models.plan(name, context)
+
+
+async def show_profile(chat: ChatController, argument: str) -> None:
+    """``/profile``"""
+    chat.view.add_note(
+        f"Profiles in force: {chat.models.profile or 'none'}   (kvchat profile match says what they set)"
+    )

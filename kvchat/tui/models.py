@@ -36,6 +36,7 @@ class Models:
     ) -> None:
         self.in_use = config.load
         self.folders = config.model_folders
+        self.profile = config.profile
         self._base = config.load
         self._state, self._client, self._view, self._restart = state, client, view, restart
         self._asked: Load | None = None

@@ -19,7 +19,7 @@ from kvchat.tui.widgets.transcript import Welcome
 SLASH = (
     "stop mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"
     " fork delete restore export import stats copy code thinking theme panels restart help chats quit"
-    " model plan"
+    " model plan profile"
 )
 
 

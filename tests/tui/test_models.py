@@ -75,6 +75,11 @@ async def test_wrong_options_are_refused_before_anything_is_unloaded(chat, here,
     assert chat.client.sent == []
 
 
+async def test_without_a_name_the_models_are_shown(chat):
+    await choose(chat, "")
+    assert chat.view.are_models_shown
+
+
 async def test_an_answer_is_not_interrupted(chat, here):
     await chat.load()
     await chat.ask("one")

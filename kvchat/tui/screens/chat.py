@@ -21,7 +21,6 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui import model_commands
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
@@ -133,13 +132,6 @@ class ChatScreen(Screen[None]):
         assert run is not None, f"{id} names a Textual action"
         with self._refusals_as_toasts():
             await run(self.controller, "")
-
-    async def action_models(self, argument: str = "") -> None:
-        """Load the model that ``argument`` names; without one show the models on this machine."""
-        if argument:
-            await model_commands.choose(self.controller, argument)
-        else:
-            self.app.push_screen(ModelsScreen(self.controller))
 
     async def action_stop(self) -> None:
         """Stop the answer, the loading of a model or the editing of a question, and focus the prompt."""
@@ -258,6 +250,9 @@ class ChatScreen(Screen[None]):
 
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
+
+    def show_models(self) -> None:
+        self.app.push_screen(ModelsScreen(self.controller))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)
