@@ -54,8 +54,8 @@ class Models:
             UsageError: an unknown option or value, an answer is under way, or another model is being loaded.
         """
         load = self._load(name, options)
-        self._require_idle()
         if await asyncio.to_thread(catalog.is_here, load.model):
+            self._require_idle()
             await self._begin(load)
         elif self._downloading is not None:
             raise UsageError("Another model is being downloaded.", hint="Esc stops that; it can be gone on with later.")

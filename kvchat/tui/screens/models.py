@@ -24,6 +24,7 @@ from kvchat.foreign_text import visible
 from kvchat.tui.controller import ChatController
 from kvchat.units import count, size
 
+PROBLEM_CELLS = 50
 DOWNLOADED = "download"  # the kind of a model that is not on this machine
 
 
@@ -153,16 +154,17 @@ def describe(model: FoundModel, dtype: str, there: Room, width: int, is_in_use: 
     home = os.path.expanduser("~")
     name = visible(model.name.replace(home, "~", 1) if model.name.startswith(f"{home}/") else model.name)
     facts = _facts(model, dtype, there)
+    longest = max(width - facts.cell_length - 3, 12)
+    name = name if len(name) <= longest else f"…{name[1 - longest :]}"  # paths differ at their ends
     left = Content.assemble(("● " if is_in_use else "  ", "$primary"), name)
-    room_for_name = max(width - facts.cell_length - 1, 12)
-    return left.truncate(room_for_name, ellipsis=True, pad=True) + " " + facts
+    return left.truncate(longest + 2, ellipsis=True, pad=True) + " " + facts
 
 
 def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
     if model.kind == DOWNLOADED:
         return Content.assemble(("↓ not here yet: ⏎ downloads it", "$primary"))
     if model.weights is None:
-        return Content.assemble((f"✖ {visible(model.problem)}"[:60], "$error"))
+        return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
     kind = model.quantization or model.weights.dtype
     words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(kind):<9}"
     return Content.assemble((words, "dim"), " ", _fit(model, dtype, there))
