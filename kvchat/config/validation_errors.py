@@ -53,6 +53,14 @@ def expected(field: FieldInfo) -> str:
     return words.get(kind) or _listed(kind) or f"as described: {field.description}"
 
 
+def choices(field: FieldInfo) -> tuple[str, ...]:
+    """The words of a field that takes one of few, else none."""
+    kind = _kind(field.annotation)
+    if kind is bool:
+        return ("true", "false")
+    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+
+
 def _kind(annotation: Any) -> Any:
     """The annotation without ``None``."""
     if get_origin(annotation) not in (Union, types.UnionType):

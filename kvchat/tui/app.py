@@ -26,6 +26,7 @@ from kvchat.tui.palette import CommandProvider
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
+from kvchat.tui.words import resolve
 
 
 def run(config: AppConfig) -> int:
@@ -57,7 +58,7 @@ class KvchatApp(App[None]):
         self.client = EngineClient(config.engine_command, config.log_file)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
         self.keys: dict[str, str] = {}
-        self.chat = ChatScreen(config, self.client, self.keys)
+        self.chat = ChatScreen(config, self.client, self.keys, tuple(self.themes))
         self.controller = self.chat.controller
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
@@ -153,7 +154,7 @@ class KvchatApp(App[None]):
             UsageError: there is no such theme.
         """
         if name:
-            self.use_theme(name)
+            self.use_theme(resolve(name, self.themes, "theme"))
         else:
             self.chat.add_note(f"Themes: {', '.join(self.themes)}   (now {self.theme})")
 

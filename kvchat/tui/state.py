@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
+from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Loaded, Sampling
@@ -63,6 +64,11 @@ class ChatState:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the present mode's parameters."""
         return tuple(registered()[self.mode].model_fields)
+
+    @property
+    def file_limit(self) -> int:
+        """The most bytes that files in a question may have: more than the context would hold is not read."""
+        return self.info.context * attachments.BYTES_PER_TOKEN if self.info else attachments.MAX_BYTES
 
     def enter_phase(self, phase: Phase, stage: str = "") -> None:
         """Set what the engine is doing."""

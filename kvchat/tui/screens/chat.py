@@ -17,11 +17,13 @@ from textual.screen import Screen
 from textual.widget import MountError, Widget
 from textual.widgets import Static
 
-from kvchat.errors import KvchatError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
+from kvchat.tui import mentions
+from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command, unescaped
+from kvchat.tui.arguments import Surroundings
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
@@ -31,6 +33,7 @@ from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
+from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
@@ -55,10 +58,11 @@ class ChatScreen(Screen[None]):
     AUTO_FOCUS = "Prompt"
     BINDINGS: ClassVar[list[BindingType]] = bindings("chat")
 
-    def __init__(self, config: AppConfig, client: EngineClient, keys: Mapping[str, str]) -> None:
+    def __init__(self, config: AppConfig, client: EngineClient, keys: Mapping[str, str], themes: Sequence[str]) -> None:
         super().__init__()
         self.controller = ChatController(config, client, self)
         self._keys = keys
+        self._themes = themes
         self._resume = config.resume
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
@@ -73,7 +77,7 @@ class ChatScreen(Screen[None]):
             yield DetailColumn()
         yield Ribbon()
         yield StatusBar()
-        yield Prompt(self._history)
+        yield Composer(self._history, self._surroundings)
         yield KeyHints()
         yield Static(id="too-small")
 
@@ -101,13 +105,14 @@ class ChatScreen(Screen[None]):
             await self.run_command(text.strip())
         else:
             try:
-                await self.controller.ask(text.removeprefix("/") if text.startswith("//") else text)
+                question = mentions.attach(message.parts, self.controller.state.file_limit)
+                await self.controller.ask(question._replace(written=unescaped(question.written)).text)
             except KvchatError as refused:
                 self.query_one(Prompt).give_back()
                 self.toast(str(refused), severity="warning")
 
     async def run_command(self, line: str) -> None:
-        """Run a slash command; a refusal is shown in the transcript."""
+        """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript."""
         try:
             action, argument = parse_command(line)
             if action.run:
@@ -115,6 +120,8 @@ class ChatScreen(Screen[None]):
             else:
                 namespace, _, name = action.action.rpartition(".")
                 await self.app.run_action((namespace, name, (argument,) if action.usage else ()), self)
+        except UsageError as error:
+            self.toast(str(error), severity="warning", timeout=8)
         except KvchatError as error:
             self.add_error(error)
 
@@ -275,6 +282,9 @@ class ChatScreen(Screen[None]):
             f"Ask something. Everything stays stored; {self._key('mode.next')} changes how much of it the model reads,"
             f" even during an answer. {self._key('help')} lists all keys and commands."
         )
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self.controller.state, self._themes, self.app.theme)
 
     def _key(self, id: str) -> str:
         return describe_keys(BY_ID[id], self._keys)
