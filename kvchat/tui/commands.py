@@ -115,6 +115,18 @@ async def attach(chat: ChatController, argument: str) -> None:
         raise UsageError("The prompt holds another text.", hint=f"Write {mentions.mention(path)} into it.")
 
 
+async def manage_queue(chat: ChatController, argument: str) -> None:
+    """``/queue send`` or ``/queue clear``; alone it takes the last question back."""
+    if not argument:
+        await chat.take_back()
+        return
+    match resolve(argument, ("send", "clear"), "use of /queue"):
+        case "send":
+            await chat.release_queue()
+        case "clear":
+            await chat.answers.queue.clear()
+
+
 async def restart(chat: ChatController, argument: str) -> None:
     """``/restart``"""
     await chat.restart()

@@ -101,6 +101,9 @@ class ChatView(Protocol):
     def show_state(self, state: ChatState) -> None:
         """Show model, mode, parameters and phase."""
 
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        """Show how many questions wait, and whether the user has to release them."""
+
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         """Show a snapshot; None when nothing is stored any more."""
 

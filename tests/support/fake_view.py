@@ -116,6 +116,7 @@ class FakeView:
         self.shown: list[tuple[list[str], list[str], str | None]] = []
         self.chosen: str | None = None
         self.edited: str | None = None
+        self.queue: tuple[int, bool] = (0, False)
         self.while_mounting: Hook | None = None
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
@@ -151,6 +152,9 @@ class FakeView:
         self.edited = state.edited
         if self.phases[-1:] != [state.phase]:
             self.phases.append(state.phase)
+
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        self.queue = (waiting, is_held)
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         self.snapshots.append(snapshot)

@@ -98,7 +98,9 @@ class ChatScreen(Screen[None]):
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Run a command, or ask a question."""
         text = message.text
-        if not text.strip():
+        if not text.strip() and self.controller.answers.queue.is_held:
+            await self.controller.release_queue()
+        elif not text.strip():
             self.toast("There is nothing to send yet: type a question first.", severity="warning")
         elif is_command(text):
             self._accept_prompt()
@@ -110,6 +112,11 @@ class ChatScreen(Screen[None]):
             except KvchatError as refused:
                 self.query_one(Prompt).give_back()
                 self.toast(str(refused), severity="warning")
+
+    async def on_prompt_took_back(self) -> None:
+        """Give the question queued last back; another text may have been begun meanwhile."""
+        with self._refusals_as_toasts():
+            await self.controller.take_back()
 
     async def run_command(self, line: str) -> None:
         """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript."""
@@ -244,6 +251,12 @@ class ChatScreen(Screen[None]):
         bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
         bar.mode, bar.params = state.mode, state.params
         self.query_one(Prompt).border_title = "editing: Enter asks on a new branch, Esc ends it" if state.edited else ""
+
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        prompt = self.query_one(Prompt)
+        prompt.has_queue = waiting > 0
+        words = f"{waiting} held: {self._key('prompt.send')} sends them" if is_held else f"{waiting} queued"
+        prompt.border_subtitle = f"{words}, ↑ takes the last one back" if waiting else ""
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         if snapshot is None:

@@ -34,6 +34,7 @@ class Prompt(TextArea):
 
     The receiver answers each ``Sent`` by ``accept`` or ``give_back``, but one of white space, which stays as it is.
     Control characters become visible marks before they are in the text: what is sent is what was shown.
+    ``has_queue`` says whether questions wait.
     """
 
     DEFAULT_CSS = """
@@ -54,6 +55,9 @@ class Prompt(TextArea):
             """All parts as one text."""
             return "".join(part.text for part in self.parts)
 
+    class TookBack(Message):
+        """The user wants the question queued last back."""
+
     def __init__(self, history: PromptHistory, suggestions: SuggestionList, suggest: Callable[[], None]) -> None:
         """``suggest`` brings the list of suggestions up to date with the text."""
         super().__init__(soft_wrap=True, show_line_numbers=False, tab_behavior="focus", highlight_cursor_line=False)
@@ -64,6 +68,7 @@ class Prompt(TextArea):
         self._suggestions = suggestions
         self._suggest = suggest
         self._recalled = ""
+        self.has_queue = False
         self._pastes: dict[str, str] = {}
         self._sent: deque[tuple[str, dict[str, str]]] = deque()
 
@@ -127,9 +132,11 @@ class Prompt(TextArea):
         return True
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Up, or the older prompt at the first line."""
+        """Up, or the older prompt at the first line; of an empty prompt first the question queued last."""
         if select or not self.cursor_at_first_line:
             super().action_cursor_up(select)
+        elif self.has_queue and not self.text:
+            self.post_message(self.TookBack())
         elif (entry := self.prompts.older(self.text)) is not None:
             self._show(entry)
 

@@ -91,8 +91,9 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def add(self, widget: W) -> W:
-        """Mount at the end, but before questions that still wait."""
-        waiting = next((question for question in self.query(Question) if question.queued), None)
+        """Mount at the end, but before questions that still wait, unless it is one of them."""
+        is_waiting = isinstance(widget, Question) and widget.queued
+        waiting = next((one for one in self.query(Question) if one.queued), None) if not is_waiting else None
         with self.app.batch_update():
             await self.mount(widget, before=waiting)
         if isinstance(widget, Question):
