@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvchat.config.modes import mode_names, registered
 from kvchat.config.validation_errors import expected
-from kvchat.conversations import attachments
+from kvchat.conversations import attachments, export
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params
 from kvchat.tui import arguments, mentions, sampling, thinking
@@ -95,8 +95,14 @@ async def show_stats(chat: ChatController, argument: str) -> None:
 
 
 async def copy_message(chat: ChatController, argument: str) -> None:
-    """``/copy``: the message chosen in the transcript, else the last answer."""
-    chat.view.copy(_chosen_text(chat))
+    """``/copy``: the message chosen in the transcript, else the last answer; ``/copy FILE`` into a new file."""
+    text = _chosen_text(chat)
+    if not argument:
+        chat.view.copy(text)
+        return
+    path = Path(os.path.expanduser(argument))
+    export.write_new(path, text)
+    chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
 
 
 async def copy_code(chat: ChatController, argument: str) -> None:

@@ -162,7 +162,14 @@ class ChatController:
     # ---- what the user asks for ------------------------------------------------------------------
 
     async def ask(self, text: str) -> None:
-        """Send a question, or queue it until the engine is ready; starts an engine that is down."""
+        """Send a question, or queue it until the engine is ready; starts an engine that is down.
+
+        Raises:
+            UsageError: the text takes the place of an answer, and the engine is busy.
+        """
+        if self.state.edits_answer:
+            await self.branches.resume_edited(text)
+            return
         await self.branches.leave_edited()
         phase = self.state.phase
         question = await self.view.add_question(text, queued=phase is not Phase.READY)

@@ -40,7 +40,7 @@ class ChatState:
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
     answered yet, ``later`` those kept for the next mode that has them. ``first_mode`` is that of the answer's start.
-    ``edited`` is the id of the question that the next one sent takes the place of. ``is_stored`` says whether the
+    ``edited`` is the id of the message that the next text sent takes the place of. ``is_stored`` says whether the
     engine's K/V are of this conversation, not of the one before.
     """
 
@@ -64,6 +64,11 @@ class ChatState:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the present mode's parameters."""
         return tuple(registered()[self.mode].model_fields)
+
+    @property
+    def edits_answer(self) -> bool:
+        """Whether the next text sent takes the place of an answer."""
+        return self.edited is not None and self.conversation.messages[self.edited].role == "assistant"
 
     @property
     def file_limit(self) -> int:

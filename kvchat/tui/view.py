@@ -110,6 +110,9 @@ class ChatView(Protocol):
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
 
+    def accept_prompt(self) -> None:
+        """Remember what was sent from the prompt: it is not given back."""
+
     def restore_prompt(self, text: str) -> bool:
         """Give a question back to the prompt, unless another has been begun there; whether it was."""
 

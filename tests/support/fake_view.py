@@ -162,6 +162,9 @@ class FakeView:
     def show_page_text(self, start: int, text: str) -> None:
         self.page_texts.append((start, text))
 
+    def accept_prompt(self) -> None:
+        self.prompt = ""
+
     def restore_prompt(self, text: str) -> bool:
         is_empty = not self.prompt
         self.prompt = self.prompt or text

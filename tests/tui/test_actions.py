@@ -18,7 +18,7 @@ from kvchat.tui.widgets.transcript import Welcome
 
 SLASH = (
     "stop queue mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"
-    " fork delete restore export import stats copy code file thinking theme panels restart help chats quit"
+    " fork delete restore export import stats copy code editor file thinking theme panels restart help chats quit"
 )
 
 

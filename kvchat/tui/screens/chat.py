@@ -15,13 +15,12 @@ from textual.content import Content
 from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widget import MountError, Widget
-from textual.widgets import Static
 
 from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui import mentions
+from kvchat.tui import external_editor, mentions
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command, unescaped
 from kvchat.tui.arguments import Surroundings
 from kvchat.tui.client import EngineClient
@@ -32,7 +31,7 @@ from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
-from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
+from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
@@ -79,7 +78,7 @@ class ChatScreen(Screen[None]):
         yield StatusBar()
         yield Composer(self._history, self._surroundings)
         yield KeyHints()
-        yield Static(id="too-small")
+        yield TooSmall(id="too-small")
 
     async def on_mount(self) -> None:
         self.show_state(self.controller.state)
@@ -87,11 +86,6 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._listen(), name="events")
         self.run_worker(self._open_archive(), name="conversations")
         self.call_after_refresh(self.controller.start)
-
-    def on_resize(self) -> None:
-        size = self.app.size
-        text = f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it"
-        self.query_one("#too-small", Static).update(text)
 
     # ---- what the user asks for ------------------------------------------------------------------
 
@@ -103,15 +97,22 @@ class ChatScreen(Screen[None]):
         elif not text.strip():
             self.toast("There is nothing to send yet: type a question first.", severity="warning")
         elif is_command(text):
-            self._accept_prompt()
+            self.accept_prompt()
             await self.run_command(text.strip())
         else:
             try:
-                question = mentions.attach(message.parts, self.controller.state.file_limit)
-                await self.controller.ask(question._replace(written=unescaped(question.written)).text)
+                await self.controller.ask(self._question(message))
             except KvchatError as refused:
                 self.query_one(Prompt).give_back()
                 self.toast(str(refused), severity="warning")
+
+    def _question(self, sent: Prompt.Sent) -> str:
+        """What was sent with the files that it mentions; an answer's text is taken as it is."""
+        state = self.controller.state
+        if state.edits_answer:
+            return sent.text
+        question = mentions.attach(sent.parts, state.file_limit)
+        return question._replace(written=unescaped(question.written)).text
 
     async def on_prompt_took_back(self) -> None:
         """Give the question queued last back; another text may have been begun meanwhile."""
@@ -151,6 +152,10 @@ class ChatScreen(Screen[None]):
         self.controller.stop()
         self.controller.branches.stop_editing()
         self.query_one(Prompt).focus()
+
+    def action_editor(self) -> None:
+        """Write the prompt in the user's own editor."""
+        self.run_worker(self._edit_outside(), group="editor", exclusive=True)
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
@@ -221,7 +226,7 @@ class ChatScreen(Screen[None]):
         await self._transcript.replace_below(below, widgets or ([] if below else [self._welcome()]))
 
     async def add_question(self, text: str, queued: bool) -> Question:
-        self._accept_prompt()
+        self.accept_prompt()
         await self._transcript.query(Welcome).remove()
         return await self._transcript.add(Question(text, queued))
 
@@ -250,7 +255,9 @@ class ChatScreen(Screen[None]):
         bar = self.query_one(ModeBar)
         bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
         bar.mode, bar.params = state.mode, state.params
-        self.query_one(Prompt).border_title = "editing: Enter asks on a new branch, Esc ends it" if state.edited else ""
+        does = "goes on from this answer" if state.edits_answer else "asks"
+        title = f"editing: {self._key('prompt.send')} {does} on a new branch, {self._key('stop')} ends it"
+        self.query_one(Prompt).border_title = title if state.edited else ""
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         prompt = self.query_one(Prompt)
@@ -269,6 +276,12 @@ class ChatScreen(Screen[None]):
 
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
+
+    def accept_prompt(self) -> None:
+        try:
+            self.query_one(Prompt).accept()
+        except OSError as error:
+            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)
@@ -302,11 +315,10 @@ class ChatScreen(Screen[None]):
     def _key(self, id: str) -> str:
         return describe_keys(BY_ID[id], self._keys)
 
-    def _accept_prompt(self) -> None:
-        try:
-            self.query_one(Prompt).accept()
-        except OSError as error:
-            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
+    async def _edit_outside(self) -> None:
+        prompt = self.query_one(Prompt)
+        with self._refusals_as_toasts():
+            prompt.replace_all(await external_editor.edit_suspended(self.app, prompt.expanded()))
 
     async def _open_archive(self) -> None:
         latest = await self.controller.open_archive(self._resume)

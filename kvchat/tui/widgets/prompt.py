@@ -131,6 +131,12 @@ class Prompt(TextArea):
         self.insert(self._fold(visible(text)))
         return True
 
+    def replace_all(self, text: str) -> None:
+        """Put another text in place of the one there is."""
+        self.load_text("")
+        self.restore(text)
+        self.move_cursor(self.document.end)
+
     def action_cursor_up(self, select: bool = False) -> None:
         """Up, or the older prompt at the first line; of an empty prompt first the question queued last."""
         if select or not self.cursor_at_first_line:
