@@ -14,7 +14,7 @@ from kvchat.tui.palette import choices
 from kvchat.tui.screens.help import HelpScreen, key_rows
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.ribbon import Ribbon
-from kvchat.tui.widgets.transcript import Welcome
+from kvchat.tui.widgets.welcome import Welcome
 
 SLASH = (
     "stop queue mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"

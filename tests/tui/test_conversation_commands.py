@@ -10,7 +10,7 @@ from support.app_driver import answers, finished, notes, texts, toasts, typed
 from kvchat.conversations.store import ConversationStore
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.transcript import Welcome
+from kvchat.tui.widgets.welcome import Welcome
 
 
 @pytest.fixture

@@ -38,7 +38,8 @@ from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import NewLines, Transcript, Welcome
+from kvchat.tui.widgets.transcript import NewLines, Transcript
+from kvchat.tui.widgets.welcome import Welcome, example
 
 QUIT_WINDOW_S = 2.0
 
@@ -92,7 +93,9 @@ class ChatScreen(Screen[None]):
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Run a command, or ask a question."""
         text = message.text
-        if not text.strip() and self.controller.answers.queue.is_held:
+        if self.query(Welcome) and (asked := example(text, self.controller.load.model)):
+            await self.controller.ask(asked)
+        elif not text.strip() and self.controller.answers.queue.is_held:
             await self.controller.release_queue()
         elif not text.strip():
             self.toast("There is nothing to send yet: type a question first.", severity="warning")
@@ -152,6 +155,10 @@ class ChatScreen(Screen[None]):
         self.controller.stop()
         self.controller.branches.stop_editing()
         self.query_one(Prompt).focus()
+
+    async def action_ask_example(self, typed: str) -> None:
+        """Ask a question of the first screen."""
+        await self.on_prompt_sent(Prompt.Sent((mentions.Part(typed),)))
 
     def action_editor(self) -> None:
         """Write the prompt in the user's own editor."""
@@ -305,8 +312,10 @@ class ChatScreen(Screen[None]):
 
     def _welcome(self) -> Welcome:
         return Welcome(
-            f"Ask something. Everything stays stored; {self._key('mode.next')} changes how much of it the model reads,"
-            f" even during an answer. {self._key('help')} lists all keys and commands."
+            self.controller.load.model,
+            f"{self._key('prompt.send')} asks the first, a number and {self._key('prompt.send')} another."
+            f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
+            f" answer. {self._key('help')} lists all keys and commands.",
         )
 
     def _surroundings(self) -> Surroundings:

@@ -16,7 +16,6 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.messages import Question
@@ -184,17 +183,3 @@ class NewLines(Static):
 
     def on_click(self) -> None:
         self.post_message(self.Clicked())
-
-
-class Welcome(Static):
-    """The text of an empty conversation."""
-
-    DEFAULT_CSS = "Welcome { margin: 1 2; color: $text-muted; }"
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text, markup=False)
-        self.text = text
-
-    def offer(self, title: str, key: str) -> None:
-        """Offer to go on with the conversation of this title."""
-        self.update(f"{self.text}\n\n{key} goes on with “{visible(title)}”.")

@@ -14,7 +14,8 @@ from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import Transcript, Welcome
+from kvchat.tui.widgets.transcript import Transcript
+from kvchat.tui.widgets.welcome import Welcome
 
 
 async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
