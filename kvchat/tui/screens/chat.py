@@ -10,7 +10,7 @@ from typing import ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal
 from textual.content import Content
 from textual.css.query import NoMatches
 from textual.screen import Screen
@@ -38,7 +38,7 @@ from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import NewLines, Transcript
+from kvchat.tui.widgets.transcript import Transcript, TranscriptPane
 from kvchat.tui.widgets.welcome import Welcome, example
 
 QUIT_WINDOW_S = 2.0
@@ -70,14 +70,12 @@ class ChatScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield ModeBar()
         with Horizontal(id="body"):
-            with Vertical(id="conversation"):
-                yield Transcript()
-                yield NewLines()
+            yield TranscriptPane()
             yield KvColumn()
             yield DetailColumn()
         yield Ribbon()
         yield StatusBar()
-        yield Composer(self._history, self._surroundings)
+        yield Composer(self._history, self._surroundings, self._key)
         yield KeyHints()
         yield TooSmall(id="too-small")
 
@@ -138,10 +136,7 @@ class ChatScreen(Screen[None]):
 
     def begin_command(self, line: str) -> None:
         """Type the beginning of a command into the prompt."""
-        prompt = self.query_one(Prompt)
-        prompt.load_text(line)
-        prompt.move_cursor(prompt.document.end)
-        prompt.focus()
+        self.query_one(Prompt).begin(line)
 
     async def action_run(self, id: str) -> None:
         """Run an action of the table by its key; a refusal is a toast."""
@@ -210,12 +205,6 @@ class ChatScreen(Screen[None]):
         else:
             self._transcript.scroll_page_down(animate=False)
 
-    def on_transcript_below(self, message: Transcript.Below) -> None:
-        self.query_one(NewLines).show(message.lines)
-
-    def on_new_lines_clicked(self) -> None:
-        self.action_newest()
-
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         self.controller.peek(message.start, message.end)
 
@@ -262,15 +251,10 @@ class ChatScreen(Screen[None]):
         bar = self.query_one(ModeBar)
         bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
         bar.mode, bar.params = state.mode, state.params
-        does = "goes on from this answer" if state.edits_answer else "asks"
-        title = f"editing: {self._key('prompt.send')} {does} on a new branch, {self._key('stop')} ends it"
-        self.query_one(Prompt).border_title = title if state.edited else ""
+        self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
-        prompt = self.query_one(Prompt)
-        prompt.has_queue = waiting > 0
-        words = f"{waiting} held: {self._key('prompt.send')} sends them" if is_held else f"{waiting} queued"
-        prompt.border_subtitle = f"{words}, ↑ takes the last one back" if waiting else ""
+        self.query_one(Composer).show_queue(waiting, is_held)
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         if snapshot is None:
@@ -311,12 +295,7 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._transcript.add(widget), group="messages")
 
     def _welcome(self) -> Welcome:
-        return Welcome(
-            self.controller.load.model,
-            f"{self._key('prompt.send')} asks the first, a number and {self._key('prompt.send')} another."
-            f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
-            f" answer. {self._key('help')} lists all keys and commands.",
-        )
+        return Welcome(self.controller.load.model, self._key)
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(self.controller.state, self._themes, self.app.theme)
@@ -333,7 +312,7 @@ class ChatScreen(Screen[None]):
         latest = await self.controller.open_archive(self._resume)
         if latest is not None:
             for welcome in self.query(Welcome):
-                welcome.offer(latest.title, self._key("last"))
+                welcome.offer(latest.title)
         await self.controller.keep()
 
     async def _listen(self) -> None:

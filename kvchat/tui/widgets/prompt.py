@@ -131,6 +131,12 @@ class Prompt(TextArea):
         self.insert(self._fold(visible(text)))
         return True
 
+    def begin(self, text: str) -> None:
+        """Type the beginning of a text."""
+        self.load_text(text)
+        self.move_cursor(self.document.end)
+        self.focus()
+
     def replace_all(self, text: str) -> None:
         """Put another text in place of the one there is."""
         self.load_text("")

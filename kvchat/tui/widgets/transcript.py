@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
@@ -183,3 +184,21 @@ class NewLines(Static):
 
     def on_click(self) -> None:
         self.post_message(self.Clicked())
+
+
+class TranscriptPane(Vertical):
+    """The transcript with the chip for new lines under it."""
+
+    DEFAULT_CSS = "TranscriptPane { width: 1fr; }"
+
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+        yield NewLines()
+
+    def on_transcript_below(self, message: Transcript.Below) -> None:
+        """Tell how much is below."""
+        self.query_one(NewLines).show(message.lines)
+
+    def on_new_lines_clicked(self) -> None:
+        """Go there."""
+        self.query_one(Transcript).jump_to_end()

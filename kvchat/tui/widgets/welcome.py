@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from textual.content import Content
 from textual.style import Style
 from textual.widgets import Static
@@ -40,16 +42,17 @@ class Welcome(Static):
     Welcome { margin: 1 2; color: $text-muted; }
     """
 
-    def __init__(self, model: str, keys: str) -> None:
+    def __init__(self, model: str, key: Callable[[str], str]) -> None:
+        """``key`` names the key in force of an action's id."""
         super().__init__(markup=False)
         self._model = model
-        self._keys = keys
+        self._key = key
         self._offer = ""
         self.update(self._content())
 
-    def offer(self, title: str, key: str) -> None:
+    def offer(self, title: str) -> None:
         """Offer to go on with the conversation of this title."""
-        self._offer = f"\n\n{key} goes on with “{visible(title)}”."
+        self._offer = f"\n\n{self._key('last')} goes on with “{visible(title)}”."
         self.update(self._content())
 
     def _content(self) -> Content:
@@ -62,4 +65,9 @@ class Welcome(Static):
             for number, text in enumerate(examples, 1)
         ]
         about = f"{ABOUT_BUNDLED}\n\n" if self._model == BUNDLED else ""
-        return Content.assemble(about, *rows, f"\n{self._keys}{self._offer}")
+        keys = (
+            f"\n{self._key('prompt.send')} asks the first, a number and {self._key('prompt.send')} another."
+            f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
+            f" answer. {self._key('help')} lists all keys and commands."
+        )
+        return Content.assemble(about, *rows, keys, self._offer)
