@@ -59,17 +59,17 @@ def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), fr
         model_identity(model),
         fingerprint(model.device),
     )
-    forced = _Forced(Walk(model), settings, texts)
+    forced = Forced(Walk(model), settings, texts)
     result = frame.measure(
         experiment,
         [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
         lambda cell: [forced.row(cell["passage"], cell["variant"])],
         lambda row: f"{row['text']}: {row['variant']:<48} KL {mean(row['kl']):.4f}",
     )
-    return frame.finish(result, [_summary(result["rows"], variant) for variant in dict.fromkeys(settings.modes)])
+    return frame.finish(result, [summarized(result["rows"], variant) for variant in dict.fromkeys(settings.modes)])
 
 
-class _Forced:
+class Forced:
     """Decodes passages in full, once each, and in the variants."""
 
     def __init__(self, walk: Walk, settings: Settings, texts: Sequence[Passage]) -> None:
@@ -79,6 +79,11 @@ class _Forced:
         self._exact: tuple[int, Tensor] | None = None
 
     def row(self, number: int, variant: str) -> Row:
+        """Decode passage ``number`` in a variant; lists by token, shares covered by layer and KV head.
+
+        Raises:
+            KvchatError: the mode refuses.
+        """
         text, walk, exact = self._texts[number], self._walk, self._of_full(number)
         context = self._settings.context
         walk.begin(text.ids[:context], parsed(variant), self._settings.tokens)
@@ -114,7 +119,8 @@ def divergence(exact: Tensor, approximate: Tensor) -> float:
     return max(0.0, float((p.exp() * (p - q)).sum()))
 
 
-def _summary(rows: Sequence[Row], variant: str) -> Row:
+def summarized(rows: Sequence[Row], variant: str) -> Row:
+    """All passages of one variant as one row."""
     mine = [row for row in rows if row["variant"] == variant and "refused" not in row]
     if not mine:
         return {"variant": variant, "refused": next(row["refused"] for row in rows if row["variant"] == variant)}
@@ -123,7 +129,7 @@ def _summary(rows: Sequence[Row], variant: str) -> Row:
     layers = torch.tensor([row["covered"] for row in mine]).mean(0)
     return {
         "variant": variant,
-        "tokens": len(divergences),
+        "decoded": len(divergences),
         "kl_mean": mean(divergences),
         "kl_median": quantile(divergences, 0.5),
         "kl_99": quantile(divergences, 0.99),

@@ -92,7 +92,7 @@ class Frame:
         if other := difference(kept, fresh):
             raise UsageError(
                 f"{self.file} holds another measurement.",
-                f"{other[0].upper()}{other[1:]}.",
+                f"They differ: {other}.",
                 "Give another --out, or delete the file.",
             )
         return {**fresh, **kept, "cells": cells}

@@ -110,6 +110,31 @@ def recall(result: Mapping[str, Any], file: Path) -> None:
     _save(figure, file)
 
 
+def paper(result: Mapping[str, Any], file: Path) -> None:
+    """Draw every figure of a paper's study: lines over decoded tokens, or a matrix.
+
+    Raises:
+        UsageError: it has no figure, or the file cannot be written.
+    """
+    drawn = [row for row in result["summary"] if "lines" in row or "matrix" in row]
+    parts = list(dict.fromkeys(row["part"] for row in drawn))
+    if not parts:
+        raise UsageError(f"{result['experiment']} has no picture of these parts.")
+    figure = _figure(9, 3.4 * len(parts) + 0.6)
+    for panel, part in zip(figure.subplots(len(parts), squeeze=False)[:, 0], parts, strict=True):
+        for row in (row for row in drawn if row["part"] == part):
+            for name, values in row.get("lines", {}).items():
+                panel.plot(values, label=name, linewidth=1)
+            if "matrix" in row:
+                figure.colorbar(panel.imshow(row["matrix"], cmap="viridis", aspect="auto"), ax=panel)
+            else:
+                panel.set_xlabel("decoded token")
+                panel.legend(frameon=False, fontsize=8)
+        panel.set_title(result["parts"][part]["title"], loc="left", fontsize=9)
+    figure.suptitle(f"{result['model']['name']}\n{_environment(result)}", fontsize=10)
+    _save(figure, file)
+
+
 DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "agreement": agreement,
     "decode": decode,
@@ -124,6 +149,9 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
         UsageError: the experiment has no picture, or the file cannot be written.
     """
     name = result["experiment"]
+    if "parts" in result:
+        paper(result, file)
+        return
     if name not in DRAWN:
         raise UsageError(f'There is no picture of "{name}".', f"There are pictures of {', '.join(sorted(DRAWN))}.")
     DRAWN[name](result, file)

@@ -90,6 +90,8 @@ def tables(result: Result) -> list[Table]:
 
 def _tables(name: str, result: Result, notes: tuple[str, ...]) -> list[Table]:
     title, rows = f"{name}: {result['what']}", result["summary"]
+    if "parts" in result:
+        return _parts(result, notes)
     if name in PIVOTS:
         return PIVOTS[name](title, rows, notes)
     if name not in COLUMNS:
@@ -118,6 +120,35 @@ def _turns(title: str, rows: list[Row], notes: tuple[str, ...]) -> list[Table]:
 
 def _switches(title: str, rows: list[Row], notes: tuple[str, ...]) -> list[Table]:
     return [_grid(f"{title} (lines: told, columns: asked)", rows, "told", "asked", notes)]
+
+
+def _parts(result: Result, notes: tuple[str, ...]) -> list[Table]:
+    """A table for each part: the measured figures, and the published ones beside those that have any."""
+    found = []
+    for name, words in result["parts"].items():
+        rows = [row for row in result["summary"] if row["part"] == name]
+        if refused := [row["refused"] for row in rows if "refused" in row]:
+            found.append(Table(words["title"], ("",), ((refused[0],),), notes))
+            continue
+        measured, published = (
+            dict.fromkeys(key for row in rows for key in row[of]) for of in ("measured", "published")
+        )
+        columns = [Column("", lambda row: row["row"])]
+        for key in (*measured, *(key for key in published if key not in measured)):
+            columns += [Column(key, _of("measured", key))] if key in measured else []
+            columns += [Column(f"{key}, published", _of("published", key))] if key in published else []
+        found.append(tabulated(words["title"], columns, rows, words["differs"], *notes))
+    return found
+
+
+def _of(side: str, key: str) -> Callable[[Row], str]:
+    """A cell with a figure of the one or the other side; an empty one where there is none."""
+
+    def cell(row: Row) -> str:
+        value = row[side].get(key)
+        return value if isinstance(value, str) else "" if value is None else f"{value:,.4g}"
+
+    return cell
 
 
 def _grid(title: str, rows: list[Row], line: str, column: str, notes: tuple[str, ...]) -> Table:

@@ -91,22 +91,20 @@ class Walk:
         return counts / (self.model.layers * self.model.kv_heads)
 
     def weights(self, layer: int) -> Tensor:
-        """How attention over all stored tokens would weigh them with the last token's query, ``[H, total]``.
+        """How attention over all stored tokens would weigh them with the last token's queries, ``[H, group, total]``.
 
-        A mean over the query heads of each KV head, whatever the mode reads.
+        By the query heads of each KV head, whatever the mode reads.
         """
         spec = self._state.specs[layer]
         assert spec is not None
         with torch.inference_mode():
             keys, _ = self._state.host.dense(layer, self.total)
             shares = dense_attention.weights(self._state.query[layer][:, None], keys, spec)[:, 0]
-            return shares.view(len(keys), -1, self.total).mean(1)
+            return shares.view(len(keys), -1, self.total)
 
     def covered(self) -> Tensor:
         """The share of all attention that falls on what was read, ``[layers, H]``: 1 where everything was."""
-        return torch.stack(
-            [
-                (weights * self.attended(layer)).sum(1) / weights.sum(1)
-                for layer, weights in ((layer, self.weights(layer)) for layer in range(self.model.layers))
-            ]
-        )
+        return torch.stack([self._covered(layer, self.weights(layer).mean(1)) for layer in range(self.model.layers)])
+
+    def _covered(self, layer: int, weights: Tensor) -> Tensor:
+        return (weights * self.attended(layer)).sum(1) / weights.sum(1)

@@ -11,10 +11,11 @@ from typing import Annotated
 
 import typer
 
+from kvchat.bench import plot as plots
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
 from kvchat.cli.bench_output import Run
-from kvchat.cli.output import report
+from kvchat.cli.output import echo, report
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
 
@@ -282,6 +283,68 @@ def long_run_command(
     settings = long_run.Settings(mode, budget, tokens)
     run = Run("long-run", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(long_run.run(settings, run.choice, run.frame))
+
+
+@app.command("paper")
+def paper_command(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")],
+    part: Annotated[list[str] | None, typer.Option(help="only this table or figure, as table-1; repeatable")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
+    ] = None,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """The tables and figures of a mode's paper, published beside measured."""
+    from kvchat.bench.paper import studies
+
+    study, settings = studies.chosen(paper, set_ or ())
+    study.check(part or (), drawn=plot is not None)
+    named = {"settings": settings, "part": part or []}
+    run = Run(f"paper {paper}", named, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run.done(study.run(settings, run.choice, run.frame, part or ()))
+
+
+@app.command("report")
+def report_command(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="files that --out wrote")],
+    latex: Annotated[bool, typer.Option("--latex", help="LaTeX instead of Markdown")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="draw the result to .svg or .png (needs kvchat[plot])")
+    ] = None,
+) -> None:
+    """The tables of results, and with --plot their pictures; refuses to mix environments or models."""
+    from kvchat.bench import report as reports
+
+    if plot:
+        plots.check(plot)
+    read = reports.read(results)
+    echo(reports.rendered(read, latex))
+    if plot:
+        for result, file in zip(read, _numbered(plot, len(read)), strict=True):
+            plots.draw(result, file)
+            report(str(file))
+
+
+@app.command("compare")
+def compare_command(
+    before: Annotated[Path, typer.Argument(metavar="A.json")],
+    after: Annotated[Path, typer.Argument(metavar="B.json")],
+) -> None:
+    """What changed from one result to another of the same experiment, and why they may differ."""
+    from kvchat.bench import report as reports
+
+    echo(reports.compared(before, after).markdown())
+
+
+def _numbered(file: Path, count: int) -> list[Path]:
+    """One file for each of several pictures: ``a.png``, ``a-2.png``."""
+    return [file, *(file.with_stem(f"{file.stem}-{number}") for number in range(2, count + 1))]
 
 
 def _names(baselines: str | None) -> tuple[str, ...] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvchat.errors import UsageError
 class Run:
     """One measurement of the command line: what is wrong with its files is said before it begins.
 
-    ``settings`` is the experiment's dataclass. Without ``out`` the rows lie in kvchat's own folder, by settings and
+    ``settings`` are the experiment's. Without ``out`` the rows lie in kvchat's own folder, by settings and
     model, until the result is printed.
 
     Raises:
@@ -43,7 +42,7 @@ class Run:
         if plot:
             plots.check(plot)
         self.choice = choice
-        self.frame = Frame(out or _own_file(name, asdict(settings) | asdict(choice)), report)
+        self.frame = Frame(out or _own_file(name, settings, choice), report)
         self._out, self._as_json, self._plot = out, as_json, plot
 
     def done(self, result: Result) -> Result:
@@ -63,6 +62,6 @@ class Run:
         return result
 
 
-def _own_file(name: str, settings: dict[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+def _own_file(name: str, settings: Any, choice: ModelChoice) -> Path:
+    key = hashlib.sha256(repr((settings, choice)).encode()).hexdigest()[:12]
     return paths.state_dir() / "bench" / f"{name.replace(' ', '-')}-{key}.json"

@@ -26,7 +26,7 @@ def test_full_agrees_with_itself_and_less_reading_covers_less():
     result = agreement.run(settings)
     assert json.loads(json.dumps(result)) == result
     full, streaming = result["summary"]
-    assert (full["kl_mean"], full["same_top"], full["tokens"]) == (0, 1, 12)
+    assert (full["kl_mean"], full["same_top"], full["decoded"]) == (0, 1, 12)
     assert full["covered"] == pytest.approx(1, abs=1e-4)
     assert streaming["kl_mean"] > 0
     assert streaming["covered_least"] < streaming["covered"] < 0.99

@@ -66,7 +66,7 @@ def test_every_experiment_has_a_version():
         and getattr(node.func, "id", "") in ("Experiment", "_experiment")
         and isinstance(node.args[0], ast.Constant)
     }
-    assert named == set(VERSIONS)
+    assert named == {name for name in VERSIONS if not name.startswith("paper ")}
     assert isinstance(SCHEMA, int)
 
 
