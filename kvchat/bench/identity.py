@@ -29,6 +29,7 @@ VERSIONS = {
     "perplexity": 1,
     "prefill": 1,
     "recall": 1,
+    "sweep": 1,
     "switches": 1,
     "turns": 1,
 }
