@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import units
+from kvchat.bench.frame import load
 from kvchat.bench.identity import outdated
+from kvchat.bench.report import rendered
 
 RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
@@ -65,6 +67,11 @@ def decode() -> str:
         rows.append(row)
     heads = [head for context in contexts for head in (f"{context:,} tokens", "times as fast")]
     return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
+
+
+def report(name: str) -> str:
+    """The tables of a result as ``kvchat bench report`` prints them; a result that is older than the code says so."""
+    return rendered([load(RESULTS / f"{name}.json")])
 
 
 def inside() -> str:

@@ -25,7 +25,7 @@ Report = Callable[[str], None]
 class Frame:
     """Where a measurement keeps its rows, and whom it tells of them.
 
-    ``file`` None keeps them in memory only; ``report`` gets lines for a person.
+    ``file`` None keeps them in memory only; ``report`` gets lines for a person; ``command`` is noted in the result.
     """
 
     def __init__(
@@ -33,8 +33,10 @@ class Frame:
         file: Path | None = None,
         report: Report = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        command: str = "",
     ) -> None:
         self.file = file
+        self.command = command
         self.report = report
         self._clock = clock
 
@@ -85,7 +87,7 @@ class Frame:
         return complete
 
     def _begin(self, experiment: Experiment, cells: int) -> Result:
-        fresh: Result = _plain({**experiment.head(), "cells": cells, "rows": []})
+        fresh: Result = _plain({**experiment.head(), "command": self.command, "cells": cells, "rows": []})
         if self.file is None or not self.file.is_file() or not self.file.stat().st_size:
             return fresh
         kept = load(self.file)

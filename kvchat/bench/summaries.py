@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvchat import units
@@ -91,25 +92,30 @@ def tables(result: Result) -> list[Table]:
             "The command that began it measures the others.",
         )
     try:
-        return _tables(name, result, (_model(result), _environment(result), *_older(result)))
+        return _noted(_tables(name, result), [_measured(result), *_older(result)])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"The result of {name} cannot be read.", f"{type(error).__name__}: {error}.", "Measure it again."
         ) from None
 
 
-def _tables(name: str, result: Result, notes: tuple[str, ...]) -> list[Table]:
+def _noted(made: list[Table], notes: Sequence[str]) -> list[Table]:
+    """What is true of all of a result's tables stands below the last."""
+    return [*made[:-1], replace(made[-1], notes=(*made[-1].notes, *notes))] if made else []
+
+
+def _tables(name: str, result: Result) -> list[Table]:
     title, rows = f"{name}: {result['what']}", result["summary"]
     if "parts" in result:
-        return _parts(result, notes)
+        return _parts(result)
     if name in PIVOTS:
-        return PIVOTS[name](title, rows, notes)
+        return PIVOTS[name](title, rows)
     if name not in COLUMNS:
         raise UsageError(f'There is no table of "{name}".')
-    return [tabulated(title, COLUMNS[name], rows, *notes)]
+    return [tabulated(title, COLUMNS[name], rows)]
 
 
-def _recall(title: str, rows: list[Row], notes: tuple[str, ...]) -> list[Table]:
+def _recall(title: str, rows: list[Row]) -> list[Table]:
     """A table for each task: a line for each variant, a column for each length; depths are summed."""
     found = []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -120,25 +126,25 @@ def _recall(title: str, rows: list[Row], notes: tuple[str, ...]) -> list[Table]:
             for name in dict.fromkeys(row["variant"] for row in mine)
         ]
         heads = ("mode", *(f"{length:,} tokens" for length in lengths))
-        found.append(Table(f"{title}: {task}", heads, tuple(lines), notes))
+        found.append(Table(f"{title}: {task}", heads, tuple(lines)))
     return found
 
 
-def _turns(title: str, rows: list[Row], notes: tuple[str, ...]) -> list[Table]:
-    return [_grid(title, rows, "variant", "turn", notes)]
+def _turns(title: str, rows: list[Row]) -> list[Table]:
+    return [_grid(title, rows, "variant", "turn")]
 
 
-def _switches(title: str, rows: list[Row], notes: tuple[str, ...]) -> list[Table]:
-    return [_grid(f"{title} (lines: told, columns: asked)", rows, "told", "asked", notes)]
+def _switches(title: str, rows: list[Row]) -> list[Table]:
+    return [_grid(f"{title} (lines: told, columns: asked)", rows, "told", "asked")]
 
 
-def _parts(result: Result, notes: tuple[str, ...]) -> list[Table]:
+def _parts(result: Result) -> list[Table]:
     """A table for each part: the measured figures, and the published ones beside those that have any."""
     found = []
     for name, words in result["parts"].items():
         rows = [row for row in result["summary"] if row["part"] == name]
         if refused := [row["refused"] for row in rows if "refused" in row]:
-            found.append(Table(words["title"], ("",), ((refused[0],),), notes))
+            found.append(Table(words["title"], ("",), ((refused[0],),)))
             continue
         measured, published = (
             dict.fromkeys(key for row in rows for key in row[of]) for of in ("measured", "published")
@@ -147,7 +153,7 @@ def _parts(result: Result, notes: tuple[str, ...]) -> list[Table]:
         for key in (*measured, *(key for key in published if key not in measured)):
             columns += [Column(key, _of("measured", key))] if key in measured else []
             columns += [Column(f"{key}, published", _of("published", key))] if key in published else []
-        found.append(tabulated(words["title"], columns, rows, words["differs"], *notes))
+        found.append(tabulated(words["title"], columns, rows, words["differs"]))
     return found
 
 
@@ -161,7 +167,7 @@ def _of(side: str, key: str) -> Callable[[Row], str]:
     return cell
 
 
-def _grid(title: str, rows: list[Row], line: str, column: str, notes: tuple[str, ...]) -> Table:
+def _grid(title: str, rows: list[Row], line: str, column: str) -> Table:
     """Right answers by two coordinates."""
     columns = list(dict.fromkeys(row[column] for row in rows))
     lines = tuple(
@@ -169,10 +175,10 @@ def _grid(title: str, rows: list[Row], line: str, column: str, notes: tuple[str,
         for name in dict.fromkeys(row[line] for row in rows)
     )
     heads = (line, *(variant({"variant": each}) if isinstance(each, str) else str(each) for each in columns))
-    return Table(title, heads, lines, notes)
+    return Table(title, heads, lines)
 
 
-PIVOTS: dict[str, Callable[[str, list[Row], tuple[str, ...]], list[Table]]] = {
+PIVOTS: dict[str, Callable[[str, list[Row]], list[Table]]] = {
     "recall": _recall,
     "turns": _turns,
     "switches": _switches,
@@ -189,15 +195,13 @@ def _ratios(row: Row) -> str:
     return ", ".join(f"{ratio:.2f} {name}" for name, ratio in others.items())
 
 
-def _model(result: Result) -> str:
-    model = result["model"]
-    return f"{model['name']} in {model['dtype']}" + (f", {model['weights']}" if model["weights"] else "") + "."
-
-
-def _environment(result: Result) -> str:
-    e = result["environment"]
+def _measured(result: Result) -> str:
+    """Command, model and machine."""
+    model, e = result["model"], result["environment"]
+    weights = f"{model['name']} in {model['dtype']}" + (f", {model['weights']}" if model["weights"] else "")
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
+    command = f"`{result['command']}`; " if result.get("command") else ""
+    return f"{command}{weights}; {device}; torch {e['torch']}, transformers {e['transformers']}."
 
 
 def _older(result: Result) -> tuple[str, ...]:

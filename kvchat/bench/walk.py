@@ -27,6 +27,7 @@ class Walk:
         self.runner = ModelRunner(model, build(FullParameters(), geometry_of(model), traits_of(model)))
         self._state = self.runner.kv.state
         self._calibration: Calibration | None = None
+        self._prompt: list[int] = []
 
     @property
     def total(self) -> int:
@@ -46,10 +47,14 @@ class Walk:
                 f"{len(prompt) + more:,} tokens are needed; {self.model.name} reads {self.model.context:,}.",
                 "Take less context.",
             )
-        self.runner.truncate(0)
-        logits = [made for _, made in self.runner.prefill(prompt)][-1]
+        # The K/V of a prompt are exact in every mode: of one that is stored only the last token is read again.
+        kept = len(prompt) - 1 if self._prompt == list(prompt) else 0
+        self._prompt = []
+        self.runner.truncate(kept)
+        logits = [made for _, made in self.runner.prefill(prompt[kept:])][-1]
         assert logits is not None
         self.enter(parameters, prompt)
+        self._prompt = list(prompt)
         return logits
 
     def enter(self, parameters: ModeParameters, prompt: Sequence[int] = ()) -> None:

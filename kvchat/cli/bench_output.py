@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,7 @@ class Run:
         if plot:
             plots.check(plot)
         self.choice = choice
-        self.frame = Frame(out or _own_file(name, settings, choice), report)
+        self.frame = Frame(out or _own_file(name, settings, choice), report, command=_command(sys.argv[1:]))
         self._out, self._as_json, self._plot = out, as_json, plot
 
     def done(self, result: Result) -> Result:
@@ -60,6 +63,16 @@ class Run:
             with suppress(OSError):
                 self.frame.file.unlink()
         return result
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command line without what says where results go."""
+    words, ignored = ["kvchat"], False
+    for word in arguments:
+        if not ignored and word.partition("=")[0] not in ("--out", "--plot", "--json"):
+            words.append(word)
+        ignored = word in ("--out", "--plot")
+    return shlex.join(words)
 
 
 def _own_file(name: str, settings: Any, choice: ModelChoice) -> Path:
