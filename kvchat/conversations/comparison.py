@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.conversations import export
+from kvchat.errors import UsageError
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Sampling, Variant
 from kvchat.units import MISSING, count, figure, percent, size
@@ -79,7 +80,9 @@ def write(comparison: Comparison, path: Path) -> None:
     Raises:
         UsageError: the ending names no format, the file exists or cannot be written.
     """
-    export.write_new(path, FORMATS, comparison)
+    if path.suffix not in FORMATS:
+        raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(FORMATS)}.")
+    export.write_new(path, FORMATS[path.suffix](comparison))
 
 
 def _row(name: str, run: Run) -> tuple[str, ...]:

@@ -6,17 +6,15 @@ Markdown and HTML hold the path shown, JSON the whole tree.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvchat import files
 from kvchat.conversations.conversation import Conversation, Message, new_id
 from kvchat.errors import UsageError
-
-Content = TypeVar("Content")
 
 SPEAKERS = {"user": "You", "assistant": "Model"}
 PAGE = """<!doctype html>
@@ -101,24 +99,24 @@ def write(conversation: Conversation, path: Path) -> None:
     Raises:
         UsageError: the ending names no format, the file exists or cannot be written, or nothing has been said yet.
     """
-    if path.suffix in FORMATS and not conversation.path:
+    render = FORMATS.get(path.suffix)
+    if render is None:
+        raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(FORMATS)}.")
+    if not conversation.path:
         raise UsageError("There is nothing to export yet.", hint="Ask something first.")
-    write_new(path, FORMATS, conversation)
+    write_new(path, render(conversation))
 
 
-def write_new(path: Path, formats: Mapping[str, Callable[[Content], str]], content: Content) -> None:
-    """Write ``content`` to a new file, as the one of ``formats`` that its ending names renders it.
+def write_new(path: Path, text: str) -> None:
+    """Write ``text`` to a new file.
 
     Raises:
-        UsageError: the ending names no format, the file exists or cannot be written.
+        UsageError: it exists or cannot be written.
     """
-    render = formats.get(path.suffix)
-    if render is None:
-        raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(formats)}.")
     try:
         if path.exists():
             raise UsageError(f"{path} exists.", hint="Choose another name.")
-        files.write(path, render(content).encode("utf-8", "replace"))
+        files.write(path, text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.") from None
 

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvchat.protocol.figures import Count, Params, Run, Snapshot, Stats
+from kvchat.protocol.figures import Count, MemoryPlan, Params, Run, Snapshot, Stats
+from kvchat.protocol.replaying import Asked, Pace, Replayed
 
 MAX_VARIANTS = 8
-MAX_PACE = 64.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Load:
-    """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+    """Load a model in place of the one in use; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+
+    ``Stop`` gives it up. The model in use stays until the other is ready; where memory does not allow that it is
+    unloaded first, and after a failure loaded again. After a failure that is not fatal its ``Loaded`` comes.
 
     ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
     for; they override the settings: the budget in every mode, the others in that mode only.
@@ -56,6 +59,14 @@ class Load:
     quantize: str = "none"
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ask what ``load`` would take for ``context`` tokens (None: all the model reads); answered by ``Planned``."""
+
+    load: Load
+    context: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,15 +126,8 @@ class Compare:
 class HideNeedle:
     """Make a conversation of about ``tokens`` tokens that asks for a fact told early; ``NeedleHidden`` brings it."""
 
-    tokens: Annotated[int, Field(ge=64, lt=2**24)]
+    tokens: Annotated[int, Field(ge=1, lt=2**24)]
     seed: Count
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Play a recording so many times as fast as it was recorded; 0 pauses. Other engines do nothing."""
-
-    speed: Annotated[float, Field(ge=0, le=MAX_PACE)]
 
 
 @dataclass(frozen=True)
@@ -299,17 +303,12 @@ class Peeked:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Of a recording: this was asked, and what follows is the answer. The application sends it as its own question."""
+class Planned:
+    """What loading ``model`` would take; None with the reason in ``refusal``."""
 
-    text: str
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The recording, ``seconds`` long, is over."""
-
-    seconds: float
+    model: str
+    plan: MemoryPlan | None
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -323,8 +322,10 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek
+Command = Load | Plan | Chat | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
+ComparisonEvent = Comparing | Compared | NeedleHidden
+ReplayEvent = Asked | Replayed
 Event = (
     Loading
     | Loaded
@@ -332,12 +333,10 @@ Event = (
     | Switched
     | SwitchRefused
     | Rebuilt
-    | Comparing
-    | Compared
-    | NeedleHidden
-    | Asked
-    | Replayed
+    | ComparisonEvent
+    | ReplayEvent
     | Peeked
+    | Planned
     | Snapshot
     | Failed
 )

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from kvchat import files
 from kvchat.errors import UsageError
 from kvchat.protocol import wire
-from kvchat.protocol.messages import Asked, Chat, Command, Event
+from kvchat.protocol.messages import Chat, Command, Event
+from kvchat.protocol.replaying import Asked
 
 FORMAT, VERSION = "kvchat-recording", 1
 MAX_BYTES = 64 * 2**20  # unpacked: about an hour of answers

@@ -18,7 +18,6 @@ from kvchat.errors import KvchatError
 from kvchat.protocol import recording, wire
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
-    Asked,
     Chat,
     Command,
     Compare,
@@ -26,14 +25,13 @@ from kvchat.protocol.messages import (
     Failed,
     HideNeedle,
     Loaded,
-    Pace,
     Rebuild,
-    Replayed,
     Switch,
     Switched,
     SwitchRefused,
 )
 from kvchat.protocol.recording import Entry
+from kvchat.protocol.replaying import Asked, Pace, Replayed
 
 MAX_GAP_S = 2.0  # nobody wants to see another person think
 REFUSAL = ("This is a recording.", "There is no model behind it.", "`kvchat` alone starts a chat.")

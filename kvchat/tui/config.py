@@ -17,7 +17,8 @@ class AppConfig:
 
     ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
-    latest one. ``engine_command`` None starts the real engine.
+    latest one. ``model_folders`` are looked into for models. ``engine_command`` and ``download_command`` None start the
+    real ones. ``profile`` names the profiles in force.
     ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
     ``problems`` are shown once: settings that could not be used. ``resolved`` are all settings with their sources,
     ``config_file`` is where changed ones are saved; None saves none.
@@ -33,7 +34,10 @@ class AppConfig:
     history_file: Path | None = None
     database: Path | None = None
     resume: bool = False
+    model_folders: tuple[Path, ...] = ()
     engine_command: tuple[str, ...] | None = None
+    download_command: tuple[str, ...] | None = None
+    profile: str = ""
     recorder: Recorder | None = None
     replay: str = ""
     problems: tuple[str, ...] = ()

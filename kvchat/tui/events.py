@@ -9,7 +9,6 @@ from dataclasses import replace
 from kvchat.errors import EngineError, KvchatError, UsageError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
-    Asked,
     Compared,
     Comparing,
     Failed,
@@ -18,20 +17,22 @@ from kvchat.protocol.messages import (
     Loading,
     NeedleHidden,
     Peeked,
+    Planned,
     Prefilled,
     Preparing,
     Rebuilt,
     Recovered,
-    Replayed,
     Started,
     Switched,
     SwitchRefused,
     Text,
     Withdrawn,
 )
+from kvchat.protocol.replaying import Asked, Replayed
 from kvchat.tui.answers import Answers
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparisons import Comparisons
+from kvchat.tui.models import Models
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 from kvchat.units import count, figure, seconds
@@ -45,12 +46,14 @@ class EngineEvents:
         state: ChatState,
         answers: Answers,
         comparisons: Comparisons,
+        models: Models,
         view: ChatView,
         restart: Callable[[], Awaitable[None]],
     ) -> None:
         self.state = state
         self.answers = answers
         self.comparisons = comparisons
+        self.models = models
         self.view = view
         self._restart = restart
         self._may_restart = True
@@ -104,6 +107,8 @@ class EngineEvents:
                 await self.answers.ask(text)
             case Replayed(length):
                 self.view.toast(f"The recording is over: {seconds(length)}. /restart plays it again.", timeout=10)
+            case Planned():
+                self.models.show_plan(report)
             case Failed():
                 await self._failed(report)
             case Crashed():
@@ -121,9 +126,10 @@ class EngineEvents:
     async def _loaded(self, loaded: Loaded) -> None:
         self.state.info = loaded
         self.state.enter_mode(loaded.mode, loaded.params)
-        self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
-        for note in loaded.notes:
-            self.view.add_note(note)
+        if self.models.take():
+            self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
+            for note in loaded.notes:
+                self.view.add_note(note)
         await self.answers.ready()
 
     def _recovered(self, recovered: Recovered) -> None:
@@ -154,10 +160,11 @@ class EngineEvents:
         if self.state.phase.busy:
             await self.answers.abandon()
         self.comparisons.abandon(failed.title)
+        is_kept = self.models.give_up(failed.fatal)
         self._show_error(EngineError(failed.title, failed.detail, failed.hint))
         if failed.fatal or self.state.info is None:
             await self.answers.down()
-        else:
+        elif not is_kept:
             await self.answers.ready()
 
     async def _crashed(self, crashed: Crashed) -> None:

@@ -12,13 +12,10 @@ from support.streams import read_event
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import (
-    Asked,
     Chat,
     Compare,
     Failed,
     Finished,
-    Pace,
-    Replayed,
     Switch,
     Switched,
     SwitchRefused,
@@ -27,6 +24,7 @@ from kvchat.protocol.messages import (
     Variant,
 )
 from kvchat.protocol.recording import Entry
+from kvchat.protocol.replaying import Asked, Pace, Replayed
 from kvchat.replay.engine import Player
 
 CHAT = Chat((Turn("user", "hello"),))

@@ -11,7 +11,7 @@ from support.fake_view import FakeClient, FakeView
 from kvchat.cli.replay import ENGINE
 from kvchat.errors import UsageError
 from kvchat.paths import bundled_recording
-from kvchat.protocol.messages import MAX_PACE, Pace
+from kvchat.protocol.replaying import MAX_PACE, Pace
 from kvchat.tui.replay import SLOWEST, Replay
 
 

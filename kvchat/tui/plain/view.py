@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic
 
+from kvchat.catalog import models as catalog
 from kvchat.conversations import comparison
 from kvchat.conversations.comparison import COLUMNS, NOTHING, label
 from kvchat.conversations.conversation import Message
@@ -16,7 +18,7 @@ from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
 from kvchat.tui.view import Severity
-from kvchat.units import count
+from kvchat.units import count, size
 
 YOU, MODEL = "you: ", "model: "
 PATIENCE_S = 5.0  # a wait that takes longer is explained
@@ -115,17 +117,18 @@ class PlainView:
     """A ``ChatView`` of lines.
 
     ``echoes`` prints the questions: of a pipe nobody sees them otherwise. ``problems`` counts errors, ``switches``
-    switches and errors: what a switch ends with.
+    switches and errors: what a switch ends with. ``model_folders`` are looked into for models.
     """
 
     chosen: str | None = None
 
-    def __init__(self, lines: LineWriter, echoes: bool) -> None:
+    def __init__(self, lines: LineWriter, echoes: bool, model_folders: Sequence[Path] = ()) -> None:
         self.problems = 0
         self.switches = 0
         self.phase = Phase.DOWN
         self._lines = lines
         self._echoes = echoes
+        self._model_folders = model_folders
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Print messages; those printed before stay."""
@@ -189,6 +192,20 @@ class PlainView:
         """Print a comparison when it is over."""
         if shown.is_over:
             self._lines.line("\n".join(comparison_lines(shown)))
+
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        """Say how questions that were held back are sent."""
+        if waiting and is_held:
+            self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear forgets them.")
+
+    def accept_prompt(self) -> None:
+        """A line that was read is not given back."""
+
+    def show_models(self) -> None:
+        """Print the models on this machine."""
+        for model in catalog.find(self._model_folders):
+            self._lines.line(f"{model.name}   {size(model.weights.nbytes) if model.weights else model.problem}")
+        self._lines.line("/model NAME loads one; NAME may also be a path or a name on the hub.")
 
     def restore_prompt(self, text: str) -> bool:
         """Print a question that is given back, to be copied."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from rich.table import Table
 from rich.text import Text
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Static
 
 from kvchat.foreign_text import visible
+from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.needle_rows import FOUND, HEADINGS, MISSED, needle_rows, verdict
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
@@ -42,6 +43,14 @@ class NeedleScreen(CompareScreen):
         over = shown.is_over
         self.query_one("#verdict", Static).update(visible(verdict(shown) if over else shown.stage))
         self.query_one(Vertical).border_subtitle = "w writes it to files · Esc closes" if over else "Esc stops"
+
+
+def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> None:
+    """Show a comparison or a needle in the screen for it, which is opened once."""
+    if isinstance(app.screen, CompareScreen):
+        app.screen.show(shown)
+    else:
+        app.push_screen((CompareScreen if shown.fact is None else NeedleScreen)(comparisons, shown))
 
 
 def task(shown: RunningComparison) -> Content:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from rich.segment import Segment
+from textual.containers import VerticalScroll
 from textual.strip import Strip
 from textual.widget import Widget
 
 from kvchat.tui.visibility import Mark
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
-from kvchat.tui.widgets.transcript import Transcript
 
 SHADES = "░▒▓█"
 BLANK = " "
@@ -42,7 +42,7 @@ class Gutter(Widget):
     Gutter > .gutter--lost { color: $ribbon-lost; }
     """
 
-    def __init__(self, transcript: Transcript) -> None:
+    def __init__(self, transcript: VerticalScroll) -> None:
         super().__init__()
         self._transcript = transcript
         self._marks: Mapping[str, Mark] = {}
