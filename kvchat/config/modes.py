@@ -61,8 +61,11 @@ class ModeInfo:
 
 class FullParameters(ModeParameters):
     name: ClassVar[str] = "full"
-    title: ClassVar[str] = "everything resident, everything attended"
+    title: ClassVar[str] = "everything attended, whatever the device holds"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
+
+    resident: int | None = Field(None, ge=MIN_BUDGET)
+    """most recent tokens kept on a GPU; the rest is read over the link (auto: all, or what fits; none on a CPU)"""
 
 
 class BudgetParameters(ModeParameters):

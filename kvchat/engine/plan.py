@@ -25,7 +25,7 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
-from kvchat.kv.memory.pinned import in_system_pages
+from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
@@ -129,8 +129,7 @@ def memory_plan(
     if not 0 < tokens <= longest:
         raise UsageError(f"A context of {tokens:,} tokens is refused.", f"{model} was made for 1 to {longest:,}.")
     layers = len(attending_layers(shapes.config))
-    geometry = Geometry(layers, *shape, precision, headroom=GROWTH_HEADROOM[on.type])
-    pages = geometry.pages(geometry.grown(tokens + 1)) * geometry.token_bytes // layers * geometry.page
+    geometry = Geometry(layers, *shape, precision, headroom=GROWTH_HEADROOM[on.type], unified=on.type == "cpu")
     return MemoryPlan(
         model=model,
         architecture=model_class.__name__,
@@ -141,7 +140,7 @@ def memory_plan(
         modes={name: _mode_need(name, mode_params, geometry, longest, tokens) for name in modes.mode_names()},
         state=state.nbytes,
         workspace=_workspace(shapes, geometry, tokens, on),
-        host_pool=layers * in_system_pages(pages),
+        host_pool=layers * layer_bytes(geometry, geometry.grown(tokens + 1)),
         snapshots=SNAPSHOTS * state.nbytes,
         device_free=budget.free_bytes(on),
         host_free=available.host_free(),

@@ -52,6 +52,8 @@ class Ribbon:
             return TokenState.SINK
         if mode.window and position >= self._kv.total - mode.window:
             return TokenState.WINDOW
+        if position < report.on_host:
+            return TokenState.ON_HOST
         return TokenState.RESIDENT if share >= report.resident_share else report.absent
 
     def _recalled_cells(self, cell: int) -> set[int]:

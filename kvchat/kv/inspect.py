@@ -25,6 +25,8 @@ def attended(state: KVState, layer: int) -> Tensor:
             # Empty slots mark one column more, which is cut off.
             columns = torch.where(table >= 0, table, state.total)
             seen[heads] = seen[heads].scatter(1, columns, True)
+            if slots.layout.spills:
+                seen[heads, : max(0, state.total - slots.layout.window)] = True
     seen = seen[:, : state.total]
     if spec is not None and spec.window is not None:
         positions = torch.arange(state.total, device=state.device)

@@ -46,7 +46,7 @@ from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, everything, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
@@ -111,7 +111,7 @@ class Sync(Mode):
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if not self.split:
-            return Plan([Layout(0, layers, sink=0, window=capacity)])
+            return Plan([everything(self.geometry, 0, layers, capacity)])
         held_bytes = layers * self.clusters * self._width(self._most(capacity)) * torch.int64.itemsize
         return Plan([self._representatives(capacity), self._followers(capacity)], held_bytes)
 
