@@ -211,7 +211,7 @@ def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
 def in_pty(tmp_path: Path) -> Iterator[PtyRun]:
     """The application, ready, in a terminal whose bytes are ours."""
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
-    run.until("ready")
+    run.until(start_app.READY)
     yield run
     run.close()
 
