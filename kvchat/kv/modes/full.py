@@ -48,7 +48,8 @@ class Full(Mode):
         usable = free - staging_bytes(self.geometry, capacity, CHUNKS[0]) - PREFILL_WORKSPACE
         if self.plan(capacity).device_bytes(self.geometry) > usable:
             fitting = usable // Layout(0, self.geometry.layers, 0, self.geometry.page).nbytes(self.geometry)
-            self.resident = held or max(MIN_BUDGET, fitting * self.geometry.page)
+            fits = held or max(MIN_BUDGET, fitting * self.geometry.page)
+            self.resident = min(fits, self.resident or fits)  # a ring that has come round cannot grow
 
     @property
     def spills(self) -> bool:
