@@ -22,7 +22,7 @@ from kvchat import files, paths
 from kvchat.cli import bench, chats, config, options
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.modes import list_modes
-from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Quantize, System
+from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, PinSystem, Quantize, System
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
@@ -93,6 +93,7 @@ def chat(  # typer reads the options from the signature, the settings read them 
     budget: Budget = None,
     param: Param = None,
     system: System = None,
+    pin_system: PinSystem = None,
     theme: Annotated[str | None, typer.Option(help="name of a theme")] = None,
     resume: Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")] = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -125,6 +126,7 @@ def ask_command(
         typer.Option(metavar="N:MODE[,KEY=VALUE...]", help="switch after N generated tokens; repeatable"),
     ] = None,
     system: System = None,
+    pin_system: PinSystem = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="length of the answer at most")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token")] = None,
     top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest tokens; 0 for all")] = None,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvchat.config import sources
-from kvchat.config.modes import parse, registered
+from kvchat.config.modes import SHARED, parse, registered
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
 
@@ -33,6 +33,9 @@ Quantize = Annotated[str | None, typer.Option(help="none, int8, int4 (need kvcha
 Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`")]
 Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
 Param = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable")]
+PinSystem = Annotated[
+    bool | None, typer.Option("--pin-system/--no-pin-system", help="attend to all of the system prompt, in every mode")
+]
 System = Annotated[str | None, typer.Option(help="system prompt")]
 
 
@@ -42,7 +45,8 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     Raises:
         UsageError: a ``--param`` is not KEY=VALUE, or no mode has it.
     """
-    keys = {**KEYS, "budget": _keys_of("budget", params.get("budget"), params.get("mode"))}
+    shared = {name: _keys_of(name, params.get(name), params.get("mode")) for name in sorted(SHARED)}
+    keys = {**KEYS, **shared}
     given = {name: None if params.get(name) == [] else params.get(name) for name in keys}
     options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
     return sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})

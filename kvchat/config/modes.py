@@ -39,6 +39,8 @@ class ModeParameters(BaseModel):
 
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
+    pin_system: bool = False
+    """attend to the whole system prompt at every token, beyond the budget"""
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ class SyncParameters(BudgetParameters):
     """false keeps all K/V on the device and only masks it"""
 
 
-# This means the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
-SHARED = frozenset({"budget"})
+# These mean the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
+SHARED = frozenset({"budget", "pin_system"})
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,

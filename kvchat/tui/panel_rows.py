@@ -39,7 +39,8 @@ EXPLANATIONS = {
 
 def mode_rows(snapshot: Snapshot) -> Rows:
     """The mode's parameters in force; more than four share lines, so that the column fits 40 lines."""
-    rows = [(name, _value(value)) for name, value in snapshot.params.items()]
+    shown = {name: value for name, value in snapshot.params.items() if name != "pin_system" or value}
+    rows = [(name, _value(value)) for name, value in shown.items()]
     return [*((packed(rows) if len(rows) > 4 else rows) or [("parameters", "none")]), *price_rows(snapshot)]
 
 

@@ -73,6 +73,7 @@ class TokenState(Enum):
     ON_HOST = "on the host"
     FROZEN = "frozen"
     UNREACHABLE = "out of reach"
+    PINNED = "pinned"
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class Mode:
         limited_by_context: positions must stay within the model's context.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
         preamble: tokens of the system prompt.
+        pinned: of these, tokens that are attended whatever the mode keeps: all or none.
+        beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
     """
 
     name: ClassVar[str]
@@ -133,12 +136,19 @@ class Mode:
     window: int = 0
     limited_by_context: bool = True
     needs_calibration: bool = False
+    beyond_budget: int = 0
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         self.parameters = parameters
         self.geometry = geometry
         self.traits = traits
         self.preamble = preamble
+        self.pinned = preamble if parameters.pin_system else 0
+
+    def pin_to_sinks(self) -> None:
+        """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
+        self.beyond_budget = max(0, self.pinned - self.sink)
+        self.sink += self.beyond_budget
 
     def plan(self, capacity: int) -> Plan:
         """Return the slots and bytes wanted for at most ``capacity`` stored tokens."""

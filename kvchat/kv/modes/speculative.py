@@ -65,6 +65,7 @@ class Speculative(Mode):
                 "The speculative window is too small.", f"window = {self.window}, at least one page = {p} tokens."
             )
         self.k = (self.budget - self.sink - self.window) // p
+        self.pin_to_sinks()
         self.first = 1 if parameters.first_full else 0
         if geometry.layers == self.first:
             raise DoesNotFitError(
