@@ -21,7 +21,8 @@ from kvchat import units
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.reading import tokens_read
 from kvchat.bench.variant import enter
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Finished, Sampling, Turn

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Load, Turn
+from kvchat.protocol.messages import Keeping, Load, Turn
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 
@@ -212,6 +213,7 @@ def locate() -> None:
         "own profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
         "conversations": paths.database(),
+        "K/V of these": paths.saved_kv_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),
@@ -247,7 +249,7 @@ def _run_application(flags: SettingsSource, resume: bool) -> int:
 
     chosen = resolved.settings
     application = AppConfig(
-        load=_load(chosen),
+        load=replace(_load(chosen), keeping=_keeping(chosen)),
         sampling=chosen.sampling.sampling(),
         system=chosen.model.system or None,
         theme=chosen.ui.theme,
@@ -273,6 +275,12 @@ def _load(chosen: Settings) -> Load:
         fast=model.fast,
         link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
     )
+
+
+def _keeping(chosen: Settings) -> Keeping:
+    """K/V hold what the conversation says: on disk only where its text is."""
+    folder = str(paths.saved_kv_dir()) if chosen.ui.conversations else ""
+    return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), folder)
 
 
 def _mode_params(chosen: Settings) -> dict[str, Params]:

@@ -22,7 +22,20 @@ from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
-from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Event,
+    Failed,
+    Forget,
+    Load,
+    Loading,
+    Open,
+    Peek,
+    Rebuild,
+    Stop,
+    Switch,
+)
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 SNAPSHOT_S = 1 / 10
@@ -37,8 +50,14 @@ class Session(Protocol):
     @property
     def info(self) -> messages.Loaded: ...
     def answer(
-        self, turns: Sequence[messages.Turn], sampling: messages.Sampling, between: Callable[[int], None] | None = None
+        self,
+        turns: Sequence[messages.Turn],
+        sampling: messages.Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
     ) -> Iterator[Event]: ...
+    def open(self, conversation: str, turns: Sequence[messages.Turn]) -> Iterator[Event]: ...
+    def forget(self, conversation: str) -> None: ...
     def rebuild(self) -> Iterator[Event]: ...
     def cancel(self) -> None: ...
     def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
@@ -114,8 +133,12 @@ class Server:
             match command:
                 case Load():
                     self._load(command)
-                case Chat(turns, sampling):
-                    self._work(lambda session: session.answer(turns, sampling, self._between))
+                case Chat(turns, sampling, conversation):
+                    self._work(lambda session: session.answer(turns, sampling, self._between, conversation))
+                case Open(conversation, turns):
+                    self._work(lambda session: session.open(conversation, turns))
+                case Forget(conversation):
+                    self._loaded().forget(conversation)
                 case Rebuild():
                     self._work(lambda session: session.rebuild())
                 case Switch():

@@ -96,6 +96,11 @@ class HostPool:
         """Forget all but the first ``tokens``; memory is kept for what comes next."""
         self.total = min(self.total, tokens)
 
+    def settle(self) -> None:
+        """Wait until what steps wrote through has arrived in host memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # ---- views: of ``device`` where pinned, else of the CPU; ``gather`` and ``scatter`` take both
 
     @property
@@ -181,8 +186,7 @@ class HostPool:
         """Beyond the reservation: twice the address space, and a copy, a layer at a time."""
         size = self._affordable(least, wanted, beside=self._regions[0].committed)
         used = self.geometry.pages(self.total) * self._page_bytes
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what the last step wrote through is to be copied too
+        self.settle()
         for layer, region in enumerate(self._reserved(2 * size, size)):
             self._commit(region, size)
             region.bytes[:used] = self._regions[layer].bytes[:used]
