@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Chat, Open, Sampling, Turn
+from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
 CUT_OFF = "cut off"  # the ending of an answer whose engine ended before it
@@ -126,9 +126,9 @@ class Conversation:
         """The whole path as a command to answer its last question, or to go on with its last answer."""
         return Chat(self._whole(), sampling, self.id)
 
-    def opening(self) -> Open:
+    def to_resume(self) -> Resume:
         """The whole path as a command to go over to it."""
-        return Open(self.id, self._whole())
+        return Resume(self.id, self._whole())
 
     # ---- adding ----------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class Session(Released):
     """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
 
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
-    ``open``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
+    ``resume``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
     After ``close`` and in a forked process everything that works with the model raises UsageError.
     """
 
@@ -158,7 +158,7 @@ class Session(Released):
         On a GPU ``Preparing`` comes before the first steps of a mode. ``between`` is called between two tokens with the
         number generated so far; it may ``switch`` and ``cancel``. Only what is not stored yet is prefilled.
 
-        Where ``conversation`` is not the present one the events of ``open`` come first; afterwards its K/V are saved.
+        Where ``conversation`` is not the present one the events of ``resume`` come first; afterwards its K/V are saved.
 
         Raises:
             UsageError: an empty prompt or a setting out of range.
@@ -167,14 +167,14 @@ class Session(Released):
         self._ask()
         return self._keeper.kept(conversation, turns, self._loop.answer(turns, sampling, between or _nothing))
 
-    def open(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
 
         Raises:
             UsageError: the model's template refuses the turns.
         """
         self._ask()
-        yield from self._keeper.open(conversation, turns)
+        yield from self._keeper.resume(conversation, turns)
 
     def forget(self, conversation: str) -> None:
         """Keep nothing of a conversation that was deleted; its file is the caller's."""

@@ -30,9 +30,9 @@ from kvchat.protocol.messages import (
     Forget,
     Load,
     Loading,
-    Open,
     Peek,
     Rebuild,
+    Resume,
     Stop,
     Switch,
 )
@@ -56,7 +56,7 @@ class Session(Protocol):
         between: Callable[[int], None] | None = None,
         conversation: str = "",
     ) -> Iterator[Event]: ...
-    def open(self, conversation: str, turns: Sequence[messages.Turn]) -> Iterator[Event]: ...
+    def resume(self, conversation: str, turns: Sequence[messages.Turn]) -> Iterator[Event]: ...
     def forget(self, conversation: str) -> None: ...
     def rebuild(self) -> Iterator[Event]: ...
     def cancel(self) -> None: ...
@@ -135,8 +135,8 @@ class Server:
                     self._load(command)
                 case Chat(turns, sampling, conversation):
                     self._work(lambda session: session.answer(turns, sampling, self._between, conversation))
-                case Open(conversation, turns):
-                    self._work(lambda session: session.open(conversation, turns))
+                case Resume(conversation, turns):
+                    self._work(lambda session: session.resume(conversation, turns))
                 case Forget(conversation):
                     self._loaded().forget(conversation)
                 case Rebuild():

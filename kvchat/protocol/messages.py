@@ -79,7 +79,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Open:
+class Resume:
     """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept."""
 
     conversation: str
@@ -284,7 +284,7 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Open | Forget | Stop | Switch | Rebuild | Peek
+Command = Load | Chat | Resume | Forget | Stop | Switch | Rebuild | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 Event = (
     Loading | Loaded | Resumed | Noted | AnswerEvent | Switched | SwitchRefused | Rebuilt | Peeked | Snapshot | Failed

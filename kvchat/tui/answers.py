@@ -62,7 +62,7 @@ class Answers:
         """Let the engine take up what it keeps of the conversation, before the next question."""
         if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
             with suppress(UsageError):  # the next question tells, and does it all the same
-                self.client.send(self.state.conversation.opening())
+                self.client.send(self.state.conversation.to_resume())
 
     def stop(self) -> None:
         """Stop the answer; one that is only being asked for is stopped as soon as it is."""

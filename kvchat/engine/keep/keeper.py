@@ -94,7 +94,7 @@ class Keeper:
 
     def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Iterator[Event]:
         """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
-        yield from self.open(conversation, turns)
+        yield from self.resume(conversation, turns)
         yield from self._problem()
         try:
             yield from answer
@@ -103,7 +103,7 @@ class Keeper:
 
     # ---- going to a conversation
 
-    def open(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Make ``conversation`` the present one; ``Noted``*, and ``Resumed`` where some of it came back.
 
         Raises:

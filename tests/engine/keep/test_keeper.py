@@ -44,7 +44,7 @@ class Chat:
     def say(self, conversation: str, text: str) -> list:
         """Go to a conversation and read what is not stored of ``text``; the keeper's events."""
         turns = (Turn("user", text),)
-        events = list(self.keeper.open(conversation, turns))
+        events = list(self.keeper.resume(conversation, turns))
         self.keeper.interrupt()
         ids = self.loop.encoder.ids_of(self.loop.encoder.render(turns), self.stored)
         reused = min(common_prefix(self.stored.ids, ids), len(ids) - 1)
@@ -82,7 +82,7 @@ def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
     total = len(chat.stored.ids)
     assert chat.say("b", OTHER) == []
     assert chat.keeper.parked_bytes > 0
-    assert came_back(chat.keeper.open("a", (Turn("user", TALE),))) == (total, "memory")
+    assert came_back(chat.keeper.resume("a", (Turn("user", TALE),))) == (total, "memory")
     assert chat.stored.ids == [ord(c) for c in f"<{TALE}"]
     after = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
@@ -205,7 +205,7 @@ def test_what_was_said_in_a_deleted_conversation_is_kept_nowhere(tmp_path):
 def test_recurrent_models_are_left_out_and_say_so(tmp_path):
     chat = Chat(tmp_path, loaded("qwen3_5"))
     assert chat.keeper.notes == (RECURRENT,)
-    assert list(chat.keeper.open("a", ())) == []
+    assert list(chat.keeper.resume("a", ())) == []
     chat.keeper.save()
     assert not (tmp_path / "kv").exists()
 
@@ -237,7 +237,7 @@ def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
 
     later = Chat(tmp_path, chat.runner.model, row)
     later.loop.encoder.render = lambda turns: "".join(map(chr, ids))
-    assert came_back(later.keeper.open("a", ())) == (tokens, "disk")
+    assert came_back(later.keeper.resume("a", ())) == (tokens, "disk")
     assert later.stored.ids == ids
     if row in ("streaming", "speculative", "speculative-reuse"):
         with torch.inference_mode():
