@@ -249,11 +249,13 @@ class KVManager:
         read: Callable[[Sequence[Tensor], int], int],
         pinned: Sequence[int],
         specs: Sequence[AttentionSpec],
+        query: bytes = b"",
     ) -> int:
         """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
 
         ``read`` puts their pages into the host pool's layers ``[page, H, 2, p, d]`` and returns how many it has; those
-        at the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet.
+        at the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet;
+        ``query`` are the last token's queries in bytes, empty where they are not known.
 
         Raises:
             DoesNotFitError: there is no memory for them. Then, and after any error of ``read``, nothing is stored.
@@ -266,7 +268,7 @@ class KVManager:
             state.host.total = read(state.host.layers, tokens)
             state.pinned[torch.tensor(pinned, dtype=torch.int64, device=state.device)] = True
             state.specs = list(specs)
-            state.query.zero_()
+            state.query_bytes = query
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)

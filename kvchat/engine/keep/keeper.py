@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,13 +49,17 @@ class Parked:
 
 @dataclass
 class Source:
-    """Where the first ``tokens`` of a conversation can be taken from; ``where`` it is: memory or disk."""
+    """Where the first ``tokens`` of a conversation can be taken from; ``where`` it is: memory or disk.
+
+    ``query`` gives the queries of the last id of ``stored``.
+    """
 
     tokens: int
     stored: Stored
     pinned: list[int]
     where: str
     read: Read
+    query: Callable[[], bytes]
 
 
 class Keeper:
@@ -113,7 +118,7 @@ class Keeper:
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns), time.perf_counter()
-        present = self._source_of(self._loop.stored, [], text, "memory", lambda layers, tokens: 0)
+        present = self._source_of(self._loop.stored, [], text, "memory", lambda layers, tokens: 0, bytes)
         self._park()
         self._present = conversation
         sources: list[Source] = []
@@ -143,8 +148,9 @@ class Keeper:
         stored.truncate(source.tokens)
         self._loop.stored.truncate(0)
         try:
+            query = source.query() if source.tokens == len(source.stored.ids) else b""
             with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
-                there = self._kv.adopt(source.tokens, source.read, source.pinned, self._runner.model.probe.specs)
+                there = self._kv.adopt(source.tokens, source.read, source.pinned, self._runner.model.probe.specs, query)
         except (DoesNotFitError, OSError) as error:
             yield Noted(f"This conversation is read anew: {error}")
             return
@@ -159,7 +165,10 @@ class Keeper:
 
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, parked in self._parked.items():
-            source = self._source_of(parked.stored, parked.pinned, text, "memory", parked.pages.read)
+            pages = parked.pages
+            source = self._source_of(
+                parked.stored, parked.pinned, text, "memory", pages.read, partial(bytes, pages.query)
+            )
             yield source if name == conversation else _of_another(source)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
@@ -191,11 +200,14 @@ class Keeper:
     def _saved_source(self, path: Path, text: str) -> Source:
         file = self._file(path)
         rows = file.rows()
-        return self._source_of(row.stored_of(rows, text), row.pinned_positions(rows), text, "disk", file.read)
+        stored, pinned = row.stored_of(rows, text), row.pinned_positions(rows)
+        return self._source_of(stored, pinned, text, "disk", file.read, lambda: file.query(len(rows)))
 
-    def _source_of(self, stored: Stored, pinned: list[int], text: str, where: str, read: Read) -> Source:
+    def _source_of(
+        self, stored: Stored, pinned: list[int], text: str, where: str, read: Read, query: Callable[[], bytes]
+    ) -> Source:
         tokens = common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
-        return Source(tokens, stored, [at for at in pinned if at < tokens], where, read)
+        return Source(tokens, stored, [at for at in pinned if at < tokens], where, read, query)
 
     # ---- keeping
 
@@ -208,8 +220,9 @@ class Keeper:
         while self._parked and self.parked_bytes + needed > self._keeping.parked_bytes:
             del self._parked[next(iter(self._parked))]
         if needed <= available.usable(available.host_free()):
-            pinned: list[int] = self._kv.state.pinned[: pool.total].nonzero().flatten().tolist()
-            self._parked[self._present] = Parked(copy.deepcopy(stored), pinned, ParkedPages(pool))
+            self._parked[self._present] = Parked(
+                copy.deepcopy(stored), self._pinned(), ParkedPages(pool, self._kv.state.query_bytes)
+            )
 
     def save(self) -> None:
         """Begin to write what is new, of the present conversation and of parked ones."""
@@ -217,10 +230,9 @@ class Keeper:
             return
         self.interrupt()
         self._kv.state.host.settle()
-        jobs = [self._job(name, one.stored, one.pinned, one.pages.layers) for name, one in self._parked.items()]
+        jobs = [self._job(name, one.stored, one.pinned, one.pages) for name, one in self._parked.items()]
         if self._present:
-            pinned: list[int] = self._kv.state.pinned[: self._kv.total].nonzero().flatten().tolist()
-            jobs.insert(0, self._job(self._present, self._loop.stored, pinned, self._kv.state.host.layers))
+            jobs.insert(0, self._job(self._present, self._loop.stored, self._pinned(), None))
         self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
 
     def _problem(self) -> Iterator[Event]:
@@ -234,11 +246,18 @@ class Keeper:
     def _saves(self) -> bool:
         return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
 
-    def _job(self, conversation: str, stored: Stored, pinned: list[int], layers: Sequence[Tensor]) -> Job:
+    def _job(self, conversation: str, stored: Stored, pinned: list[int], pages: ParkedPages | None) -> Job:
+        """What of a conversation is not on disk: of a parked one, or of the present one."""
         page = self._kv.state.geometry.page
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))
-        return Job(file, stored, first, row.rows_of(stored, pinned, first * page), layers, stored.saved)
+        layers = pages.layers if pages else self._kv.state.host.layers
+        query = pages.query if pages else self._kv.state.query_bytes
+        return Job(file, stored, first, row.rows_of(stored, pinned, first * page), layers, stored.saved, query)
+
+    def _pinned(self) -> list[int]:
+        found: list[int] = self._kv.state.pinned[: self._kv.total].nonzero().flatten().tolist()
+        return found
 
     def _file(self, path: Path) -> PageFile:
         return PageFile(path, self._kv.state.geometry, self._identity)

@@ -17,6 +17,8 @@ from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError, PageFile,
 class Job:
     """The pages of ``layers`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
 
+    ``query`` is the last token's.
+
     ``saved`` counts the tokens of ``stored`` that are on disk, as far as the job has come.
     """
 
@@ -26,6 +28,7 @@ class Job:
     rows: Rows
     layers: Sequence[Tensor]
     saved: int = 0
+    query: bytes = b""
 
 
 class WriteBehind:
@@ -89,6 +92,7 @@ class WriteBehind:
                     return
                 blocks = b"".join(blocks_of(job.layers, page))
             rows = job.rows[start : start + self._page]
-            job.file.write(page, rows, blocks)
+            is_last = start + self._page >= len(job.rows)
+            job.file.write(page, rows, blocks, job.query if is_last else b"")
             job.saved = page * self._page + len(rows)
             self.problem = ""

@@ -4,6 +4,7 @@
 header     ``KVCHATKV``, length of the JSON as u32, the JSON (whose K/V these are), zeros up to ``HEADER_BYTES``
 record     one for each page, all of one size: link (16 bytes), tokens in it u32, CRC-32 of the blocks u32, ``page``
            rows of ``TOKEN``, and the page's block ``[H, 2, p, d]`` of every layer
+end        link (16 bytes) of the last record and the queries of the last token, which some modes choose pages by
 =========  ========================================================================================================
 
 Numbers are little-endian. A record's link is the BLAKE2b of the link before it (the first: of the header), its two
@@ -52,6 +53,7 @@ class PageFile:
         self.path = path
         self._page = geometry.page
         self._block_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+        self._query_bytes = geometry.layers * geometry.q_heads * geometry.d_k * geometry.dtype.itemsize
         self._head_bytes = LINK_BYTES + NUMBERS.size + self._page * TOKEN.itemsize
         self.record_bytes = self._head_bytes + geometry.layers * self._block_bytes
         self._identity = {
@@ -109,10 +111,26 @@ class PageFile:
                     return record * self._page
         return tokens
 
+    def query(self, tokens: int) -> bytes:
+        """The queries of the last of ``tokens``; empty where they are not there.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        record = -(-tokens // self._page)
+        with self.path.open("rb") as file:
+            file.seek(self._at(record - 1))
+            before = file.read(LINK_BYTES)
+            file.seek(self._at(record))
+            end = file.read(LINK_BYTES + self._query_bytes)
+        return end[LINK_BYTES:] if end[:LINK_BYTES] == _link(before, end[LINK_BYTES:]) else b""
+
     # ---- writing
 
-    def write(self, page: int, rows: Rows, blocks: bytes) -> None:
+    def write(self, page: int, rows: Rows, blocks: bytes, query: bytes = b"") -> None:
         """Write a page after those before it and cut off what follows; ``rows`` are those of the tokens in it.
+
+        With the last page comes the last token's ``query``.
 
         Raises:
             DamagedFileError: the pages before it are not there; OSError: the disk is full, for example.
@@ -130,7 +148,9 @@ class PageFile:
             body = NUMBERS.pack(len(rows), zlib.crc32(blocks)) + padded.tobytes()
             file.seek(self._at(page))
             try:
-                _write(file, _link(before, body) + body + blocks)
+                link = _link(before, body)
+                end = _link(link, query) + query if query else b""
+                _write(file, link + body + blocks + end)
             except OSError:
                 file.truncate(self._at(page))
                 raise

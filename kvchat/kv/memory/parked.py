@@ -11,9 +11,10 @@ from kvchat.kv.memory.host_pool import HostPool
 
 
 class ParkedPages:
-    """A copy of a host pool's pages, ``layers [page, H, 2, p, d]``; the pool may change."""
+    """A copy of a host pool's pages, ``layers [page, H, 2, p, d]``, and of the last token's ``query``."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, query: bytes) -> None:
+        self.query = query
         pages = pool.geometry.pages(pool.total)
         self._page = pool.geometry.page
         pool.settle()

@@ -217,8 +217,8 @@ def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("row", PARAMS)
 def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
-    """In streaming and speculative mode of one that entered its mode anew: what was dropped, and which slot a token
-    has (the order of a sum), is no part of what is kept.
+    """In streaming and speculative mode of one that entered its mode anew, as a switch does: what was dropped, and
+    which slot a token has (the order of a sum), is no part of what is kept.
     """
     names = ["llama", "gemma3", "gpt2", "deepseek_v3", "phi", "qwen3", "olmo2"]
     name = names[list(PARAMS).index(row)]
