@@ -9,7 +9,8 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.units import count, figure, size
+from kvchat.tui.state import describe_switch
+from kvchat.units import size
 
 SHOWN_CHARACTERS = 4000
 COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
@@ -95,18 +96,7 @@ class SwitchNote(Note):
             self.update(self._line(self._tokens / (now - self._begun)))
 
     def _line(self, after: float | None) -> str:
-        s = self.switched
-        name = s.mode if s.before == s.mode else f"{s.before} -> {s.mode}"
-        parts = [name, *(f"{key} {value}" for key, value in s.params.items() if key == "budget" and value)]
-        parts.append(f"{count(s.total)} tok")
-        speeds = [figure(speed) for speed in (self._before, after) if speed is not None]
-        if speeds:
-            parts.append(" -> ".join(speeds) + " tok/s")
-        if s.moved_bytes:
-            parts.append(f"moved {size(s.moved_bytes)}")
-        if s.reduced_tokens:
-            parts.append(f"{count(s.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
-        return f"── {' · '.join(parts)} ──"
+        return f"── {describe_switch(self.switched, self._before, after)} ──"
 
 
 class Problem(Static):
