@@ -13,7 +13,8 @@ from kvchat import files, paths
 from kvchat.cli.output import echo
 from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, schema, sources
-from kvchat.errors import UsageError
+from kvchat.config.sources import Resolved
+from kvchat.errors import UsageError, did_you_mean
 
 app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings.", no_args_is_help=True)
 
@@ -31,10 +32,11 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.")
-    if file and _is_profile(file):
+    source = sources.file_source(path)
+    if file and (profiles.is_profile(source) or _is_among_profiles(file)):
         profiles.read_file(file, None)
     else:
-        sources.resolve(sources.file_source(path))
+        _check_application(path, sources.resolve(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
     if not file:
         for profile in sorted(paths.user_profiles_dir().glob("*.toml")):
@@ -61,7 +63,24 @@ def print_schema() -> None:
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
 
 
-def _is_profile(file: Path) -> bool:
-    """Whether a file is a profile: by its folder or by the tables that only profiles have."""
-    tables = {key[0] for key in sources.file_source(file).values}
-    return file.resolve().parent == paths.user_profiles_dir().resolve() or not tables.isdisjoint(profiles.HEAD)
+def _check_application(path: Path, resolved: Resolved) -> None:
+    """Check what only the application knows: the names of themes and keys.
+
+    Raises:
+        UsageError: there is no such theme, action or key, or a key would do two things; with its line.
+    """
+    from kvchat.tui import actions, themes
+
+    wanted, origins = resolved.settings, resolved.origins
+    known, _ = themes.load_all((paths.user_themes_dir(),))
+    if wanted.ui.theme not in known:
+        where = origins["ui", "theme"]
+        raise UsageError(f'{where}: there is no theme "{wanted.ui.theme}".', did_you_mean(wanted.ui.theme, known))
+    try:
+        actions.check_keys(wanted.keys.given())
+    except UsageError as refused:
+        raise UsageError(f"{path.name}: [keys]: {refused}") from None
+
+
+def _is_among_profiles(file: Path) -> bool:
+    return file.resolve().parent == paths.user_profiles_dir().resolve()

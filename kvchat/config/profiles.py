@@ -177,6 +177,11 @@ def read_file(file: Path, gpu: Device | None) -> ProfileFile:
     return ProfileFile(name, file, profile, source, None if matched is None else tuple(matched))
 
 
+def is_profile(source: SettingsSource) -> bool:
+    """Whether a file has what only profiles have."""
+    return any(key[0] in HEAD for key in source.values)
+
+
 def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
     """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU."""
     if device == "cpu" or _torch_without_cuda():
