@@ -107,6 +107,9 @@ class ChatView(Protocol):
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
 
+    def show_models(self) -> None:
+        """Show the models on this machine, of which one can be chosen."""
+
     def restore_prompt(self, text: str) -> bool:
         """Give a question back to the prompt, unless another has been begun there; whether it was."""
 

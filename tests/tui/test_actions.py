@@ -19,6 +19,7 @@ from kvchat.tui.widgets.transcript import Welcome
 SLASH = (
     "stop mode next previous budget sink window set system regen continue edit undo branch rebuild new last open title"
     " fork delete restore export import stats copy code thinking theme panels restart help settings chats quit"
+    " model plan profile"
 )
 
 

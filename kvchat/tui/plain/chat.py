@@ -55,7 +55,7 @@ class PlainChat:
 
     def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
         self.keys: dict[str, str] = {}
-        self.view = PlainView(lines, echoes=not is_typed)
+        self.view = PlainView(lines, not is_typed, config.model_folders)
         self.chat = ChatController(config, client, self.view)
         self._config = config
         self._client = client

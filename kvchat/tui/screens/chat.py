@@ -27,6 +27,7 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.history import PromptHistory
 from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
@@ -132,9 +133,9 @@ class ChatScreen(Screen[None]):
         with self._refusals_as_toasts():
             await run(self.controller, "")
 
-    def action_stop(self) -> None:
-        """Stop the answer, or the editing of a question, and focus the prompt."""
-        self.controller.stop()
+    async def action_stop(self) -> None:
+        """Stop the answer, the loading of a model or the editing of a question, and focus the prompt."""
+        await self.controller.stop_work()
         self.controller.branches.stop_editing()
         self.query_one(Prompt).focus()
 
@@ -234,7 +235,7 @@ class ChatScreen(Screen[None]):
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
-        bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
+        bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
         bar.mode, bar.params = state.mode, state.params
         self.query_one(Prompt).border_title = "editing: Enter asks on a new branch, Esc ends it" if state.edited else ""
 
@@ -249,6 +250,9 @@ class ChatScreen(Screen[None]):
 
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
+
+    def show_models(self) -> None:
+        self.app.push_screen(ModelsScreen(self.controller))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)
