@@ -166,29 +166,50 @@ class ChatController:
         """Send a question, or queue it until the engine is ready; starts an engine that is down.
 
         Raises:
-            UsageError: another question is queued.
+            UsageError: the text takes the place of an answer, and the engine is busy.
         """
-        if self.answers.queued is not None:
-            raise UsageError(
-                "One question is already waiting.",
-                "It is sent as soon as the engine is ready.",
-                "Send this one afterwards, or stop the answer first.",
-            )
+        if self.state.edits_answer:
+            await self.branches.resume_edited(text)
+            return
         await self.branches.leave_edited()
         phase = self.state.phase
-        self.answers.queued = await self.view.add_question(text, queued=phase is not Phase.READY)
+        question = await self.view.add_question(text, queued=phase is not Phase.READY)
         # The phase may have changed while the question was mounted.
         if self.state.phase is Phase.READY:
-            await self.answers.ready()
-        elif phase is Phase.DOWN:
+            await self.answers.send(question)
+            return
+        self.answers.queue.add(question)
+        if phase is Phase.DOWN:
             await self.restart()
         elif self.state.phase is Phase.DOWN:
             await self.answers.down()
 
+    async def release_queue(self) -> None:
+        """Send the questions that are held."""
+        self.answers.queue.release()
+        if self.state.phase is Phase.READY:
+            await self.answers.ready()
+        elif self.state.phase is Phase.DOWN:
+            await self.restart()
+
+    async def take_back(self) -> None:
+        """Take the question queued last back into the prompt.
+
+        Raises:
+            UsageError: none waits, or another text is in the prompt.
+        """
+        if not self.answers.queue:
+            raise UsageError("No question is queued.", hint="What is asked during an answer waits for its end.")
+        if not self.view.restore_prompt(self.answers.queue.last):
+            raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
+        await self.answers.queue.take_back()
+
     def stop(self) -> None:
-        """Stop the answer in progress; its text is kept."""
+        """Stop the answer in progress, whose text is kept; queued questions are held."""
         if self.state.phase.busy:
             self.answers.stop()
+        else:
+            self.answers.queue.hold()
 
     async def stop_work(self) -> None:
         """Stop the answer in progress; else what is being loaded or downloaded."""

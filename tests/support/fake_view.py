@@ -117,6 +117,7 @@ class FakeView:
         self.are_models_shown = False
         self.chosen: str | None = None
         self.edited: str | None = None
+        self.queue: tuple[int, bool] = (0, False)
         self.while_mounting: Hook | None = None
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
@@ -153,6 +154,9 @@ class FakeView:
         if self.phases[-1:] != [state.phase]:
             self.phases.append(state.phase)
 
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        self.queue = (waiting, is_held)
+
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         self.snapshots.append(snapshot)
 
@@ -161,6 +165,9 @@ class FakeView:
 
     def show_models(self) -> None:
         self.are_models_shown = True
+
+    def accept_prompt(self) -> None:
+        self.prompt = ""
 
     def restore_prompt(self, text: str) -> bool:
         is_empty = not self.prompt

@@ -166,6 +166,14 @@ class PlainView:
     def show_page_text(self, start: int, text: str) -> None:
         """Only the ribbon asks for it."""
 
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        """Say how questions that were held back are sent."""
+        if waiting and is_held:
+            self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear forgets them.")
+
+    def accept_prompt(self) -> None:
+        """A line that was read is not given back."""
+
     def show_models(self) -> None:
         """Print the models on this machine."""
         for model in catalog.find(self._model_folders):

@@ -7,6 +7,7 @@ from collections import deque
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
+from textual.widgets import Static
 
 from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
@@ -137,3 +138,12 @@ class KeyHints(Widget):
                 break
             line += word
         return line
+
+
+class TooSmall(Static):
+    """Covers everything in a terminal that is too small."""
+
+    def on_resize(self) -> None:
+        """Say what the terminal lacks."""
+        size = self.app.size
+        self.update(f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it")
