@@ -122,6 +122,7 @@ RIBBON = {
     "H": "on the host",
     "F": "frozen",
     "X": "out of reach",
+    "P": "pinned",
 }
 MAX_RIBBON_CELLS = 1024
 

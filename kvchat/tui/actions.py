@@ -120,6 +120,8 @@ ACTIONS = (
            doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: list all values"),
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=commands.set_system,
            doc="change the system prompt; none removes it; alone: show it"),
+    Action(id="pin", command="pin", run=commands.pin_system,
+           doc="pin the system prompt: every mode attends to all of it, beyond the budget; again: unpin it"),
     Action(id="regenerate", keys="f5", command="regen", aliases=("retry", "again"),
            run=conversation_commands.regenerate,
            doc="answer the last question again; the answers so far stay as branches"),
