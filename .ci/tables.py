@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import units
+from kvchat.tui.actions import ACTIONS, describe_keys
 
 RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
@@ -47,6 +48,16 @@ def summary() -> str:
     ]
     heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
     return _table(heads, lines)
+
+
+def keys() -> str:
+    """The front README's table of keys: the actions that have one, with their commands."""
+    rows = [
+        [describe_keys(action, {}), f"`{action.line}`" if action.command else "", action.doc.replace("|", "\\|")]
+        for action in ACTIONS
+        if action.keys and action.scope != "ribbon"
+    ]
+    return _table(["key", "command", "what it does"], rows, others="---")
 
 
 def decode() -> str:
@@ -138,8 +149,8 @@ def _read(name: str) -> dict[str, Any]:
     return result
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    ruler = ["---", *["---:"] * (len(heads) - 1)]
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---:") -> str:
+    ruler = ["---", *[others] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
 
 
@@ -150,4 +161,4 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((claim(), summary(), decode(), passkey(), inside(), long_run(), perplexity())))
+    print("\n\n".join((claim(), summary(), keys(), decode(), passkey(), inside(), long_run(), perplexity())))

@@ -12,7 +12,8 @@ import typer
 from kvchat import files, paths
 from kvchat.cli.output import echo
 from kvchat.config import profiles, schema, sources
-from kvchat.errors import UsageError
+from kvchat.config.sources import Resolved
+from kvchat.errors import UsageError, did_you_mean
 
 app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings.", no_args_is_help=True)
 
@@ -25,11 +26,15 @@ def show() -> None:
 
 @app.command()
 def validate(file: Annotated[Path | None, typer.Argument(help="instead of the settings in force")] = None) -> None:
-    """Check the settings file; exit code 2 if it is wrong."""
+    """Check the settings file, or a profile; exit code 2 if it is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.")
-    sources.resolve(sources.file_source(path))
+    source = sources.file_source(path)
+    if profiles.is_profile(source):
+        sources.check(source, profiles.Profile)
+    else:
+        _check_application(path, sources.resolve(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
 
 
@@ -50,3 +55,22 @@ def init() -> None:
 def print_schema() -> None:
     """Print the JSON schema of the settings file."""
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
+
+
+def _check_application(path: Path, resolved: Resolved) -> None:
+    """Check what only the application knows: the names of themes and keys.
+
+    Raises:
+        UsageError: there is no such theme, action or key, or a key would do two things; with its line.
+    """
+    from kvchat.tui import actions, themes
+
+    wanted, origins = resolved.settings, resolved.origins
+    known, _ = themes.load_all((paths.user_themes_dir(),))
+    if wanted.ui.theme not in known:
+        where = origins["ui", "theme"]
+        raise UsageError(f'{where}: there is no theme "{wanted.ui.theme}".', did_you_mean(wanted.ui.theme, known))
+    try:
+        actions.check_keys(wanted.keys.given())
+    except UsageError as refused:
+        raise UsageError(f"{path.name}: [keys]: {refused}") from None

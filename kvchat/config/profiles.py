@@ -130,6 +130,11 @@ def find(device: str) -> Found:
     return Found(tuple(source for source, _ in chosen), measured[-1] if measured else Measured(), tuple(problems))
 
 
+def is_profile(source: SettingsSource) -> bool:
+    """Whether a file has what only profiles have."""
+    return any(key[0] in HEAD for key in source.values)
+
+
 def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
     """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU."""
     if device == "cpu" or _torch_without_cuda():

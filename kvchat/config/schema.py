@@ -120,6 +120,17 @@ class UiSettings(Section):
     """keep conversations on disk; without it they end with the application"""
 
 
+class KeySettings(Section):
+    """Keys by the id of their action; the actions belong to the application, which checks ids and keys."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[str, Field(min_length=1)]]
+
+    def given(self) -> dict[str, str]:
+        """The keys that were set."""
+        return dict(self.__pydantic_extra__)
+
+
 class Settings(Section):
     model: ModelSettings = ModelSettings()
     """the model and where it runs"""
@@ -129,3 +140,5 @@ class Settings(Section):
     """how the next token is drawn"""
     ui: UiSettings = UiSettings()
     """the application"""
+    keys: KeySettings = KeySettings()
+    """keys of the application, separated by commas, by the id of their action: `kvchat keys` lists them"""

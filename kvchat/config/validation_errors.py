@@ -20,6 +20,8 @@ def reason(model: type[BaseModel], details: ErrorDetails) -> str:
     if details["type"] == "value_error":
         return str(details["ctx"]["error"])
     field = field_at(model, details["loc"])
+    if field and len(details["loc"]) > 1 and _section(field).model_config.get("extra") == "allow":
+        return "it must be a text that is not empty"  # a name of the person's in an open section
     return f"it must be {expected(field)}" if field else "it must be a table"
 
 

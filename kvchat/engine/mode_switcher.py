@@ -97,11 +97,12 @@ class ModeSwitcher:
 
     def enter(self, chosen: ModeParameters) -> int:
         """Enter the mode of these parameters; the bytes moved to the device."""
-        mode = self.build(chosen)
-        if mode.limited_by_context:
-            self.check_context(self._kv.total)
-        with torch.inference_mode(), explained(self._kv, f"entering the {mode.name} mode"):
-            moved = self._kv.switch(mode)
+        with explained(self._kv, f"entering the {chosen.name} mode"):
+            mode = self.build(chosen)
+            if mode.limited_by_context:
+                self.check_context(self._kv.total)
+            with torch.inference_mode():
+                moved = self._kv.switch(mode)
         self.parameters = chosen
         return moved + self.calibrate()
 

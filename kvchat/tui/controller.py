@@ -266,6 +266,18 @@ class ChatController:
         self.state.later[name] = value
         self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} counts from the next mode that has one.")
 
+    def set_for_mode(self, mode: str, name: str, value: int | float | bool | str | None) -> None:
+        """Change a parameter of any mode, at once or when the mode is entered; None leaves the choice to kvchat.
+
+        Raises:
+            UsageError: the mode has no such parameter, or the value is out of range.
+        """
+        modes.parse(mode, {name: value})
+        if mode == self.state.mode and self.state.info is not None:
+            self.switch("", {name: value})
+        else:
+            self.state.awaiting.setdefault(mode, {})[name] = value
+
     def set_sampling(self, name: str, value: str) -> None:
         """Change a sampling parameter from the next answer on.
 

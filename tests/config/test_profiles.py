@@ -12,7 +12,7 @@ from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from typer.testing import CliRunner
 
 from kvchat import paths
-from kvchat.cli import main
+from kvchat.cli import chat, main
 from kvchat.config import profiles, sources
 from kvchat.config.profiles import Device, Measured, Profile
 from kvchat.errors import UsageError
@@ -237,7 +237,7 @@ def test_the_application_falls_back_and_says_so(nvml: Install, monkeypatch: pyte
     own("good.toml", "[match]\n[sampling]\nseed = 3\n")
     started = []
     monkeypatch.setattr(application, "run", lambda config: started.append(config) or 0)
-    monkeypatch.setattr(main, "_is_terminal", lambda stream: True)
+    monkeypatch.setattr(chat, "_is_terminal", lambda stream: True)
     monkeypatch.setenv("TERM", "xterm")
     assert CliRunner().invoke(main.app, []).exit_code == 0
     assert started[0].sampling.seed == 3
@@ -255,7 +255,7 @@ def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> Non
     assert file == paths.user_profiles_dir() / "rtx-4060-8gb.toml"
     assert profiles.find("auto").measured == measured
     assert profiles.find("cpu").measured == Measured()
-    assert main._load(resolved().settings).link_bytes_per_s == 11e9
+    assert chat.load_of(resolved().settings).link_bytes_per_s == 11e9
     nvml(Device("NVIDIA GeForce RTX 4060 Ti", 7.996, "8.9", 4, 8))
     assert profiles.find("auto").measured == Measured()
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import random
 from contextlib import suppress
+from itertools import permutations
 
 import pytest
 import torch
 from support.kv_steps import decode_step, forward, prefill
 from support.memory import tensors_of
+from support.memory_faults import EVERYWHERE, MemoryRunsOut
 from support.mode_rows import CORE, MIXED, ROWS
 from support.store_run import Run
 from support.toy_model import toy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import DoesNotFitError
@@ -143,41 +144,27 @@ def out_of_memory(*_args, **_kwargs):
     raise torch.OutOfMemoryError("no memory left")
 
 
-class MemoryRunsOut(TorchDispatchMode):
-    """torch's operation number ``at`` raises, or all from there on where memory stays ``short``."""
-
-    def __init__(self, at: int, short: bool) -> None:
-        super().__init__()
-        self.at, self.short, self.count = at, short, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count == self.at or (self.short and self.count > self.at):
-            out_of_memory()
-        return func(*args, **(kwargs or {}))
+SOME_SWITCHES = [
+    ("full", "speculative"),
+    ("streaming", "full"),
+    ("sync", "freeze"),
+    ("speculative", "sync"),
+    ("freeze", "streaming"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("full", "speculative"),
-        ("streaming", "full"),
-        ("sync", "freeze"),
-        ("speculative", "sync"),
-        ("freeze", "streaming"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if EVERYWHERE else SOME_SWITCHES)
 def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short):
     failed = 0
-    for at in range(1, 1000, 9):
+    for at in range(1, 1000, 1 if EVERYWHERE else 9):
         run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1])
         run.prefill(60)
         run.step(3)
         target = run.mode(ROWS[new][0], **ROWS[new][1])
         try:
-            with MemoryRunsOut(at, short):
+            with MemoryRunsOut(at, short=short):
                 run.kv.switch(target)
             break
         except torch.OutOfMemoryError:

@@ -17,8 +17,9 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.welcome import Welcome
 
 SLASH = (
-    "stop queue mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"
-    " fork delete restore export import stats copy code editor file thinking theme panels restart help chats quit"
+    "stop queue mode next previous budget sink window set system regen continue edit undo branch rebuild new last open"
+    " title fork delete restore export import stats copy code editor file thinking theme panels restart help settings"
+    " chats quit"
 )
 
 
@@ -96,22 +97,22 @@ def test_two_actions_can_trade_their_keys():
 
 
 async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
-    config = replace(config, keys={"mode.next": "f8", "help": "f2"})
+    config = replace(config, keys={"mode.next": "f8", "help": "f12"})
     async with running(config) as (app, pilot, until):
         assert "F8 changes" in str(app.chat.query_one(Welcome).content)
         hints = app.chat.query_one(KeyHints).render().plain
         assert " F8 mode " in hints
-        assert " F2 help" in hints
+        assert " F12 help" in hints
         assert "F6" not in hints
         await pilot.press("f6")
         await pilot.press("f8")
         await until(lambda: app.controller.state.mode == "freeze")
         docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
         assert docs["/next"].endswith("  F8")
-        await pilot.press("f2")
+        await pilot.press("f12")
         await until(lambda: isinstance(app.screen, HelpScreen) and app.screen.query(Static))
         assert ("F8", BY_ID["mode.next"].doc) in key_rows(app.keys)
-        await pilot.press("f2")
+        await pilot.press("f12")
         await until(lambda: app.screen is app.chat)
         app.rebind({})
         await until(lambda: " F6 mode " in app.chat.query_one(KeyHints).render().plain)

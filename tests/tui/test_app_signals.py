@@ -30,7 +30,7 @@ def is_alive(pid: int) -> bool:
 @pytest.fixture
 def application(tmp_path: Path):
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
-    run.until("ready")
+    run.until(start_app.READY)
     yield run
     run.close()
 

@@ -35,7 +35,7 @@ def test_text_survives_kill(tmp_path, victim, number):
     database = tmp_path / "chats.db"
     program = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"), width=100, height=30)
     try:
-        program.until("ready")
+        program.until(start_app.READY)
         program.type(b"slow\r")
         program.until("window moves")
         time.sleep(random.Random(number).uniform(0.5, 3.0))

@@ -16,6 +16,7 @@ from kvchat.engine.generate.recovery_signals import Trigger
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.guards import OneAtATime, Released
+from kvchat.engine.memory_errors import explained
 from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.kv.modes.recovery_levels import Level
@@ -73,7 +74,7 @@ class AnswerLoop(Released):
 
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
-        with self.one.work():
+        with self.one.work(), explained(self._kv, "answering"):
             yield from self._answer(turns, sampling, between)
 
     def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
@@ -210,7 +211,7 @@ class AnswerLoop(Released):
 
     def rebuild(self) -> Iterator[Event]:
         """``Session.rebuild``, after ``ask``."""
-        with self.one.work():
+        with self.one.work(), explained(self._kv, "reading again"):
             yield from self._rebuild()
 
     def _rebuild(self) -> Iterator[Event]:

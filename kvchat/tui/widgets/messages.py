@@ -10,7 +10,8 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.units import count, figure, size
+from kvchat.tui.state import describe_switch
+from kvchat.units import count, size
 
 SHOWN_CHARACTERS = 2000
 SHOWN_LINES = 12
@@ -46,7 +47,7 @@ class Question(Static):
             self.update(self._content())
 
     def _content(self) -> Content:
-        body = _shortened(visible(folded(self.text))).replace("\n", "\n  ")
+        body = visible(_shortened(folded(self.text))).replace("\n", "\n  ")
         return Content.assemble(
             f"❯ {body}{'  (queued)' if self.queued else ''}",
             (f"  {self._footer}" if self._footer else "", "dim not bold"),
@@ -58,7 +59,7 @@ def _shortened(text: str) -> str:
     shown = "\n".join(text[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
     if shown == text:
         return text
-    return f"{shown} … ({count(text.count(chr(10)) + 1)} lines, {size(len(text.encode()))})"
+    return f"{shown} … ({count(text.count(chr(10)) + 1)} lines, {size(len(text.encode('utf-8', 'replace')))})"
 
 
 class Note(Static):
@@ -106,18 +107,7 @@ class SwitchNote(Note):
             self.update(self._line(self._tokens / (now - self._begun)))
 
     def _line(self, after: float | None) -> str:
-        s = self.switched
-        name = s.mode if s.before == s.mode else f"{s.before} -> {s.mode}"
-        parts = [name, *(f"{key} {value}" for key, value in s.params.items() if key == "budget" and value)]
-        parts.append(f"{count(s.total)} tok")
-        speeds = [figure(speed) for speed in (self._before, after) if speed is not None]
-        if speeds:
-            parts.append(" -> ".join(speeds) + " tok/s")
-        if s.moved_bytes:
-            parts.append(f"moved {size(s.moved_bytes)}")
-        if s.reduced_tokens:
-            parts.append(f"{count(s.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
-        return f"── {' · '.join(parts)} ──"
+        return f"── {describe_switch(self.switched, self._before, after)} ──"
 
 
 class Problem(Static):

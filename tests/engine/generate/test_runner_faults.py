@@ -6,39 +6,23 @@ KVCHAT_TEST_FAULTS=all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from itertools import cycle, product
 
 import pytest
 import torch
+from support.memory_faults import EVERYWHERE, MemoryRunsOut
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, runner_of, token_ids
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import check_integrity
 
-ALL = os.environ.get("KVCHAT_TEST_FAULTS") == "all"
 PLACES = 4
 ARCHITECTURES = ("llama", "gemma2", "deepseek_v3")
-ROWS = list(product(ARCHITECTURES, PARAMS) if ALL else zip(cycle(ARCHITECTURES), PARAMS, strict=False))
+ROWS = list(product(ARCHITECTURES, PARAMS) if EVERYWHERE else zip(cycle(ARCHITECTURES), PARAMS, strict=False))
 TOKENS, KEPT, NEW = 90, 50, token_ids(24, seed=3)
-
-
-class Failing(TorchDispatchMode):
-    """Every operation is counted; those numbered ``places`` find no memory."""
-
-    def __init__(self, *places: int) -> None:
-        super().__init__()
-        self.places, self.count = places, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count in self.places:
-            raise torch.OutOfMemoryError(f"injected at {self.count}")
-        return func(*args, **(kwargs or {}))
 
 
 def grown(runner: ModelRunner) -> None:
@@ -82,15 +66,15 @@ def test_nothing_is_lost_wherever_memory_runs_out(architecture: str, row: str, o
     model = tiny(architecture)
     clean = fresh(model, row, operation)
     run = OPERATIONS[operation]
-    with Failing() as counting:
+    with MemoryRunsOut() as counting:
         run(clean)
     logits = clean.step(9)
-    step = 1 if ALL else max(1, counting.count // PLACES)
+    step = 1 if EVERYWHERE else max(1, counting.count // PLACES)
     for place in range(1, counting.count + 1, step):
         for places in ((place,), (place, place + 1)):
             runner = fresh(model, row, operation)
             before, held = runner.kv.total, dense(runner, runner.kv.total)
-            with pytest.raises(DoesNotFitError), Failing(*places):
+            with pytest.raises(DoesNotFitError), MemoryRunsOut(*places):
                 run(runner)
             total = runner.kv.total
             assert total >= (KEPT if operation == "truncate" else before), places

@@ -1,0 +1,25 @@
+"""The entry point before the command line is there."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from kvchat.__main__ import main
+
+
+class InterruptsImport:
+    """Ctrl+C arrives while the command line is being imported."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "kvchat.cli.main":
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_importing_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvchat.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [InterruptsImport(), *sys.meta_path])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
