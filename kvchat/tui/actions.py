@@ -9,7 +9,7 @@ from typing import Literal
 from textual.binding import Binding, BindingType
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui import arguments, commands, conversation_commands, words
+from kvchat.tui import arguments, commands, conversation_commands, model_commands, words
 from kvchat.tui.arguments import Values
 from kvchat.tui.commands import Handler
 from kvchat.tui.keys import describe_key, is_key, types_text
@@ -120,6 +120,8 @@ ACTIONS = (
            doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: list all values"),
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=commands.set_system,
            doc="change the system prompt; none removes it; alone: show it"),
+    Action(id="pin", command="pin", run=commands.pin_system,
+           doc="pin the system prompt: every mode attends to all of it, beyond the budget; again: unpin it"),
     Action(id="regenerate", keys="f5", command="regen", aliases=("retry", "again"),
            run=conversation_commands.regenerate,
            doc="answer the last question again; the answers so far stay as branches"),
@@ -131,6 +133,13 @@ ACTIONS = (
            doc="take back the last question; it stays as a branch"),
     Action(id="branch", command="branch", run=conversation_commands.next_branch,
            doc="show the next branch of the last message that has some"),
+    Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=model_commands.choose,
+           hint="model",
+           doc="load another model, which reads the conversation; alone: the models on this machine"),
+    Action(id="plan", command="plan", usage="NAME context=N", run=model_commands.plan,
+           doc="what a model takes in memory and what fits; alone: the one in use, with what was measured"),
+    Action(id="profile", command="profile", run=model_commands.show_profile,
+           doc="the profiles for this GPU that are in force"),
     Action(id="rebuild", command="rebuild", run=commands.rebuild,
            doc="recompute exactly what was computed with less context"),
     Action(id="new", keys="ctrl+n", command="new", aliases=("clear", "reset"), run=conversation_commands.new,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import replace
 
 from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation
@@ -19,6 +18,7 @@ from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient, Report
 from kvchat.tui.config import AppConfig
 from kvchat.tui.events import EngineEvents
+from kvchat.tui.models import Models
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 
@@ -30,14 +30,14 @@ class ChatController:
     """Owns the state, the engine's client and the conversations on disk; ``view`` shows what changes."""
 
     def __init__(self, config: AppConfig, client: EngineClient, view: ChatView) -> None:
-        self.load = config.load
         self.client = client
         self.view = view
         self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
         self.archive = Archive(config.database, view)
         self.answers = Answers(self.state, client, view, self._save)
         self.branches = Branches(self.state, self.answers, view)
-        self._events = EngineEvents(self.state, self.answers, view, self.restart)
+        self.models = Models(config, self.state, client, view, self.restart)
+        self._events = EngineEvents(self.state, self.answers, self.models, view, self.restart)
         self._system = config.system
         self._deleted: list[str] = []
         self._is_log_problem_shown = False
@@ -86,6 +86,7 @@ class ChatController:
 
     async def close(self) -> None:
         """Save the conversation a last time; nothing is saved afterwards."""
+        self.models.stop_download()
         self.answers.checkpoint()
         await self._save()
         await self.archive.close()
@@ -210,6 +211,13 @@ class ChatController:
         else:
             self.answers.queue.hold()
 
+    async def stop_work(self) -> None:
+        """Stop the answer in progress; else what is being loaded or downloaded."""
+        if self.state.phase.busy:
+            self.stop()
+        else:
+            await self.models.stop()
+
     def rebuild(self) -> None:
         """Recompute exactly what was computed with less context.
 
@@ -308,7 +316,7 @@ class ChatController:
             self._is_log_problem_shown = True
             text = f"{self.client.log_problem} The engine's messages are dropped."
             self.view.toast(text, title="Log", severity="warning", timeout=10)
-        self._send(replace(self.load, mode=self.state.mode, given=self.state.given))
+        self.models.load_in_use()
 
     async def _exchange(self, conversation: Conversation) -> None:
         """Stop the answer, save the conversation and show another."""

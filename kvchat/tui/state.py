@@ -37,6 +37,7 @@ class Phase(Enum):
 @dataclass
 class ChatState:
     """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
+    ``download`` tells how far a download is, empty without one.
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
     answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a mode by its name.
@@ -56,6 +57,7 @@ class ChatState:
     first_mode: str = ""
     phase: Phase = Phase.LOADING
     stage: str = ""
+    download: str = ""
     edited: str | None = None
     is_stored: bool = False
     info: Loaded | None = None

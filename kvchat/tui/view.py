@@ -110,6 +110,9 @@ class ChatView(Protocol):
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
 
+    def show_models(self) -> None:
+        """Show the models on this machine, of which one can be chosen."""
+
     def accept_prompt(self) -> None:
         """Remember what was sent from the prompt: it is not given back."""
 

@@ -114,6 +114,7 @@ class FakeView:
         self.page_texts: list[tuple[int, str]] = []
         self.prompt = self.clipboard = ""
         self.shown: list[tuple[list[str], list[str], str | None]] = []
+        self.are_models_shown = False
         self.chosen: str | None = None
         self.edited: str | None = None
         self.queue: tuple[int, bool] = (0, False)
@@ -161,6 +162,9 @@ class FakeView:
 
     def show_page_text(self, start: int, text: str) -> None:
         self.page_texts.append((start, text))
+
+    def show_models(self) -> None:
+        self.are_models_shown = True
 
     def accept_prompt(self) -> None:
         self.prompt = ""

@@ -20,7 +20,7 @@ DONE = Finished("eos", "hi", Stats(generated_tokens=1))
 
 async def test_starting_loads_the_model(chat):
     await chat.controller.start()
-    assert chat.client.sent == [chat.controller.load]
+    assert chat.client.sent == [chat.controller.models.in_use]
     assert chat.phase is Phase.LOADING
     await chat.load()
     assert chat.phase is Phase.READY

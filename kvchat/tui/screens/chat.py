@@ -29,6 +29,7 @@ from kvchat.tui.controller import ChatController
 from kvchat.tui.history import PromptHistory
 from kvchat.tui.mentions import Part
 from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
@@ -92,7 +93,7 @@ class ChatScreen(Screen[None]):
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Run a command, or ask a question."""
         text = message.text
-        if self.query(Welcome) and (asked := example(text, self.controller.load.model)):
+        if self.query(Welcome) and (asked := example(text, self.controller.models.in_use.model)):
             await self.controller.ask(asked)
         elif not text.strip() and self.controller.answers.queue.is_held:
             await self.controller.release_queue()
@@ -138,9 +139,9 @@ class ChatScreen(Screen[None]):
         with self._refusals_as_toasts():
             await run(self.controller, "")
 
-    def action_stop(self) -> None:
-        """Stop the answer, or the editing of a question, and focus the prompt."""
-        self.controller.stop()
+    async def action_stop(self) -> None:
+        """Stop the answer, the loading of a model or the editing of a question, and focus the prompt."""
+        await self.controller.stop_work()
         self.controller.branches.stop_editing()
         self.query_one(Prompt).focus()
 
@@ -242,7 +243,7 @@ class ChatScreen(Screen[None]):
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
-        bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
+        bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
         bar.mode, bar.params = state.mode, state.params
         self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
 
@@ -260,6 +261,9 @@ class ChatScreen(Screen[None]):
 
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
+
+    def show_models(self) -> None:
+        self.app.push_screen(ModelsScreen(self.controller))
 
     def accept_prompt(self) -> None:
         try:
@@ -288,7 +292,7 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._transcript.add(widget), group="messages")
 
     def _welcome(self) -> Welcome:
-        return Welcome(self.controller.load.model, self._key)
+        return Welcome(self.controller.models.in_use.model, self._key)
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(self.controller.state, self._themes, self.app.theme)

@@ -45,6 +45,7 @@ class ModeBar(Widget):
 
     phase: reactive[Phase] = reactive(Phase.LOADING)
     stage: reactive[str] = reactive("")
+    download: reactive[str] = reactive("")
     info: reactive[Loaded | None] = reactive(None)
     mode: reactive[str] = reactive("")
     params: reactive[Params] = reactive(dict)
@@ -68,7 +69,8 @@ class ModeBar(Widget):
     def _state(self, wide: bool) -> Content:
         dot, style, word = DOTS[self.phase]
         text = self.stage if self.phase is Phase.LOADING and self.stage else word
-        return Content.assemble("  ", (dot, f"bold {style}"), f" {text} " if wide else " ")
+        download = (f"  ↓ {self.download}" if wide else "  ↓", "$accent") if self.download else ""
+        return Content.assemble(download, "  ", (dot, f"bold {style}"), f" {text} " if wide else " ")
 
 
 class StatusBar(Widget):
