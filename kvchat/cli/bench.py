@@ -6,6 +6,7 @@ on from there. Imports no torch: every command imports what it runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,8 @@ from kvchat.cli.bench_output import Run
 from kvchat.cli.output import echo, report
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
+
+BUDGET = 512  # of modes that are not named either
 
 Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
@@ -59,10 +62,12 @@ def agreement_command(
     plot: Plot = None,
 ) -> None:
     """KL divergence from full attention, top-1 agreement and attention mass covered, token by token."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import agreement
 
-    variants = with_budgets(mode or agreement.STANDARD, budget or ())
-    settings = agreement.Settings(variants, context, tokens, passages, _named(text))
+    settings = agreement.Settings(
+        variants or _standard(agreement.STANDARD, budget), context, tokens, passages, _named(text)
+    )
     run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     run.done(agreement.run(settings, run.choice, run.frame))
 
@@ -88,11 +93,12 @@ def recall_command(
     plot: Plot = None,
 ) -> None:
     """Facts found in long texts: tasks by lengths, depths, modes and budgets."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import recall
 
-    standard = recall.Settings()
+    standard = recall.Settings(())
     settings = recall.Settings(
-        with_budgets(mode or recall.STANDARD, budget or ()),
+        variants or _standard(recall.STANDARD, budget),
         tuple(task or standard.tasks),
         tuple(length or standard.lengths),
         tuple(depth or standard.depths),
@@ -119,9 +125,10 @@ def turns_command(
     out: Out = None,
 ) -> None:
     """Ten questions over one text, scored by turn."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import turns
 
-    settings = turns.Settings(with_budgets(mode or turns.STANDARD, budget or ()), cases, tokens, seed)
+    settings = turns.Settings(variants or _standard(turns.STANDARD, budget), cases, tokens, seed)
     run = Run("turns", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(turns.run(settings, run.choice, run.frame))
 
@@ -142,9 +149,10 @@ def switches_command(
     out: Out = None,
 ) -> None:
     """Told in one mode, asked in another, all pairs."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import turns
 
-    settings = turns.SwitchSettings(with_budgets(mode or turns.STANDARD, budget or ()), cases, tokens, seed, inside)
+    settings = turns.SwitchSettings(variants or _standard(turns.STANDARD, budget), cases, tokens, seed, inside)
     run = Run("switches", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(turns.switches(settings, run.choice, run.frame))
 
@@ -373,6 +381,11 @@ def compare_command(
 def _numbered(file: Path, count: int) -> list[Path]:
     """One file for each of several pictures: ``a.png``, ``a-2.png``."""
     return [file, *(file.with_stem(f"{file.stem}-{number}") for number in range(2, count + 1))]
+
+
+def _standard(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:
+    """The modes that are measured where none is named."""
+    return with_budgets(modes, budgets or (BUDGET,))
 
 
 def _names(baselines: str | None) -> tuple[str, ...] | None:
