@@ -12,37 +12,32 @@ from typing import Annotated
 
 import typer
 
-from kvchat.bench import plot as plots
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
+from kvchat.cli import bench_report
+from kvchat.cli.bench_options import (
+    Budget,
+    Budgets,
+    Cases,
+    Device,
+    Dtype,
+    Json,
+    Mode,
+    Model,
+    Out,
+    Plot,
+    Quantize,
+    Seed,
+    Shape,
+    Texts,
+    Variants,
+)
 from kvchat.cli.bench_output import Run
-from kvchat.cli.output import echo, report
+from kvchat.cli.output import report
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
 
 BUDGET = 512  # of modes that are not named either
-
-Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
-Quantize = Annotated[str, typer.Option(help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])")]
-Shape = Annotated[
-    str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
-]
-Variants = Annotated[list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")]
-Mode = Annotated[str, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="the KV mode")]
-Budget = Annotated[int, typer.Option(help="tokens per KV head")]
-Budgets = Annotated[
-    list[int] | None, typer.Option(help="tokens per KV head, for modes that name no budget; repeatable")
-]
-Texts = Annotated[list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")]
-Seed = Annotated[int, typer.Option(help="the same seed gives the same cases")]
-Cases = Annotated[int, typer.Option(min=1, help="conversations")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs kvchat[plot])")]
-Out = Annotated[
-    Path | None, typer.Option(help="keep the rows in this file, as JSON; one that is there is gone on with")
-]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
 
 
 @app.command("agreement")
@@ -346,41 +341,8 @@ def paper_command(
     run.done(study.run(settings, run.choice, run.frame, part or ()))
 
 
-@app.command("report")
-def report_command(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="files that --out wrote")],
-    latex: Annotated[bool, typer.Option("--latex", help="LaTeX instead of Markdown")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="draw the result to .svg or .png (needs kvchat[plot])")
-    ] = None,
-) -> None:
-    """The tables of results, and with --plot their pictures; refuses to mix environments or models."""
-    from kvchat.bench import report as reports
-
-    if plot:
-        plots.check(plot)
-    read = reports.read(results)
-    echo(reports.rendered(read, latex))
-    if plot:
-        for result, file in zip(read, _numbered(plot, len(read)), strict=True):
-            plots.draw(result, file)
-            report(str(file))
-
-
-@app.command("compare")
-def compare_command(
-    before: Annotated[Path, typer.Argument(metavar="A.json")],
-    after: Annotated[Path, typer.Argument(metavar="B.json")],
-) -> None:
-    """What changed from one result to another of the same experiment, and why they may differ."""
-    from kvchat.bench import report as reports
-
-    echo(reports.compared(before, after).markdown())
-
-
-def _numbered(file: Path, count: int) -> list[Path]:
-    """One file for each of several pictures: ``a.png``, ``a-2.png``."""
-    return [file, *(file.with_stem(f"{file.stem}-{number}") for number in range(2, count + 1))]
+app.command("report")(bench_report.report_results)
+app.command("compare")(bench_report.compare_results)
 
 
 def _standard(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:
