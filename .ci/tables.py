@@ -13,6 +13,7 @@ from kvchat import units
 from kvchat.bench.frame import load
 from kvchat.bench.identity import outdated
 from kvchat.bench.report import rendered
+from kvchat.tui.actions import ACTIONS, describe_keys
 
 RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
@@ -50,6 +51,16 @@ def summary() -> str:
     ]
     heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
     return "\n\n".join(filter(None, (_table(heads, lines), _age(passkeys) or _age(times))))
+
+
+def keys() -> str:
+    """The front README's table of keys: the actions that have one, with their commands."""
+    rows = [
+        [describe_keys(action, {}), f"`{action.line}`" if action.command else "", action.doc.replace("|", "\\|")]
+        for action in ACTIONS
+        if action.keys and action.scope != "ribbon"
+    ]
+    return _table(["key", "command", "what it does"], rows, others="---")
 
 
 def decode() -> str:
@@ -158,8 +169,8 @@ def _age(result: dict[str, Any]) -> str:
     return "*Measured before the code changed; to be measured again.*" if outdated(result) else ""
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    ruler = ["---", *["---:"] * (len(heads) - 1)]
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---:") -> str:
+    ruler = ["---", *[others] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
 
 
@@ -170,4 +181,4 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((claim(), summary(), decode(), passkey(), inside(), long_run(), perplexity())))
+    print("\n\n".join((claim(), summary(), keys(), decode(), passkey(), inside(), long_run(), perplexity())))

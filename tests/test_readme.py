@@ -56,6 +56,10 @@ def test_the_front_has_the_first_sentence_and_the_summary_of_the_results():
     assert made().summary() in TEXTS[FRONT]
 
 
+def test_the_front_has_the_keys_of_the_action_table():
+    assert made().keys() in TEXTS[FRONT], "print it: python .ci/tables.py"
+
+
 def test_the_test_command_is_the_one_that_continuous_integration_runs():
     command = re.search(r"&& \.venv/bin/python (-m pytest[^\n]*)", TEXTS[FRONT]).group(1)
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
