@@ -6,8 +6,6 @@ on from there. Imports no torch: every command imports what it runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,13 +29,14 @@ from kvchat.cli.bench_options import (
     Shape,
     Texts,
     Variants,
+    baseline_names,
+    file_names,
+    standard_variants,
 )
 from kvchat.cli.bench_output import Run
 from kvchat.cli.output import report
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
-
-BUDGET = 512  # of modes that are not named either
 
 
 @app.command("agreement")
@@ -61,7 +60,7 @@ def agreement_command(
     from kvchat.bench import agreement
 
     settings = agreement.Settings(
-        variants or _standard(agreement.STANDARD, budget), context, tokens, passages, _named(text)
+        variants or standard_variants(agreement.STANDARD, budget), context, tokens, passages, file_names(text)
     )
     run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     run.done(agreement.run(settings, run.choice, run.frame))
@@ -93,7 +92,7 @@ def recall_command(
 
     standard = recall.Settings(())
     settings = recall.Settings(
-        variants or _standard(recall.STANDARD, budget),
+        variants or standard_variants(recall.STANDARD, budget),
         tuple(task or standard.tasks),
         tuple(length or standard.lengths),
         tuple(depth or standard.depths),
@@ -123,7 +122,7 @@ def turns_command(
     variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import turns
 
-    settings = turns.Settings(variants or _standard(turns.STANDARD, budget), cases, tokens, seed)
+    settings = turns.Settings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed)
     run = Run("turns", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(turns.run(settings, run.choice, run.frame))
 
@@ -147,7 +146,7 @@ def switches_command(
     variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import turns
 
-    settings = turns.SwitchSettings(variants or _standard(turns.STANDARD, budget), cases, tokens, seed, inside)
+    settings = turns.SwitchSettings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed, inside)
     run = Run("switches", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(turns.switches(settings, run.choice, run.frame))
 
@@ -190,7 +189,7 @@ def perplexity_command(
     """Perplexity of book text, tokens read and time, mode against full."""
     from kvchat.bench import perplexity
 
-    settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, _named(text))
+    settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, file_names(text))
     run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(perplexity.run(settings, run.choice, run.frame))
 
@@ -237,7 +236,7 @@ def decode_command(
         change_rates=tuple(change_rate or standard.change_rates),
         steps=steps,
         rounds=rounds,
-        baselines=_names(baselines),
+        baselines=baseline_names(baselines),
         prefill=prefill,
     )
     run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
@@ -343,17 +342,3 @@ def paper_command(
 
 app.command("report")(bench_report.report_results)
 app.command("compare")(bench_report.compare_results)
-
-
-def _standard(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:
-    """The modes that are measured where none is named."""
-    return with_budgets(modes, budgets or (BUDGET,))
-
-
-def _names(baselines: str | None) -> tuple[str, ...] | None:
-    """The baselines named, by commas; None where nothing was said."""
-    return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
-
-
-def _named(texts: list[Path] | None) -> tuple[str, ...]:
-    return tuple(str(path) for path in texts or ())

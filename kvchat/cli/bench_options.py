@@ -1,11 +1,16 @@
-"""The options of ``kvchat bench``: one type for each that several commands have."""
+"""The options of ``kvchat bench``: one type for each that several commands have, and what they mean."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvchat.bench.variant import with_budgets
+
+BUDGET = 512  # of modes where neither they nor it are named
 
 Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
@@ -28,3 +33,18 @@ Out = Annotated[
     Path | None, typer.Option(help="keep the rows in this file, as JSON; one that is there is gone on with")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
+
+
+def standard_variants(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:
+    """The modes that are measured where none is named."""
+    return with_budgets(modes, budgets or (BUDGET,))
+
+
+def baseline_names(baselines: str | None) -> tuple[str, ...] | None:
+    """The baselines named, by commas; None where nothing was said."""
+    return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
+
+
+def file_names(texts: list[Path] | None) -> tuple[str, ...]:
+    """Files as a result names them."""
+    return tuple(str(path) for path in texts or ())
