@@ -17,7 +17,7 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Welcome
 
 SLASH = (
-    "stop mode next previous budget sink window set system regen continue edit undo branch rebuild new last title"
+    "stop mode next previous budget sink window set system pin regen continue edit undo branch rebuild new last title"
     " fork delete restore export import stats copy code thinking theme panels restart help chats quit"
 )
 
