@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import units
+from kvchat.bench.frame import load
+from kvchat.bench.identity import outdated
+from kvchat.bench.report import rendered
 from kvchat.tui.actions import ACTIONS, describe_keys
 
 RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
@@ -19,7 +22,7 @@ SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512"
 def claim() -> str:
     """The front README's sentence: what speculative mode recalls, and what it reads for that."""
     result = _read("passkey")
-    rows = {row["variant"]: row for row in result["rows"]}
+    rows = {row["variant"]: row for row in _rows(result)}
     full, speculative = rows["full"], rows["speculative:budget=512"]
     held, whole = units.size(speculative["kv_device_bytes"]), units.size(full["kv_device_bytes"])
     return (
@@ -32,7 +35,7 @@ def claim() -> str:
 def summary() -> str:
     """The front README's table: recall, counts and speed of the modes in their usual settings."""
     passkeys, times = _read("passkey"), _read("decode")
-    rows = {row["variant"]: row for row in passkeys["rows"]}
+    rows = {row["variant"]: row for row in _rows(passkeys)}
     context = max(row["context"] for row in times["rows"])
     fast = {row["variant"]: row["times_as_fast"]["generate"] for row in times["rows"] if row["context"] == context}
     lines = [
@@ -47,7 +50,7 @@ def summary() -> str:
         for variant in SUMMARIZED
     ]
     heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
-    return _table(heads, lines)
+    return "\n\n".join(filter(None, (_table(heads, lines), _age(passkeys) or _age(times))))
 
 
 def keys() -> str:
@@ -77,6 +80,11 @@ def decode() -> str:
     return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
 
 
+def report(name: str) -> str:
+    """The tables of a result as ``kvchat bench report`` prints them; a result that is older than the code says so."""
+    return rendered([load(RESULTS / f"{name}.json")])
+
+
 def inside() -> str:
     """Recall of what is asked inside a long answer, a row per variant."""
     return passkey("passkey-inside")
@@ -93,7 +101,7 @@ def passkey(name: str = "passkey") -> str:
             f"{row['read_tokens']:,.0f}",
             units.size(row["kv_device_bytes"]),
         ]
-        for row in result["rows"]
+        for row in _rows(result)
     ]
     heads = ["mode", "recalled", "tokens read", "K/V on the device"]
     return _table(heads, rows) + "\n\n" + _environment(result)
@@ -112,7 +120,8 @@ def long_run() -> str:
         ]
         for r in chosen
     ]
-    return _table(["tokens stored", "step", "K/V on the device", "K/V on the host"], rows)
+    heads = ["tokens stored", "step", "K/V on the device", "K/V on the host"]
+    return "\n\n".join(filter(None, (_table(heads, rows), _age(result))))
 
 
 def perplexity() -> str:
@@ -129,7 +138,7 @@ def perplexity() -> str:
             f"{row['read_end']:,.0f}",
             f"{row['wall_ratio']:.2f}",
         ]
-        for row in result["rows"]
+        for row in _rows(result)
     ]
     heads = [
         "mode",
@@ -149,6 +158,17 @@ def _read(name: str) -> dict[str, Any]:
     return result
 
 
+def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each variant."""
+    rows: list[dict[str, Any]] = result.get("summary", result["rows"])
+    return rows
+
+
+def _age(result: dict[str, Any]) -> str:
+    """Says of a result that it is older than the code that it describes; "" where it is not."""
+    return "*Measured before the code changed; to be measured again.*" if outdated(result) else ""
+
+
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---:") -> str:
     ruler = ["---", *[others] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
@@ -157,7 +177,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "-
 def _environment(result: dict[str, Any]) -> str:
     e = result["environment"]
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
+    return f"{device}; torch {e['torch']}, transformers {e['transformers']}. {_age(result)}".rstrip()
 
 
 if __name__ == "__main__":

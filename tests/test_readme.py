@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 FRONT, BENCH, STRUCTURE = (ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/README.md"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in (FRONT, BENCH, STRUCTURE)}
 LINKS = [(path, link) for path, text in TEXTS.items() for link in sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))]
+TABLED = ("decode", "passkey", "passkey-inside", "long-run", "perplexity")  # in tables of their own
+KEPT = [path for path in sorted((ROOT / "kvchat/bench/results").glob("*.json")) if path.stem not in TABLED]
 STORIES = ("a whale", "a lighthouse", "two brothers")
 SHELL = [
     line.split("   #")[0].strip()
@@ -42,6 +44,11 @@ def made() -> ModuleType:
 @pytest.mark.parametrize("table", ["decode", "passkey", "inside", "long_run", "perplexity"])
 def test_numbers_are_the_kept_results(table):
     assert getattr(made(), table)() in TEXTS[BENCH]
+
+
+@pytest.mark.parametrize("result", KEPT, ids=lambda path: path.stem)
+def test_the_tables_of_kept_results_are_those_of_a_report(result):
+    assert made().report(result.stem) in TEXTS[BENCH]
 
 
 def test_the_front_has_the_first_sentence_and_the_summary_of_the_results():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvchat import paths
-from kvchat.config import modes, profiles, sources
+from kvchat.cli.profile import load_settings
+from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
 from kvchat.config.sources import SettingsSource
-from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Keeping, Load
 
@@ -22,15 +22,8 @@ def chat(flags: SettingsSource, resume: bool, plain: bool) -> int:
 
     ``plain`` has it line by line, which it also is without a terminal or on one that can only print.
     """
-    problems: list[UsageError] = []
-
-    def tolerant(device: str) -> Iterable[SettingsSource]:
-        """A wrong profile is no reason not to chat."""
-        found = profiles.find(device)
-        problems.extend(found.problems)
-        return found.sources
-
-    resolved = sources.load(flags, profiles=tolerant)
+    problems: list[str] = []
+    resolved = load_settings(flags, problems.append)
     from kvchat.tui.config import AppConfig
 
     chosen = resolved.settings
@@ -45,7 +38,9 @@ def chat(flags: SettingsSource, resume: bool, plain: bool) -> int:
         history_file=paths.history_file() if chosen.ui.history else None,
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
-        problems=(*map(str, problems), *modes.problems()),
+        model_folders=tuple(map(Path, chosen.model.folders)),
+        profile=profiles.find(chosen.model.device).describe(),
+        problems=(*problems, *modes.problems()),
         resolved=resolved,
         config_file=paths.config_file(),
     )

@@ -11,6 +11,7 @@ import typer
 
 from kvchat import files, paths
 from kvchat.cli.output import echo
+from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, schema, sources
 from kvchat.config.sources import Resolved
 from kvchat.errors import UsageError, did_you_mean
@@ -21,21 +22,26 @@ app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings
 @app.command()
 def show() -> None:
     """Print every setting with where it was set."""
-    echo("\n".join(sources.load(profiles=profiles.sources).lines()))
+    resolved = load_settings()
+    echo("\n".join((f"# profiles: {profiles.find(resolved.settings.model.device).describe()}", *resolved.lines())))
 
 
 @app.command()
 def validate(file: Annotated[Path | None, typer.Argument(help="instead of the settings in force")] = None) -> None:
-    """Check the settings file, or a profile; exit code 2 if it is wrong."""
+    """Check the settings and your profiles, or one FILE of either kind; exit code 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.")
     source = sources.file_source(path)
-    if profiles.is_profile(source):
-        sources.check(source, profiles.Profile)
+    if file and (profiles.is_profile(source) or _is_among_profiles(file)):
+        profiles.read_file(file, None)
     else:
         _check_application(path, sources.resolve(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
+    if not file:
+        for profile in sorted(paths.user_profiles_dir().glob("*.toml")):
+            profiles.read_file(profile, None)
+            echo(f"{profile}: good")
 
 
 @app.command()
@@ -74,3 +80,7 @@ def _check_application(path: Path, resolved: Resolved) -> None:
         actions.check_keys(wanted.keys.given())
     except UsageError as refused:
         raise UsageError(f"{path.name}: [keys]: {refused}") from None
+
+
+def _is_among_profiles(file: Path) -> bool:
+    return file.resolve().parent == paths.user_profiles_dir().resolve()

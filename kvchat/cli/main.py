@@ -18,13 +18,27 @@ from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, chats, completion, config, options
+from kvchat.cli import bench, chats, completion, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.chat import chat, load_of, mode_params_of
 from kvchat.cli.modes import list_modes
-from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Plain, Quantize, Resume, System, Theme
+from kvchat.cli.options import (
+    Budget,
+    Device,
+    Dtype,
+    Mode,
+    Model,
+    Param,
+    PinSystem,
+    Plain,
+    Quantize,
+    Resume,
+    System,
+    Theme,
+)
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
-from kvchat.config import modes, profiles, sources
+from kvchat.cli.profile import load_settings
+from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
@@ -76,6 +90,7 @@ app = typer.Typer(
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(chats.app, name="chats")
+app.add_typer(profile.app, name="profile")
 
 
 # ---- commands --------------------------------------------------------------------------------------
@@ -92,6 +107,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
     budget: Budget = None,
     param: Param = None,
     system: System = None,
+    pin_system: PinSystem = None,
     theme: Theme = None,
     resume: Resume = False,
     plain: Plain = False,
@@ -119,6 +135,7 @@ def chat_command(
     budget: Budget = None,
     param: Param = None,
     system: System = None,
+    pin_system: PinSystem = None,
     theme: Theme = None,
     resume: Resume = False,
     plain: Plain = False,
@@ -144,6 +161,7 @@ def ask_command(
         typer.Option(metavar="N:MODE[,KEY=VALUE...]", help="switch after N generated tokens; repeatable"),
     ] = None,
     system: System = None,
+    pin_system: PinSystem = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="length of the answer at most")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token")] = None,
     top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest tokens; 0 for all")] = None,
@@ -156,7 +174,7 @@ def ask_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
     """Answer one prompt on stdout. Piped text is the prompt, or is added to PROMPT."""
-    resolved = sources.load(options.flags(ctx.params), profiles=profiles.sources)
+    resolved = load_settings(options.flags(ctx.params))
     chosen = resolved.settings
     switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
@@ -179,7 +197,7 @@ def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a J
     """List what can be done in the chat: keys, commands and the ids that rebind them."""
     from kvchat.cli.keys import list_keys
 
-    list_keys(sources.load().settings.keys.given(), as_json)
+    list_keys(load_settings().settings.keys.given(), as_json)
 
 
 @app.command("completion")
@@ -204,7 +222,7 @@ def plan_command(
     """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""
     from kvchat.cli.plan import plan as run
 
-    chosen = sources.load(options.flags(ctx.params), profiles=profiles.sources).settings
+    chosen = load_settings(options.flags(ctx.params)).settings
     raise typer.Exit(run(model, chosen.model.device, chosen.model.dtype, context, mode_params_of(chosen), as_json))
 
 

@@ -28,7 +28,8 @@ MIN_BUDGET = 64
 class ModeParameters(BaseModel):
     """Base of all: frozen, unknown names refused.
 
-    ``implementation`` is ``package.module:Class`` of the mode itself.
+    ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
+    tokens than before with the same parameters, so that results of before are known to be older.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -36,9 +37,12 @@ class ModeParameters(BaseModel):
     name: ClassVar[str]
     title: ClassVar[str]
     implementation: ClassVar[str]
+    version: ClassVar[int] = 1
 
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
+    pin_system: bool = False
+    """attend to the whole system prompt at every token, beyond the budget"""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,11 @@ class ModeInfo:
 
 class FullParameters(ModeParameters):
     name: ClassVar[str] = "full"
-    title: ClassVar[str] = "everything resident, everything attended"
+    title: ClassVar[str] = "everything attended, whatever the device holds"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
+
+    resident: int | None = Field(None, ge=MIN_BUDGET)
+    """most recent tokens kept on a GPU; the rest is read over the link (auto: all, or what fits; none on a CPU)"""
 
 
 class BudgetParameters(ModeParameters):
@@ -155,8 +162,8 @@ class SyncParameters(BudgetParameters):
     """false keeps all K/V on the device and only masks it"""
 
 
-# This means the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
-SHARED = frozenset({"budget"})
+# These mean the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
+SHARED = frozenset({"budget", "pin_system"})
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,

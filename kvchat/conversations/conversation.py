@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from kvchat.conversations import attachments
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
@@ -136,7 +137,7 @@ class Conversation:
         """Add a question below the last answer; a question without one is left as a sibling."""
         parent = self._leaf if self._ends_with("assistant") else self.leaf.parent if self.leaf else None
         if not self.title:
-            self.title = shorten(text)
+            self.title = shorten(attachments.folded(text))
         return self.add(Message(parent=parent, role="user", text=text))
 
     def answer(self, text: str, ending: str = "", receipt: str = "", stats: Stats | None = None) -> Message:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvchat.kv.attention import attend_prefill
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import budget
+from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import Level
@@ -202,6 +202,7 @@ class KVManager:
         """
         state = self.state
         capacity = state.geometry.grown(self.total)
+        self._limit(mode, capacity, released=self.device_bytes)
         plan = mode.plan(capacity)
         needed = plan.device_bytes(state.geometry)
         budget.check_fits(mode.name, needed, capacity, state.device, self.device_bytes)
@@ -267,8 +268,7 @@ class KVManager:
             state.host.settle()
             state.host.total = read(state.host.layers, tokens)
             state.pinned[torch.tensor(pinned, dtype=torch.int64, device=state.device)] = True
-            state.specs = list(specs)
-            state.query_bytes = query
+            state.specs, state.query_bytes = list(specs), query
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)
@@ -320,6 +320,7 @@ class KVManager:
     def _allocate(self) -> None:
         """Make the mode's slots; if memory runs out the next refill tries again."""
         capacity = self.state.geometry.grown(self.total)
+        self._limit(self.mode, capacity, released=self.state.slot_bytes)
         self.state.allocate(self.mode.plan(capacity).layouts, capacity)
         self.mode.attach(self.state)
         self._half_entered = False
@@ -336,7 +337,13 @@ class KVManager:
         """Grow the host pool, and the slots that hold everything."""
         self.state.reserve(tokens)
         if tokens > self.state.capacity:
-            self._resize(self.state.geometry.grown(tokens))
+            capacity = self.state.geometry.grown(tokens)
+            self._limit(self.mode, capacity, held=self.state.capacity)
+            self._resize(capacity)
+
+    def _limit(self, mode: Mode, capacity: int, released: int = 0, held: int = 0) -> None:
+        """Tell a mode what may be taken for ``capacity`` tokens once ``released`` bytes are free."""
+        mode.limit(capacity, available.usable(budget.free_bytes(self.state.device) + released), held)
 
     def _resize(self, capacity: int) -> None:
         """Let the slots be those that the mode plans for ``capacity`` tokens."""

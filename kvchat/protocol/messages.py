@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvchat.protocol.figures import Count, Params, Snapshot, Stats
+from kvchat.protocol.figures import Count, MemoryPlan, Params, Snapshot, Stats
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Load:
-    """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+    """Load a model in place of the one in use; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+
+    ``Stop`` gives it up. The model in use stays until the other is ready; where memory does not allow that it is
+    unloaded first, and after a failure loaded again. After a failure that is not fatal its ``Loaded`` comes.
 
     ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
     for; they override the settings: the budget in every mode, the others in that mode only.
@@ -63,6 +66,14 @@ class Load:
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     keeping: Keeping = Keeping()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ask what ``load`` would take for ``context`` tokens (None: all the model reads); answered by ``Planned``."""
+
+    load: Load
+    context: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -274,6 +285,15 @@ class Peeked:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What loading ``model`` would take; None with the reason in ``refusal``."""
+
+    model: str
+    plan: MemoryPlan | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class Failed:
     """A command failed; what is stored is kept. ``kind`` is the error's class, ``fatal``: no model is loaded now."""
 
@@ -284,8 +304,8 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Resume | Forget | Stop | Switch | Rebuild | Peek
+Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
-Event = (
-    Loading | Loaded | Resumed | Noted | AnswerEvent | Switched | SwitchRefused | Rebuilt | Peeked | Snapshot | Failed
-)
+Kept = Resumed | Noted
+Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
+Event = Loading | Loaded | Kept | AnswerEvent | Report

@@ -28,6 +28,7 @@ from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
+from kvchat.tui.words import resolve
 
 
 def run(config: AppConfig) -> int:
@@ -61,7 +62,7 @@ class KvchatApp(App[None]):
         self.client = EngineClient(config.engine_command, config.log_file)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
         self.keys: dict[str, str] = {}
-        self.chat = ChatScreen(config, self.client, self.keys)
+        self.chat = ChatScreen(config, self.client, self.keys, tuple(self.themes))
         self.controller = self.chat.controller
         self.settings = SettingsEditor(config, self.controller, self)
 
@@ -174,7 +175,7 @@ class KvchatApp(App[None]):
             UsageError: there is no such theme.
         """
         if name:
-            self.use_theme(name)
+            self.use_theme(resolve(name, self.themes, "theme"))
         else:
             self.chat.add_note(f"Themes: {', '.join(self.themes)}   (now {self.theme})")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import replace
 
 from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation
@@ -19,6 +18,7 @@ from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient, Report
 from kvchat.tui.config import AppConfig
 from kvchat.tui.events import EngineEvents
+from kvchat.tui.models import Models
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 
@@ -30,14 +30,14 @@ class ChatController:
     """Owns the state, the engine's client and the conversations on disk; ``view`` shows what changes."""
 
     def __init__(self, config: AppConfig, client: EngineClient, view: ChatView) -> None:
-        self.load = config.load
         self.client = client
         self.view = view
         self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
         self.archive = Archive(config.database, view)
         self.answers = Answers(self.state, client, view, self._save)
         self.branches = Branches(self.state, self.answers, view)
-        self._events = EngineEvents(self.state, self.answers, view, self.restart)
+        self.models = Models(config, self.state, client, view, self.restart)
+        self._events = EngineEvents(self.state, self.answers, self.models, view, self.restart)
         self._system = config.system
         self._deleted: list[str] = []
         self._is_log_problem_shown = False
@@ -86,6 +86,7 @@ class ChatController:
 
     async def close(self) -> None:
         """Save the conversation a last time; nothing is saved afterwards."""
+        self.models.stop_download()
         self.answers.checkpoint()
         await self._save()
         await self.archive.close()
@@ -167,29 +168,57 @@ class ChatController:
         """Send a question, or queue it until the engine is ready; starts an engine that is down.
 
         Raises:
-            UsageError: another question is queued.
+            UsageError: the text takes the place of an answer, and the engine is busy.
         """
-        if self.answers.queued is not None:
-            raise UsageError(
-                "One question is already waiting.",
-                "It is sent as soon as the engine is ready.",
-                "Send this one afterwards, or stop the answer first.",
-            )
+        if self.state.edits_answer:
+            await self.branches.resume_edited(text)
+            return
         await self.branches.leave_edited()
         phase = self.state.phase
-        self.answers.queued = await self.view.add_question(text, queued=phase is not Phase.READY)
+        question = await self.view.add_question(text, queued=phase is not Phase.READY)
         # The phase may have changed while the question was mounted.
         if self.state.phase is Phase.READY:
-            await self.answers.ready()
-        elif phase is Phase.DOWN:
+            await self.answers.send(question)
+            return
+        self.answers.queue.add(question)
+        if phase is Phase.DOWN:
             await self.restart()
         elif self.state.phase is Phase.DOWN:
             await self.answers.down()
 
+    async def release_queue(self) -> None:
+        """Send the questions that are held."""
+        self.answers.queue.release()
+        if self.state.phase is Phase.READY:
+            await self.answers.ready()
+        elif self.state.phase is Phase.DOWN:
+            await self.restart()
+
+    async def take_back(self) -> None:
+        """Take the question queued last back into the prompt.
+
+        Raises:
+            UsageError: none waits, or another text is in the prompt.
+        """
+        if not self.answers.queue:
+            raise UsageError("No question is queued.", hint="What is asked during an answer waits for its end.")
+        if not self.view.restore_prompt(self.answers.queue.last):
+            raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
+        await self.answers.queue.take_back()
+
     def stop(self) -> None:
-        """Stop the answer in progress; its text is kept."""
+        """Stop the answer in progress, whose text is kept; queued questions are held."""
         if self.state.phase.busy:
             self.answers.stop()
+        else:
+            self.answers.queue.hold()
+
+    async def stop_work(self) -> None:
+        """Stop the answer in progress; else what is being loaded or downloaded."""
+        if self.state.phase.busy:
+            self.stop()
+        else:
+            await self.models.stop()
 
     def rebuild(self) -> None:
         """Recompute exactly what was computed with less context.
@@ -289,7 +318,7 @@ class ChatController:
             self._is_log_problem_shown = True
             text = f"{self.client.log_problem} The engine's messages are dropped."
             self.view.toast(text, title="Log", severity="warning", timeout=10)
-        self._send(replace(self.load, mode=self.state.mode, given=self.state.given))
+        self.models.load_in_use()
 
     async def _exchange(self, conversation: Conversation) -> None:
         """Stop the answer, save the conversation and show another."""

@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
+from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched
@@ -36,10 +37,11 @@ class Phase(Enum):
 @dataclass
 class ChatState:
     """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
+    ``download`` tells how far a download is, empty without one.
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
     answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a mode by its name.
-    ``first_mode`` is that of the answer's start. ``edited`` is the id of the question that the next one sent takes the
+    ``first_mode`` is that of the answer's start. ``edited`` is the id of the message that the next text sent takes the
     place of. ``is_stored`` says whether the engine's K/V are of this conversation, not of the one before.
     """
 
@@ -55,6 +57,7 @@ class ChatState:
     first_mode: str = ""
     phase: Phase = Phase.LOADING
     stage: str = ""
+    download: str = ""
     edited: str | None = None
     is_stored: bool = False
     info: Loaded | None = None
@@ -64,6 +67,16 @@ class ChatState:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the present mode's parameters."""
         return tuple(registered()[self.mode].model_fields)
+
+    @property
+    def edits_answer(self) -> bool:
+        """Whether the next text sent takes the place of an answer."""
+        return self.edited is not None and self.conversation.messages[self.edited].role == "assistant"
+
+    @property
+    def file_limit(self) -> int:
+        """The most bytes that files in a question may have: more than the context would hold is not read."""
+        return self.info.context * attachments.BYTES_PER_TOKEN if self.info else attachments.MAX_BYTES
 
     def enter_phase(self, phase: Phase, stage: str = "") -> None:
         """Set what the engine is doing."""

@@ -164,7 +164,7 @@ def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSe
     one.write_text("1\n")
     two.write_text("2\n")
     run("ask", "Which?", "-f", str(one), "--file", str(two))
-    assert prompt(session) == f"File {one}:\n1\n\nFile {two}:\n2\n\nWhich?"
+    assert prompt(session) == f"File {one}:\n```txt\n1\n```\n\nFile {two}:\n```txt\n2\n```\n\nWhich?"
 
 
 @pytest.mark.parametrize("stdin", [None, b"", b" \n"])

@@ -10,9 +10,10 @@ from support import tiny_models, tiny_multimodal
 
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
-from kvchat.engine.plan import ModeNeed, memory_plan
+from kvchat.engine.plan import memory_plan, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
+from kvchat.protocol.figures import ModeNeed
 
 TOKENS = 300
 WITHIN = 0.02
@@ -81,7 +82,7 @@ def test_no_weight_file_is_read(folder):
 
 
 def proposed(made, free):
-    chosen = replace(made, host_free=free, device_free=free).proposal
+    chosen = propose(replace(made, host_free=free, device_free=free))
     return chosen and (chosen.quantize, chosen.mode)
 
 
@@ -95,12 +96,12 @@ def test_less_memory_gives_up_more():
         device="cuda:0",
     )
     assert proposed(made, 10_000) == ("none", "full")
-    assert replace(made, device_free=2200, host_free=9999).proposal.gave_up == (
+    assert propose(replace(made, device_free=2200, host_free=9999)).gave_up == (
         "reading everything for every token: speculative chooses what to read",
     )
-    smallest = replace(made, device_free=720, host_free=9999).proposal
+    smallest = propose(replace(made, device_free=720, host_free=9999))
     assert (smallest.quantize, smallest.mode, len(smallest.gave_up)) == ("nf4", "streaming", 2)
-    assert replace(made, device_free=9999, host_free=900).proposal is None
+    assert propose(replace(made, device_free=9999, host_free=900)) is None
 
 
 def test_on_a_cpu_everything_shares_the_memory():

@@ -1,4 +1,7 @@
-"""A session without a model that answers given pieces, one per token, with the interface of ``kvchat.Session``."""
+"""A session without a model that answers given pieces, one per token, with the interface of ``kvchat.Session``.
+
+And what makes sessions, with the interface of ``kvchat.engine.loader.Loader``.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import KvchatError
-from kvchat.protocol.figures import Snapshot, Stats
+from kvchat.protocol.figures import MemoryPlan, Snapshot, Stats
 from kvchat.protocol.messages import (
     Event,
     Finished,
     Load,
     Loaded,
+    Plan,
     Prefilled,
     Rebuilt,
     Resumed,
@@ -124,3 +128,36 @@ class FakeSession:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeLoader:
+    """Gives ``sessions`` one after the other, the last one again and again; an error among them is raised.
+
+    ``while_loading(progress)`` runs in between; ``has_room`` is the answer to ``fits_beside``, ``planned`` to ``plan``.
+    """
+
+    def __init__(
+        self,
+        *sessions: FakeSession | BaseException,
+        while_loading: Callable[[Callable[[str], None]], None] = lambda progress: None,
+        has_room: bool = True,
+        planned: MemoryPlan | KvchatError | None = None,
+    ) -> None:
+        self.sessions = list(sessions)
+        self.while_loading, self.has_room, self.planned = while_loading, has_room, planned
+
+    def open_session(self, load: Load, progress: Callable[[str], None]) -> FakeSession:
+        session = self.sessions.pop(0) if len(self.sessions) > 1 else self.sessions[0]
+        self.while_loading(progress)
+        if isinstance(session, BaseException):
+            raise session
+        return session.open(load, progress)
+
+    def fits_beside(self, load: Load, progress: Callable[[str], None]) -> bool:
+        return self.has_room
+
+    def plan(self, asked: Plan, progress: Callable[[str], None]) -> MemoryPlan:
+        if isinstance(self.planned, KvchatError):
+            raise self.planned
+        assert self.planned is not None
+        return self.planned

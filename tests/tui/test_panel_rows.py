@@ -48,7 +48,7 @@ def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
     shown = snapshot(active=512.0, total=2048, context=16384, reduced_tokens=120, kv_device_bytes=2**20)
     rows = as_dict(context_rows(shown))
     assert rows["reads"] == "512 of 2,048 · 25 %"
-    assert rows["on a GPU"] == "1.0 MiB of 0 B"
+    assert rows["copied to read"] == "1.0 MiB"
     assert rows["fetched a token"] == "nothing"
     assert rows["of the context"] == "12 % used"
     assert rows["reduced context"] == "120 tok"

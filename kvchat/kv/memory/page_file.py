@@ -100,15 +100,18 @@ class PageFile:
         Raises:
             OSError: the file cannot be read.
         """
+        record_blocks = torch.empty((len(layers), *layers[0].shape[1:]), dtype=layers[0].dtype)
+        into = record_blocks.view(torch.uint8).numpy().data.cast("B")
         with self.path.open("rb", buffering=0) as file:
             for record in range(-(-tokens // self._page)):
                 file.seek(self._at(record) + LINK_BYTES)
-                head = file.read(NUMBERS.size)
+                numbers = file.read(NUMBERS.size)
                 file.seek(self._at(record) + self._head_bytes)
-                blocks = blocks_of(layers, record)
-                whole = len(head) == NUMBERS.size and all(file.readinto(block) == len(block) for block in blocks)
-                if not whole or _crc(blocks) != NUMBERS.unpack(head)[1]:
+                whole = len(numbers) == NUMBERS.size and file.readinto(into) == len(into)
+                if not whole or zlib.crc32(into) != NUMBERS.unpack(numbers)[1]:
                     return record * self._page
+                for layer, block in zip(layers, record_blocks, strict=True):
+                    layer[record] = block
         return tokens
 
     def query(self, tokens: int) -> bytes:
@@ -189,20 +192,13 @@ class PageFile:
         return HEADER_BYTES + record * self.record_bytes
 
 
-def blocks_of(layers: Sequence[Tensor], page: int) -> list[memoryview]:
-    """The bytes of a page in each of ``layers [page, H, 2, p, d]``, which lie in host memory."""
-    return [layer[page].view(torch.uint8).numpy().data.cast("B") for layer in layers]
+def blocks_of(layers: Sequence[Tensor], page: int) -> bytes:
+    """The bytes of a page in ``layers [page, H, 2, p, d]``, one layer after the other."""
+    return b"".join(layer[page].contiguous().view(torch.uint8).numpy().tobytes() for layer in layers)
 
 
 def _link(before: bytes, body: bytes) -> bytes:
     return blake2b(before + body, digest_size=LINK_BYTES).digest()
-
-
-def _crc(blocks: Sequence[memoryview]) -> int:
-    crc = 0
-    for block in blocks:
-        crc = zlib.crc32(block, crc)
-    return crc
 
 
 def _write(file: Any, data: bytes) -> None:

@@ -55,7 +55,7 @@ class PlainChat:
 
     def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
         self.keys: dict[str, str] = {}
-        self.view = PlainView(lines, echoes=not is_typed)
+        self.view = PlainView(lines, not is_typed, config.model_folders)
         self.chat = ChatController(config, client, self.view)
         self._config = config
         self._client = client
@@ -161,8 +161,8 @@ class PlainChat:
             await self._until(lambda: self.view.switches > done or state.phase is Phase.DOWN)
 
     def _is_idle(self) -> bool:
-        state = self.chat.state
-        return state.phase in (Phase.READY, Phase.DOWN) and self.chat.answers.queued is None
+        queue = self.chat.answers.queue
+        return self.chat.state.phase in (Phase.READY, Phase.DOWN) and (queue.is_held or not queue)
 
     async def _ask_when_idle(self) -> None:
         """Show the prompt whenever nothing is being said."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic
 
+from kvchat.catalog import models as catalog
 from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Snapshot
@@ -12,7 +14,7 @@ from kvchat.protocol.messages import Switched
 from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
 from kvchat.tui.view import Severity
-from kvchat.units import count
+from kvchat.units import count, size
 
 YOU, MODEL = "you: ", "model: "
 PATIENCE_S = 5.0  # a wait that takes longer is explained
@@ -93,17 +95,18 @@ class PlainView:
     """A ``ChatView`` of lines.
 
     ``echoes`` prints the questions: of a pipe nobody sees them otherwise. ``problems`` counts errors, ``switches``
-    switches and errors: what a switch ends with.
+    switches and errors: what a switch ends with. ``model_folders`` are looked into for models.
     """
 
     chosen: str | None = None
 
-    def __init__(self, lines: LineWriter, echoes: bool) -> None:
+    def __init__(self, lines: LineWriter, echoes: bool, model_folders: Sequence[Path] = ()) -> None:
         self.problems = 0
         self.switches = 0
         self.phase = Phase.DOWN
         self._lines = lines
         self._echoes = echoes
+        self._model_folders = model_folders
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Print messages; those printed before stay."""
@@ -162,6 +165,20 @@ class PlainView:
 
     def show_page_text(self, start: int, text: str) -> None:
         """Only the ribbon asks for it."""
+
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        """Say how questions that were held back are sent."""
+        if waiting and is_held:
+            self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear forgets them.")
+
+    def accept_prompt(self) -> None:
+        """A line that was read is not given back."""
+
+    def show_models(self) -> None:
+        """Print the models on this machine."""
+        for model in catalog.find(self._model_folders):
+            self._lines.line(f"{model.name}   {size(model.weights.nbytes) if model.weights else model.problem}")
+        self._lines.line("/model NAME loads one; NAME may also be a path or a name on the hub.")
 
     def restore_prompt(self, text: str) -> bool:
         """Print a question that is given back, to be copied."""
