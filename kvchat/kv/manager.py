@@ -268,8 +268,7 @@ class KVManager:
             state.host.settle()
             state.host.total = read(state.host.layers, tokens)
             state.pinned[torch.tensor(pinned, dtype=torch.int64, device=state.device)] = True
-            state.specs = list(specs)
-            state.query_bytes = query
+            state.specs, state.query_bytes = list(specs), query
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)

@@ -306,5 +306,6 @@ class Failed:
 
 Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
-EngineEvent = Loading | Loaded | Resumed | Noted | Planned | Snapshot | Failed
-Event = EngineEvent | AnswerEvent | Switched | SwitchRefused | Rebuilt | Peeked
+Kept = Resumed | Noted
+Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
+Event = Loading | Loaded | Kept | AnswerEvent | Report

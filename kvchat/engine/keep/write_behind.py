@@ -90,7 +90,7 @@ class WriteBehind:
             with self._copying:
                 if interrupted.is_set():
                     return
-                blocks = b"".join(blocks_of(job.layers, page))
+                blocks = blocks_of(job.layers, page)
             rows = job.rows[start : start + self._page]
             is_last = start + self._page >= len(job.rows)
             job.file.write(page, rows, blocks, job.query if is_last else b"")

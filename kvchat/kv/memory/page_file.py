@@ -100,21 +100,18 @@ class PageFile:
         Raises:
             OSError: the file cannot be read.
         """
-        block = torch.empty_like(layers[0][0], memory_format=torch.contiguous_format)
-        room = _bytes_of(block)
+        record_blocks = torch.empty((len(layers), *layers[0].shape[1:]), dtype=layers[0].dtype)
+        into = record_blocks.view(torch.uint8).numpy().data.cast("B")
         with self.path.open("rb", buffering=0) as file:
             for record in range(-(-tokens // self._page)):
                 file.seek(self._at(record) + LINK_BYTES)
-                head = file.read(NUMBERS.size)
+                numbers = file.read(NUMBERS.size)
                 file.seek(self._at(record) + self._head_bytes)
-                crc = 0
-                for layer in layers:
-                    if file.readinto(room) < len(room):
-                        return record * self._page
-                    crc = zlib.crc32(room, crc)
-                    layer[record] = block
-                if len(head) < NUMBERS.size or crc != NUMBERS.unpack(head)[1]:
+                whole = len(numbers) == NUMBERS.size and file.readinto(into) == len(into)
+                if not whole or zlib.crc32(into) != NUMBERS.unpack(numbers)[1]:
                     return record * self._page
+                for layer, block in zip(layers, record_blocks, strict=True):
+                    layer[record] = block
         return tokens
 
     def query(self, tokens: int) -> bytes:
@@ -195,13 +192,9 @@ class PageFile:
         return HEADER_BYTES + record * self.record_bytes
 
 
-def blocks_of(layers: Sequence[Tensor], page: int) -> list[memoryview]:
-    """The bytes of a page in each of ``layers [page, H, 2, p, d]``, which lie in host memory."""
-    return [_bytes_of(layer[page].contiguous()) for layer in layers]
-
-
-def _bytes_of(block: Tensor) -> memoryview:
-    return block.view(torch.uint8).numpy().data.cast("B")
+def blocks_of(layers: Sequence[Tensor], page: int) -> bytes:
+    """The bytes of a page in ``layers [page, H, 2, p, d]``, one layer after the other."""
+    return b"".join(layer[page].contiguous().view(torch.uint8).numpy().tobytes() for layer in layers)
 
 
 def _link(before: bytes, body: bytes) -> bytes:

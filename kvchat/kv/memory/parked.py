@@ -19,7 +19,7 @@ class ParkedPages:
         self._page = pool.geometry.page
         pool.settle()
         with torch.inference_mode():
-            self.layers = [layer[:pages].clone() for layer in pool.layers]
+            self.layers = [layer[:pages].clone(memory_format=torch.contiguous_format) for layer in pool.layers]
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,7 @@ def written(path, tokens=TOKENS, dtype=torch.float32, seed=0, first=0, identity=
     file = PageFile(path, geometry(dtype), identity or {"model": "a"})
     layers, rows = pages_of(tokens, dtype, seed), rows_of(tokens, seed)
     for page in range(first, len(layers[0])):
-        file.write(page, rows[page * PAGE : (page + 1) * PAGE], b"".join(blocks_of(layers, page)))
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(layers, page))
     return file
 
 
@@ -71,14 +71,14 @@ def test_a_conversation_that_goes_on_is_appended_to(tmp_path):
     before = path.read_bytes()[:whole]
     layers, rows = pages_of(TOKENS), rows_of(TOKENS)
     for page in (2, 3):
-        file.write(page, rows[page * PAGE : (page + 1) * PAGE], b"".join(blocks_of(layers, page)))
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(layers, page))
     assert path.read_bytes()[:whole] == before
     assert len(file.rows()) == TOKENS
 
 
 def test_a_branch_cuts_off_what_followed(tmp_path):
     file = written(tmp_path / "a.kv")
-    file.write(1, rows_of(TOKENS, seed=5)[4:7], b"".join(blocks_of(pages_of(TOKENS, seed=5), 1)))
+    file.write(1, rows_of(TOKENS, seed=5)[4:7], blocks_of(pages_of(TOKENS, seed=5), 1))
     assert file.rows()["id"].tolist() == [*rows_of(TOKENS)["id"][:4], *rows_of(TOKENS, seed=5)["id"][4:7]]
 
 
@@ -138,5 +138,5 @@ def test_a_page_is_not_written_behind_pages_that_are_gone(tmp_path):
     file = written(tmp_path / "a.kv")
     file.path.unlink()
     with pytest.raises(DamagedFileError):
-        file.write(2, rows_of(PAGE), b"".join(blocks_of(pages_of(TOKENS), 2)))
+        file.write(2, rows_of(PAGE), blocks_of(pages_of(TOKENS), 2))
     assert usable(file.path) == 0
