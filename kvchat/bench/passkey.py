@@ -20,7 +20,8 @@ from kvchat.bench.intervals import mean, wilson
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.reading import answered, decode
 from kvchat.bench.variant import enter
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.needle import ANSWER_TOKENS, Case, hide, passage
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences

@@ -22,7 +22,21 @@ from kvchat.cli import bench, chats, completion, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
 from kvchat.cli.chat import chat, load_of, mode_params_of
 from kvchat.cli.modes import list_modes
-from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, Plain, Quantize, Record, Resume, System, Theme
+from kvchat.cli.options import (
+    Budget,
+    Device,
+    Dtype,
+    Mode,
+    Model,
+    Param,
+    PinSystem,
+    Plain,
+    Quantize,
+    Record,
+    Resume,
+    System,
+    Theme,
+)
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes
@@ -94,6 +108,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
     budget: Budget = None,
     param: Param = None,
     system: System = None,
+    pin_system: PinSystem = None,
     theme: Theme = None,
     resume: Resume = False,
     plain: Plain = False,
@@ -122,6 +137,7 @@ def chat_command(
     budget: Budget = None,
     param: Param = None,
     system: System = None,
+    pin_system: PinSystem = None,
     theme: Theme = None,
     resume: Resume = False,
     plain: Plain = False,
@@ -148,6 +164,7 @@ def ask_command(
         typer.Option(metavar="N:MODE[,KEY=VALUE...]", help="switch after N generated tokens; repeatable"),
     ] = None,
     system: System = None,
+    pin_system: PinSystem = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="length of the answer at most")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token")] = None,
     top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest tokens; 0 for all")] = None,
@@ -262,6 +279,7 @@ def locate() -> None:
         "own profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
         "conversations": paths.database(),
+        "K/V of these": paths.saved_kv_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),

@@ -8,9 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvchat.cli.completion import complete_device, complete_mode, complete_param, complete_theme, words_of
+from kvchat.cli.completion import (
+    complete_device,
+    complete_mode,
+    complete_model,
+    complete_param,
+    complete_theme,
+    words_of,
+)
 from kvchat.config import sources
-from kvchat.config.modes import parse, registered
+from kvchat.config.modes import SHARED, parse, registered
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
 
@@ -28,7 +35,10 @@ KEYS: dict[str, tuple[Key, ...]] = {
     **{name: (("sampling", name),) for name in SAMPLING},
 }
 
-Model = Annotated[str | None, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
+Model = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub", autocompletion=complete_model),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N", autocompletion=complete_device)]
 Dtype = Annotated[
     str | None,
@@ -47,6 +57,9 @@ Param = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable", autocompletion=complete_param),
 ]
+PinSystem = Annotated[
+    bool | None, typer.Option("--pin-system/--no-pin-system", help="attend to all of the system prompt, in every mode")
+]
 System = Annotated[str | None, typer.Option(help="system prompt")]
 Theme = Annotated[str | None, typer.Option(help="name of a theme", autocompletion=complete_theme)]
 Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
@@ -62,7 +75,8 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     Raises:
         UsageError: a ``--param`` is not KEY=VALUE, or no mode has it.
     """
-    keys = {**KEYS, "budget": _keys_of("budget", params.get("budget"), params.get("mode"))}
+    shared = {name: _keys_of(name, params.get(name), params.get("mode")) for name in sorted(SHARED)}
+    keys = {**KEYS, **shared}
     given = {name: None if params.get(name) == [] else params.get(name) for name in keys}
     options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
     return sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})

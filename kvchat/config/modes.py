@@ -41,6 +41,8 @@ class ModeParameters(BaseModel):
 
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
+    pin_system: bool = False
+    """attend to the whole system prompt at every token, beyond the budget"""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,11 @@ class ModeInfo:
 
 class FullParameters(ModeParameters):
     name: ClassVar[str] = "full"
-    title: ClassVar[str] = "everything resident, everything attended"
+    title: ClassVar[str] = "everything attended, whatever the device holds"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
+
+    resident: int | None = Field(None, ge=MIN_BUDGET)
+    """most recent tokens kept on a GPU; the rest is read over the link (auto: all, or what fits; none on a CPU)"""
 
 
 class BudgetParameters(ModeParameters):
@@ -157,8 +162,8 @@ class SyncParameters(BudgetParameters):
     """false keeps all K/V on the device and only masks it"""
 
 
-# This means the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
-SHARED = frozenset({"budget"})
+# These mean the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
+SHARED = frozenset({"budget", "pin_system"})
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from kvchat.conversations import export
 from kvchat.errors import UsageError
+from kvchat.protocol.comparing import Variant
 from kvchat.protocol.figures import Run
-from kvchat.protocol.messages import Sampling, Variant
+from kvchat.protocol.messages import Sampling
 from kvchat.units import MISSING, count, figure, percent, size
 
 COLUMNS = ("", "tok/s", "read", "fetched", "hits", "alike", "agree", "KL")

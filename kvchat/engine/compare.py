@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import ModeParameters
+from kvchat.engine import needle
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.runner import ModelRunner
@@ -29,8 +30,9 @@ from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import KvchatError
 from kvchat.kv.saved_tokens import save
+from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
-from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
+from kvchat.protocol.messages import Event, NeedleHidden, Sampling, Started, Turn
 
 PROGRESS_S = 1 / 10
 LOGITS_BYTES = 2**27  # of a run's logits kept at most, in host memory: 4,096 tokens of the bundled model
@@ -207,6 +209,41 @@ class Comparison:
             loop.stored.__dict__.update(vars(stored))
             self._metrics.answer, switcher.preamble = answer, preamble
             switcher.enter(parameters)
+
+
+class Comparisons:
+    """The part of ``Session`` that tries modes against each other."""
+
+    _loop: AnswerLoop
+    _runner: ModelRunner
+    _switcher: ModeSwitcher
+    _metrics: MetricsCollector
+
+    def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+        """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
+
+        Afterwards what is stored, the mode and its parameters are as before, also if it is cancelled, closed or fails.
+
+        Raises:
+            UsageError: as ``answer``, or a variant's mode or parameter is unknown.
+            DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored.
+        """
+        self._ask()
+        return Comparison(self._loop, self._runner, self._switcher, self._metrics).run(turns, variants, sampling)
+
+    def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
+        """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
+
+        Raises:
+            DoesNotFitError: the model's context is shorter.
+        """
+        self._switcher.check_context(tokens)
+        case = needle.hide(str(seed), tokens, self._runner.model.tokenizer)
+        return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)
+
+    def _ask(self) -> None:
+        """Something long was asked for that changes what is stored."""
+        raise NotImplementedError
 
 
 def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvchat.protocol import figures, messages
+from kvchat.protocol.comparing import Variant
 from kvchat.protocol.messages import Event, Load, Plan
 
 Progress = Callable[[str], None]
@@ -17,11 +18,17 @@ class Session(Protocol):
     @property
     def info(self) -> messages.Loaded: ...
     def answer(
-        self, turns: Sequence[messages.Turn], sampling: messages.Sampling, between: Callable[[int], None] | None = None
+        self,
+        turns: Sequence[messages.Turn],
+        sampling: messages.Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
     ) -> Iterator[Event]: ...
+    def resume(self, conversation: str, turns: Sequence[messages.Turn]) -> Iterator[Event]: ...
+    def forget(self, conversation: str) -> None: ...
     def rebuild(self) -> Iterator[Event]: ...
     def compare(
-        self, turns: Sequence[messages.Turn], variants: Sequence[messages.Variant], sampling: messages.Sampling
+        self, turns: Sequence[messages.Turn], variants: Sequence[Variant], sampling: messages.Sampling
     ) -> Iterator[Event]: ...
     def hide_needle(self, tokens: int, seed: int) -> messages.NeedleHidden: ...
     def cancel(self) -> None: ...

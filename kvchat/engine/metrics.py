@@ -159,7 +159,7 @@ class MetricsCollector:
             cell_tokens=cell,
             ribbon=letters,
             attended=shares,
-            extras=report.stats | self._recurrent_state() | self._recovery(),
+            extras=report.stats | self._pinned() | self._recurrent_state() | self._recovery(),
         )
 
     def _recurrent_state(self) -> Params:
@@ -168,6 +168,11 @@ class MetricsCollector:
         return {
             "recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} on the host"
         }
+
+    def _pinned(self) -> Params:
+        mode = self._kv.mode
+        pinned = min(mode.pinned, self._kv.total)
+        return {"pinned": f"{pinned:,} tok, {min(mode.beyond_budget, pinned):,} beyond"} if pinned else {}
 
     def _recovery(self) -> Params:
         level = self.answer.recovery if self.answer else ""

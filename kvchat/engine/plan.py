@@ -25,7 +25,7 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
-from kvchat.kv.memory.pinned import in_system_pages
+from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
@@ -69,7 +69,7 @@ def memory_plan(
         modes={name: _mode_need(name, mode_params, seen, tokens) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen.shapes, geometry, tokens, described.device),
-        host_pool=_host_pool(geometry, tokens),
+        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1)),
         snapshots=SNAPSHOTS * seen.state.nbytes,
         device_free=budget.free_bytes(described.device),
         host_free=available.host_free(),
@@ -127,7 +127,8 @@ def _observe(described: ModelDescription) -> _Observed:
     state = RecurrentState(shapes.config)
     shape = observe_shape(shapes, state)
     layers = len(attending_layers(shapes.config))
-    geometry = Geometry(layers, *shape, described.dtype, headroom=GROWTH_HEADROOM[described.device.type])
+    on = described.device.type
+    geometry = Geometry(layers, *shape, described.dtype, headroom=GROWTH_HEADROOM[on], unified=on == "cpu")
     longest = int(shapes.config.get_text_config(decoder=True).max_position_embeddings)
     return _Observed(described, shapes, state, geometry, longest)
 
@@ -138,12 +139,6 @@ def _context(seen: _Observed, asked: int | None) -> int:
         return asked or seen.longest
     name = seen.described.location.name
     raise UsageError(f"A context of {asked:,} tokens is refused.", f"{name} was made for 1 to {seen.longest:,}.")
-
-
-def _host_pool(geometry: Geometry, tokens: int) -> int:
-    """Bytes of the host pool with room for one more than ``tokens``, in whole pages of the system."""
-    pages = geometry.pages(geometry.grown(tokens + 1)) * geometry.token_bytes // geometry.layers * geometry.page
-    return geometry.layers * in_system_pages(pages)
 
 
 def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:

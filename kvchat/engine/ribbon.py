@@ -17,6 +17,7 @@ LETTERS = {
     TokenState.ON_HOST: "H",
     TokenState.FROZEN: "F",
     TokenState.UNREACHABLE: "X",
+    TokenState.PINNED: "P",
 }
 
 
@@ -48,10 +49,14 @@ class Ribbon:
     def _state(self, position: int, share: float, report: ModeReport) -> TokenState:
         """The state of a cell in whose middle ``position`` lies and of which a ``share`` was read."""
         mode = self._kv.mode
+        if mode.pinned > position:
+            return TokenState.PINNED
         if mode.sink > position:
             return TokenState.SINK
         if mode.window and position >= self._kv.total - mode.window:
             return TokenState.WINDOW
+        if position < report.on_host:
+            return TokenState.ON_HOST
         return TokenState.RESIDENT if share >= report.resident_share else report.absent
 
     def _recalled_cells(self, cell: int) -> set[int]:

@@ -65,24 +65,52 @@ class Weights:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token's attention over slots.
+    """One token's attention over slots, or over what is stored.
 
     Args:
         query: ``[H, G, d_k]``.
         keys: ``[H, n, d_k]``, in the slots' order.
         values: ``[H, n, d_v]``.
-        bias: ``[H or 1, 1, n]``, 0 where the slot may be read, else -inf.
+        bias: ``[H or 1, 1, n]``, 0 where the slot may be read, else -inf; None where all may.
         spec: scaling and soft cap of the layer.
         sinks: learned sink logits ``[H, G]``, where the layer has them.
 
     Returns:
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
-    scores = torch.bmm(query * spec.scaling, keys.transpose(1, 2))
-    weights = _softmax(_capped(scores, spec).add_(bias), sinks)
+    scores = _capped(torch.bmm(query * spec.scaling, keys.transpose(1, 2)), spec)
+    weights = _softmax(scores if bias is None else scores.add_(bias), sinks)
     return torch.bmm(weights.to(values.dtype), values), weights
+
+
+class Partial:
+    """One token's attention over keys that come part after part: the softmax of all of them, without all at once."""
+
+    def __init__(self, query: Tensor, d_v: int, spec: AttentionSpec, sinks: Tensor | None = None) -> None:
+        """``query [H, G, d_k]`` and learned ``sinks [H, G]``, where the layer has them."""
+        self._query = query * spec.scaling
+        self._spec = spec
+        self._sums = query.new_zeros((*query.shape[:2], d_v), dtype=torch.float32)
+        self._total = self._sums.new_zeros((*query.shape[:2], 1))
+        # Below every score, and finite: the difference of two infinities is no number.
+        self._highest = torch.full_like(self._total, torch.finfo(torch.float32).min / 4)
+        if sinks is not None:
+            self._highest, self._total = sinks.float().unsqueeze(-1), self._total + 1
+
+    def add(self, keys: Tensor, values: Tensor, bias: Tensor) -> None:
+        """Attend to ``keys [H, n, d_k]`` and ``values [H, n, d_v]`` too; ``bias`` as in ``attend``."""
+        scores = _capped(torch.bmm(self._query, keys.transpose(1, 2)), self._spec).float() + bias.float()
+        higher = torch.maximum(self._highest, scores.amax(-1, keepdim=True))
+        weights, shrunk = torch.exp(scores - higher), torch.exp(self._highest - higher)
+        self._total = self._total * shrunk + weights.sum(-1, keepdim=True)
+        self._sums = self._sums * shrunk + torch.bmm(weights.to(values.dtype), values)
+        self._highest = higher
+
+    def result(self) -> Tensor:
+        """``[H, G, d_v]`` in the dtype of the query; 0 where nothing could be read."""
+        return (self._sums / self._total.clamp(min=torch.finfo(torch.float32).tiny)).to(self._query.dtype)
 
 
 def attend_prefill(

@@ -16,7 +16,8 @@ class Geometry:
 
     ``d_k`` and ``d_v`` are the head sizes of keys and values; rows are stored ``d = max(d_k, d_v)`` wide, so that
     K and V share one layout (they differ only in MLA models, whose expanded K/V is large anyway). What grows makes room
-    for ``headroom`` more tokens at least.
+    for ``headroom`` more tokens at least. With ``unified`` memory (a CPU) the model computes where the host pool lies,
+    and reads it in place.
     """
 
     layers: int
@@ -27,6 +28,7 @@ class Geometry:
     dtype: torch.dtype
     page: int = PAGE
     headroom: int = GROWTH_HEADROOM
+    unified: bool = False
 
     @property
     def group(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor
 
@@ -25,6 +23,8 @@ def attended(state: KVState, layer: int) -> Tensor:
             # Empty slots mark one column more, which is cut off.
             columns = torch.where(table >= 0, table, state.total)
             seen[heads] = seen[heads].scatter(1, columns, True)
+            if slots.layout.spills:
+                seen[heads, : max(0, state.total - slots.layout.window)] = True
     seen = seen[:, : state.total]
     if spec is not None and spec.window is not None:
         positions = torch.arange(state.total, device=state.device)
@@ -34,15 +34,15 @@ def attended(state: KVState, layer: int) -> Tensor:
 
 def attended_counts(state: KVState) -> Tensor:
     """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
-    alike: Counter[tuple[int, int | None]] = Counter()
+    alike: dict[tuple[int, int | None], list[int]] = {}
     for layer in range(state.geometry.layers):
         held = state.slots_of[layer]
         same_as = held[0].layout.first if held and all(slots.layout.shared for slots in held) else layer
         spec = state.specs[layer]
-        alike[same_as, spec.window if spec else None] += 1
+        alike.setdefault((same_as, spec.window if spec else None), []).append(layer)
     counts = torch.zeros(state.total, dtype=torch.int64, device=state.device)
-    for (layer, _), times in alike.items():
-        counts += times * attended(state, layer).sum(0)
+    for layers in alike.values():
+        counts += len(layers) * attended(state, layers[0]).sum(0)
     return counts
 
 

@@ -7,9 +7,8 @@ in ``attention`` depends on which mode it is, and a decode step reads nothing ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +16,12 @@ from torch import Tensor
 from kvchat.kv.attention import attend_prefill
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import budget
+from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.saved_tokens import SavedTokens, restore
 from kvchat.kv.state import KVState
-
-
-class SwitchCost(NamedTuple):
-    """What entering a mode costs: bytes moved to the device (at most), its device bytes afterwards, and seconds.
-
-    ``seconds`` follows from the rate of earlier fills, or of the link; None where neither was measured.
-    """
-
-    moved_bytes: int
-    device_bytes: int
-    seconds: float | None
 
 
 class KVManager:
@@ -195,7 +183,7 @@ class KVManager:
 
     # ---- modes
 
-    def check_switch(self, mode: Mode, link_bytes_per_s: float | None = None) -> SwitchCost:
+    def check_switch(self, mode: Mode, link_bytes_per_s: float | None = None) -> budget.SwitchCost:
         """Return what entering ``mode`` would cost now; ``link_bytes_per_s`` is used until a fill was timed.
 
         Raises:
@@ -203,12 +191,13 @@ class KVManager:
         """
         state = self.state
         capacity = state.geometry.grown(self.total)
+        self._limit(mode, capacity, released=self.device_bytes)
         plan = mode.plan(capacity)
         needed = plan.device_bytes(state.geometry)
         budget.check_fits(mode.name, needed, capacity, state.device, self.device_bytes)
         moved = plan.moved_bytes(state.geometry, self.total)
         rate = state.transfer.fill_rate or link_bytes_per_s
-        return SwitchCost(moved, needed, moved / rate if rate else None)
+        return budget.SwitchCost(moved, needed, moved / rate if rate else None)
 
     def switch(self, mode: Mode) -> int:
         """Enter ``mode``; return the bytes moved to the device. What is stored stays as it is, byte for byte.
@@ -249,6 +238,38 @@ class KVManager:
         self._end_prefill()
         self._dirty = self._fresh = True
         restore(self.state, saved)
+
+    def adopt(
+        self,
+        tokens: int,
+        read: Callable[[Sequence[Tensor], int], int],
+        pinned: Sequence[int],
+        specs: Sequence[AttentionSpec],
+        query: bytes = b"",
+    ) -> int:
+        """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
+
+        ``read`` puts their pages into the host pool's layers ``[page, H, 2, p, d]`` and returns how many it has; those
+        at the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet;
+        ``query`` are the last token's queries in bytes, empty where they are not known.
+
+        Raises:
+            DoesNotFitError: there is no memory for them. Then, and after any error of ``read``, nothing is stored.
+        """
+        state = self.state
+        self.truncate(0)
+        try:
+            state.reserve(tokens)
+            state.host.settle()
+            state.host.total = read(state.host.layers, tokens)
+            state.pinned[torch.tensor(pinned, dtype=torch.int64, device=state.device)] = True
+            state.specs, state.query_bytes = list(specs), query
+            self.refill(fresh=True)
+        except BaseException:
+            self._forget(0)
+            self._dirty = self._fresh = True
+            raise
+        return self.total
 
     # ---- called by the model's attention
 
@@ -294,6 +315,7 @@ class KVManager:
     def _allocate(self) -> None:
         """Make the mode's slots; if memory runs out the next refill tries again."""
         capacity = self.state.geometry.grown(self.total)
+        self._limit(self.mode, capacity, released=self.state.slot_bytes)
         self.state.allocate(self.mode.plan(capacity).layouts, capacity)
         self.mode.attach(self.state)
         self._half_entered = False
@@ -310,7 +332,13 @@ class KVManager:
         """Grow the host pool, and the slots that hold everything."""
         self.state.reserve(tokens)
         if tokens > self.state.capacity:
-            self._resize(self.state.geometry.grown(tokens))
+            capacity = self.state.geometry.grown(tokens)
+            self._limit(self.mode, capacity, held=self.state.capacity)
+            self._resize(capacity)
+
+    def _limit(self, mode: Mode, capacity: int, released: int = 0, held: int = 0) -> None:
+        """Tell a mode what may be taken for ``capacity`` tokens once ``released`` bytes are free."""
+        mode.limit(capacity, available.usable(budget.free_bytes(self.state.device) + released), held)
 
     def _resize(self, capacity: int) -> None:
         """Let the slots be those that the mode plans for ``capacity`` tokens."""

@@ -17,9 +17,10 @@ from kvchat.kv.ops.torch_ops import TorchOps
 class Transfer:
     """Moves rows from the host pool to slots; what runs on ``side_stream`` overlaps with the layers that follow.
 
-    ``counters [3, 3]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved, K/V pairs wanted
-    and heads corrected. The second row counts on the side stream, because two streams must not add to the same number;
-    the third what is chosen a second time for the same step, which is moved but not wanted once more.
+    ``counters [3, 3]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved or read over the
+    link, K/V pairs wanted and heads corrected. The second row counts on the side stream, because two streams must not
+    add to the same number; the third what is chosen a second time for the same step, which is moved but not wanted once
+    more.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
@@ -88,12 +89,16 @@ class Transfer:
         """Add K/V pairs that a step wanted and that nothing else counts (0-d)."""
         self.counters[0, 1].add_(pairs)
 
+    def count_fetched(self, pairs: Tensor) -> None:
+        """Add K/V pairs that attention read over the link without their being moved anywhere (0-d)."""
+        self.counters[0, 0].add_(pairs)
+
     def count_corrections(self, heads: Tensor) -> None:
         """Add corrected heads (0-d)."""
         self.counters[0, 2].add_(heads)
 
     def moved_bytes(self) -> int:
-        """Bytes copied to the device so far; waits for the device."""
+        """Bytes copied to the device or read over the link so far; waits for the device."""
         return self.filled_bytes + int(self.totals[0]) * self.pair_bytes
 
     @property

@@ -10,10 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvchat.protocol.figures import Count, MemoryPlan, Params, Run, Snapshot, Stats
+from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
+from kvchat.protocol.figures import Count, MemoryPlan, Params, Snapshot, Stats
 from kvchat.protocol.replaying import Asked, Pace, Replayed
-
-MAX_VARIANTS = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,15 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """How K/V of conversations are kept: ``parked_bytes`` in host memory, ``saved_bytes`` in ``folder``; 0 for none."""
+
+    parked_bytes: Count = 0
+    saved_bytes: Count = 0
+    folder: str = ""
+
+
+@dataclass(frozen=True)
 class Load:
     """Load a model in place of the one in use; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
@@ -59,6 +67,7 @@ class Load:
     quantize: str = "none"
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    keeping: Keeping = Keeping()
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,28 @@ class Plan:
 class Chat:
     """Answer the last turn; answered by ``Started``, ``Text``* and ``Finished``, or ``Failed``.
 
-    ``turns`` ends with a user turn, or with an assistant turn that is to be continued.
+    ``turns`` ends with a user turn, or with an assistant turn that is to be continued. ``conversation`` is its id,
+    empty for one whose K/V are not kept.
     """
 
     turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
+    conversation: str = ""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept."""
+
+    conversation: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A conversation was deleted: keep nothing of it; answered by nothing."""
+
+    conversation: str
 
 
 @dataclass(frozen=True)
@@ -102,14 +128,6 @@ class Rebuild:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A mode with parameters that count before those of the settings."""
-
-    mode: str
-    params: Params = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Compare:
     """Answer the last turn once in each of ``variants``, from the same K/V and with the same random numbers.
 
@@ -120,14 +138,6 @@ class Compare:
     turns: tuple[Turn, ...]
     variants: Annotated[tuple[Variant, ...], Field(min_length=1, max_length=MAX_VARIANTS)]
     sampling: Sampling = Sampling()
-
-
-@dataclass(frozen=True)
-class HideNeedle:
-    """Make a conversation of about ``tokens`` tokens that asks for a fact told early; ``NeedleHidden`` brings it."""
-
-    tokens: Annotated[int, Field(ge=1, lt=2**24)]
-    seed: Count
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,23 @@ class Loaded:
     notes: tuple[str, ...] = ()
     weights: str = ""
     fast: str = ""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """``tokens`` of a conversation came back from ``where`` (memory or disk) in ``seconds``, not to be read again."""
+
+    conversation: str
+    tokens: Count
+    seconds: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something that a person should know and that stops nothing, in a line."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -264,27 +291,6 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
-class Comparing:
-    """``text`` of ``tokens`` tokens is what the variant ``index`` has answered so far.
-
-    ``checked`` counts the first answer's tokens that it has been given since, to compare what it makes of each.
-    """
-
-    index: Count
-    text: str
-    tokens: Count
-    checked: Count = 0
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The comparison is over: a run for each variant, in order; fewer where it was stopped."""
-
-    runs: tuple[Run, ...]
-    prompt_tokens: Count = 0
-
-
-@dataclass(frozen=True)
 class NeedleHidden:
     """``turns`` end with the question; a right answer has ``fact`` in it and takes at most ``tokens`` tokens."""
 
@@ -322,21 +328,9 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Plan | Chat | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek
+Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 ComparisonEvent = Comparing | Compared | NeedleHidden
-ReplayEvent = Asked | Replayed
-Event = (
-    Loading
-    | Loaded
-    | AnswerEvent
-    | Switched
-    | SwitchRefused
-    | Rebuilt
-    | ComparisonEvent
-    | ReplayEvent
-    | Peeked
-    | Planned
-    | Snapshot
-    | Failed
-)
+Kept = Resumed | Noted
+Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
+Event = Loading | Loaded | Kept | AnswerEvent | ComparisonEvent | Asked | Replayed | Report

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from kvchat.errors import KvchatError
 from kvchat.protocol import recording, wire
+from kvchat.protocol.comparing import HideNeedle
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
     Chat,
@@ -23,7 +24,6 @@ from kvchat.protocol.messages import (
     Compare,
     Event,
     Failed,
-    HideNeedle,
     Loaded,
     Rebuild,
     Switch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
@@ -67,6 +68,12 @@ class Answers:
     async def ask(self, text: str) -> None:
         """Ask at once, in place of the person: of a recording."""
         await self.send(await self.view.add_question(text, queued=False))
+
+    def take_up(self) -> None:
+        """Let the engine take up what it keeps of the conversation, before the next question."""
+        if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
+            with suppress(UsageError):  # the next question tells, and does it all the same
+                self.client.send(self.state.conversation.to_resume())
 
     def stop(self) -> None:
         """Stop the answer; one that is only being asked for is stopped as soon as it is. What is queued is held."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import MAX_VARIANTS, Variant
+from kvchat.protocol.comparing import MAX_VARIANTS, Variant
 from kvchat.tui.commands import parse_assignments, split_words
 from kvchat.tui.controller import ChatController
 

@@ -9,19 +9,8 @@ from dataclasses import replace
 from kvchat.config import modes
 from kvchat.conversations.comparison import label
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import (
-    MAX_VARIANTS,
-    Compare,
-    Compared,
-    Comparing,
-    HideNeedle,
-    NeedleHidden,
-    Prefilled,
-    Sampling,
-    Stop,
-    Turn,
-    Variant,
-)
+from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
+from kvchat.protocol.messages import Compare, NeedleHidden, Prefilled, Sampling, Stop, Turn
 from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient
 from kvchat.tui.running_comparison import RunningComparison

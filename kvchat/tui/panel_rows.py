@@ -17,7 +17,7 @@ EXPLANATIONS = {
     "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
     "over the budget": "read beyond the budget: some modes read everything in their first layer, or keep some slack",
     "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
-    "on a GPU": "K/V that would be in a GPU's memory in this mode; without a GPU all of it is in RAM",
+    "copied to read": "K/V that this mode holds a second time, side by side; full mode reads what is stored itself",
     "fetched a token": "copied from host to device for one token, and the median time that took",
     "of the context": "stored tokens, as a share of what the model can attend to",
     "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
@@ -33,13 +33,15 @@ EXPLANATIONS = {
     "load": "use of the GPU, its temperature and power",
     "torch": "GPU memory allocated by torch, of what it has reserved",
     "weights": "memory of the model's weights",
+    "parked": "the K/V of other conversations, kept in host memory until they are gone back to",
     "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
 }
 
 
 def mode_rows(snapshot: Snapshot) -> Rows:
     """The mode's parameters in force; more than four share lines, so that the column fits 40 lines."""
-    rows = [(name, _value(value)) for name, value in snapshot.params.items()]
+    shown = {name: value for name, value in snapshot.params.items() if name != "pin_system" or value}
+    rows = [(name, _value(value)) for name, value in shown.items()]
     return [*((packed(rows) if len(rows) > 4 else rows) or [("parameters", "none")]), *price_rows(snapshot)]
 
 
@@ -71,8 +73,10 @@ def context_rows(s: Snapshot) -> Rows:
     budget = s.params.get("budget")
     if isinstance(budget, int) and s.active > budget + 0.5:
         rows.append(("over the budget", f"{count(s.active - budget)} tok"))
-    where = "on the device" if has_gpu(s) else "on a GPU"
-    rows.append((where, f"{size(s.kv_device_bytes)} of {size(s.kv_host_bytes)}"))
+    if has_gpu(s):
+        rows.append(("on the device", f"{size(s.kv_device_bytes)} of {size(s.kv_host_bytes)}"))
+    else:
+        rows.append(("copied to read", size(s.kv_device_bytes) if s.kv_device_bytes else "nothing"))
     took = f" · {figure(s.recall_ms_p50, 'ms', 1)}" if s.recall_ms_p50 is not None else ""
     rows.append(("fetched a token", f"{size(s.step_bytes)}{took}" if s.step_bytes else "nothing"))
     rows.append(("of the context", f"{percent(s.total / s.context)} used" if s.context else MISSING))
@@ -94,6 +98,8 @@ def recall_rows(s: Snapshot) -> Rows:
 def memory_rows(s: Snapshot) -> Rows:
     """Memory: of the device by NVML, of torch, and of kvchat."""
     own = [("weights", size(s.weight_bytes)), ("K/V on the host", size(s.kv_host_bytes))]
+    if s.kv_parked_bytes:
+        own.append(("parked", size(s.kv_parked_bytes)))
     if not has_gpu(s):
         return [("no GPU", "all K/V is in RAM"), ("this process", size(s.process_bytes)), *own]
     torch = MISSING if s.torch_allocated is None else f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvchat.conversations.comparison import Comparison, label
-from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
+from kvchat.protocol.comparing import Compared, Comparing, Variant
+from kvchat.protocol.messages import Sampling
 from kvchat.units import count
 
 

@@ -16,7 +16,8 @@ from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
-from kvchat.protocol.messages import Compared, Comparing, Prefilled, Sampling, Started, Turn, Variant
+from kvchat.protocol.comparing import Compared, Comparing, Variant
+from kvchat.protocol.messages import Prefilled, Sampling, Started, Turn
 
 SAMPLING = Sampling(temperature=0.9, seed=4, max_new_tokens=24)
 STORY = (Turn("user", "The sea was calm and the whale went on. " * 20 + "Tell me a short story."),)

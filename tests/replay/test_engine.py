@@ -10,19 +10,9 @@ import time
 from support.streams import read_event
 
 from kvchat.protocol import wire
+from kvchat.protocol.comparing import Variant
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import (
-    Chat,
-    Compare,
-    Failed,
-    Finished,
-    Switch,
-    Switched,
-    SwitchRefused,
-    Text,
-    Turn,
-    Variant,
-)
+from kvchat.protocol.messages import Chat, Compare, Failed, Finished, Switch, Switched, SwitchRefused, Text, Turn
 from kvchat.protocol.recording import Entry
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 from kvchat.replay.engine import Player

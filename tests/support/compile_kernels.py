@@ -58,6 +58,7 @@ def launch_everything(dtype, d, tokens):
     scores = ops.page_scores(query, bounds.of(0), 0.1)
     flagged = ops.needs_correction(query, query, 0.8)
     everything = Layout(0, LAYERS, 0, tokens)
+    resident = Layout(0, LAYERS, 0, 4096, spills=True)
     followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
     plain, odd = AttentionSpec(0.1), AttentionSpec(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
@@ -77,6 +78,8 @@ def launch_everything(dtype, d, tokens):
         else:
             many = torch.zeros(64, dtype=torch.int64)
             ops.move_shared(slots, many, many, many > 0)
+    for spec in (plain, odd):
+        ops.attend(DeviceSlots(resident, g, CPU), int(tokens == LATER), query, spec, False)
     candidates = Candidates.between(1, position, bounds.pages)
     for flags in (None, flagged):
         ops.choose(scores, candidates, held, flags)

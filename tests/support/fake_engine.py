@@ -18,15 +18,13 @@ import time
 from collections.abc import Iterator
 
 from kvchat.protocol import figures, messages, wire
+from kvchat.protocol.comparing import Compared, Comparing, HideNeedle
 from kvchat.protocol.figures import Agreement, Gpu, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
     Command,
     Compare,
-    Compared,
-    Comparing,
     Finished,
-    HideNeedle,
     Load,
     Loaded,
     Loading,

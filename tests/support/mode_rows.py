@@ -5,6 +5,7 @@ from __future__ import annotations
 # Mode and parameters by row; small enough that every set is reduced after some tens of tokens.
 ROWS = {
     "full": ("full", {}),
+    "full-resident": ("full", {"resident": 64}),
     "streaming": ("streaming", {"budget": 64, "sink": 4, "R": 8, "sigma": 6, "delta": 5}),
     "streaming-plain": ("streaming", {"budget": 64, "sink": 4, "R": 1, "sigma": 0, "delta": 0}),
     "streaming-slack": ("streaming", {"budget": 64, "sink": 7, "R": 4, "sigma": 30, "delta": 3}),
@@ -26,5 +27,5 @@ ROWS = {
 }
 # The first row of each mode and the unusual settings, for tests that need not run on all rows.
 FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
-CORE = [*FIRST.values(), "streaming-slack", "speculative-odd", "sync-two", "freeze-budget"]
+CORE = [*FIRST.values(), "full-resident", "streaming-slack", "speculative-odd", "sync-two", "freeze-budget"]
 MIXED = ("plain", "window", "softcap", "sinks", "unrotated")

@@ -34,8 +34,9 @@ class Run:
     store's own, and outputs are compared under them.
     """
 
-    def __init__(self, made: Toy, mode: str, **params: Any) -> None:
+    def __init__(self, made: Toy, mode: str, preamble: int = 0, **params: Any) -> None:
         self.toy = made
+        self.preamble = preamble
         self.exact = made.geometry.dtype is torch.float32
         self.ids: list[int] = []
         self.fresh = 0
@@ -47,7 +48,7 @@ class Run:
         self._refer()
 
     def mode(self, mode: str, **params: Any) -> Any:
-        return build(parse(mode, params), self.toy.geometry, self.toy.traits)
+        return build(parse(mode, params), self.toy.geometry, self.toy.traits, self.preamble)
 
     # ---- what a session does
 
@@ -162,4 +163,7 @@ class Run:
 
     def _refer(self) -> None:
         mode = self.kv.mode
-        self.reference = REFERENCES[mode.name](self, mode.report().params)
+        params = mode.report().params
+        if params.get("budget"):
+            params = params | {"budget": params["budget"] + mode.beyond_budget}
+        self.reference = REFERENCES[mode.name](self, params)

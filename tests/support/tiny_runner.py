@@ -19,6 +19,7 @@ from kvchat.kv.modes.base import Mode
 
 PARAMS = {
     "full": ("full", {}),
+    "full-resident": ("full", {"resident": 64}),
     "streaming": ("streaming", {"budget": 64, "R": 8, "sigma": 6, "delta": 5}),
     "speculative": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": 0.7}),
     "speculative-reuse": ("speculative", {"budget": 128, "sink": 8, "window": 32, "tau": -2.0}),

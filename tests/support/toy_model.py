@@ -63,10 +63,11 @@ def toy(
     page: int = 32,
     dtype: torch.dtype = torch.float32,
     interleaved: bool = False,
+    unified: bool = False,
     ids: int = 1024,
     seed: int = 0,
 ) -> Toy:
-    geometry = Geometry(len(kinds), kv_heads * group, kv_heads, d_k, d_v, dtype, page)
+    geometry = Geometry(len(kinds), kv_heads * group, kv_heads, d_k, d_v, dtype, page, unified=unified)
     random = torch.Generator().manual_seed(seed)
     freq = 100.0 ** -(torch.arange(d_k // 4, dtype=torch.float64) / (d_k // 4))
     rotation = Rotation(freq, interleaved, offset=d_k // 4)

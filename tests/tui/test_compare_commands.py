@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import MAX_VARIANTS, Variant
+from kvchat.protocol.comparing import MAX_VARIANTS, Variant
 from kvchat.tui.compare_commands import MIN_NEEDLE_TOKENS, parse_variants, search_needle
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from torch import Tensor
 
 from kvchat.engine.generate.detokenizer import AnswerText
-from kvchat.engine.generate.prompt import Prompt, PromptEncoder, Stored
+from kvchat.engine.generate.prompt import Prompt, PromptEncoder
 from kvchat.engine.generate.recovery import RecoveryMonitor
 from kvchat.engine.generate.recovery_signals import Trigger
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import OneAtATime, Released
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
@@ -48,12 +49,12 @@ class AnswerLoop(Released):
     def __init__(self, runner: ModelRunner, switcher: ModeSwitcher, metrics: MetricsCollector, stored: Stored) -> None:
         self.token_ids: list[int] = []
         self.stored = stored
+        self.encoder = PromptEncoder(runner.model.tokenizer)
         self._runner = runner
         self._model = runner.model
         self._kv = runner.kv
         self._switcher = switcher
         self._metrics = metrics
-        self.encoder = PromptEncoder(runner.model.tokenizer)
         self._cancelled = threading.Event()
         self.one = OneAtATime()
 

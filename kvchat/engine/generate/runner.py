@@ -34,7 +34,8 @@ def geometry_of(model: LoadedModel) -> Geometry:
     """Return the model's K/V geometry."""
     m = model
     headroom = GROWTH_HEADROOM[m.device.type]
-    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, headroom=headroom)
+    unified = m.device.type == "cpu"
+    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, headroom=headroom, unified=unified)
 
 
 def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> ModelTraits:

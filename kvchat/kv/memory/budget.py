@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
 from kvchat.units import size
+
+
+class SwitchCost(NamedTuple):
+    """What entering a mode costs: bytes moved to the device (at most), its device bytes afterwards, and seconds.
+
+    ``seconds`` follows from the rate of earlier fills, or of the link; None where neither was measured.
+    """
+
+    moved_bytes: int
+    device_bytes: int
+    seconds: float | None
 
 
 def free_bytes(device: torch.device) -> int:

@@ -6,7 +6,7 @@ Attention knows nothing else: it reads the slots whose table entry is not -1. A 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ class Layout:
 
     ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
     the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
-    may lie in any slot: a new one takes a free one, which the mode provides.
+    may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (sinks and pages it has
+    none) is read all the same: attention reads tokens that left the window from the host pool.
     """
 
     first: int
@@ -33,6 +34,7 @@ class Layout:
     shared: bool = True
     heads: tuple[tuple[int, ...], ...] | None = None
     unordered: bool = False
+    spills: bool = False
 
     def width(self, geometry: Geometry) -> int:
         """KV heads per layer."""
@@ -133,7 +135,7 @@ class DeviceSlots:
     def slot_of(self, positions: Tensor) -> Tensor:
         """The slots of tokens that are sinks or in the window: sinks in order, then a ring."""
         s, w = self.layout.sink, self.layout.window
-        return self.offset + torch.where(positions < s, positions, s + (positions - s) % w)
+        return self.offset + torch.where(positions < s, positions, s + (positions - s) % max(1, w))
 
     def free_slots(self, n: int) -> Tensor:
         """Slots ``[n]`` of an unordered layout: empty ones first, then others."""
@@ -141,6 +143,8 @@ class DeviceSlots:
 
     def assign(self, position: Tensor) -> None:
         """Give the new token (0-d int64 ``position``) its slot in every table; who was there is released."""
+        if not self.n:
+            return
         slot = self.free_slots(1) if self.layout.unordered else self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
         self.table.index_copy_(2, slot.view(1), entry)
@@ -148,8 +152,9 @@ class DeviceSlots:
         self._write_rows = self._row_starts + slot
 
     def write(self, layer: int, kv: Tensor) -> None:
-        """Write the new token's ``kv [2, kv_heads, d]`` to its slot."""
-        self.rows(layer).index_copy_(0, self._write_rows, self.pick(layer, kv, 1).flatten(0, 1))
+        """Write the new token's ``kv [2, kv_heads, d]`` to its slot, where there are any."""
+        if self.n:
+            self.rows(layer).index_copy_(0, self._write_rows, self.pick(layer, kv, 1).flatten(0, 1))
 
     def open_pages(self, layers: slice, first: int, last: Tensor) -> None:
         """Let attention read the tokens ``first`` to ``last`` (0-d int64, inclusive) of the resident pages."""
@@ -165,7 +170,13 @@ class DeviceSlots:
         self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
 
     def grown(self, layout: Layout) -> DeviceSlots:
-        """The same tokens in more slots; only for windows that have not come round yet, and unordered layouts."""
+        """The same tokens in more slots; only for windows that have not come round yet, and unordered layouts.
+
+        Where there are as many, which only begin to spill, they stay what they are.
+        """
+        if replace(layout, spills=self.layout.spills) == self.layout:
+            self.layout = layout
+            return self
         if layout.unordered:
             return self._resettled(layout)
         larger = DeviceSlots(layout, self.geometry, self.table.device)

@@ -1,7 +1,7 @@
 """The host pool: every token's K and V, in every mode, always complete.
 
-One array ``[page, H, 2, p, d]`` per layer, contiguous, so that one (page, head) is one block of K then V. A new
-token's K/V is written through as soon as it is computed; leaving the device then costs nothing.
+One array ``[page, H, 2, p, d]`` per layer; ``arrangement`` says how it lies in memory. A new token's K/V is written
+through as soon as it is computed; leaving the device then costs nothing.
 
 Each layer lies in one ``PinnedRegion``: its address space is reserved for the model's context and its memory committed
 from the front as the conversation grows. Addresses stay, so views and captured CUDA graphs stay valid, and the device
@@ -18,7 +18,8 @@ from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
-from kvchat.kv.memory.pinned import CudaArray, CudaRegistrar, PinnedRegion, Registrar, in_system_pages
+from kvchat.kv.memory.arrangement import arrangement_of
+from kvchat.kv.memory.pinned import CudaArray, CudaRegistrar, PinnedRegion, Registrar
 
 # Pinned in steps that double up to this many bytes over all layers: a step costs a call per layer and about 0.5 s/GiB.
 STEP_BYTES = 256 * 2**20
@@ -43,23 +44,24 @@ class HostPool:
         self._registrar = CudaRegistrar(device) if registrar is None and device.type == "cuda" else registrar
         self._step = STEP_BYTES // geometry.token_bytes if self._registrar else 0
         self._page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
-        least = self._bytes(geometry.grown(0))
+        self._lies = arrangement_of(geometry)
+        least = geometry.grown(0)
         # One more than the context: a full one still makes room for the next token.
-        self._regions = self._reserved(max(least, self._bytes(context + 1)), least)
+        self._regions = self._reserved(max(least, context + 1), least)
         self._extend(self._affordable(least, least))
-        self._tables = [self._table(region) for region in self._regions]
+        self._look()
 
     # ---- room
 
     @property
     def capacity(self) -> int:
         """Tokens there is memory for."""
-        return self._regions[0].committed // self._page_bytes * self.geometry.page
+        return self._lies.tokens(self._regions[0].committed)
 
     @property
     def reserved(self) -> int:
         """Tokens there is address space for: so many fit before the pool moves."""
-        return self._regions[0].size // self._page_bytes * self.geometry.page
+        return self._lies.tokens(self._regions[0].size)
 
     @property
     def nbytes(self) -> int:
@@ -87,14 +89,19 @@ class HostPool:
         was_pinned, moves = self.pinned, tokens > self.reserved
         wanted = max(self.geometry.grown(tokens), self.capacity + min(self.capacity, self._step))
         if moves:
-            self._move(self._bytes(tokens), self._bytes(wanted))
+            self._move(tokens, wanted)
         else:
-            self._extend(self._affordable(self._bytes(tokens), self._bytes(min(wanted, self.reserved))))
+            self._extend(self._affordable(tokens, min(wanted, self.reserved)))
         return moves or self.pinned != was_pinned
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; memory is kept for what comes next."""
         self.total = min(self.total, tokens)
+
+    def settle(self) -> None:
+        """Wait until what steps wrote through has arrived in host memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # ---- views: of ``device`` where pinned, else of the CPU; ``gather`` and ``scatter`` take both
 
@@ -102,25 +109,41 @@ class HostPool:
     def layers(self) -> list[Tensor]:
         """What there is memory for, in host memory: ``[page, H, 2, p, d]`` a layer."""
         pages = self.capacity // self.geometry.page
-        return [self._pages(region)[:pages] for region in self._regions]
+        return [self._lies.table(region.bytes)[:pages] for region in self._regions]
 
     def rows(self, layer: int) -> Tensor:
         """The layer's address space, one row per token and head of K or V: ``[page * H * 2 * p, d]``."""
-        return self._tables[layer].view(-1, self.geometry.d)
+        return self._rows[layer]
 
     def blocks(self, layer: int) -> Tensor:
         """The layer's address space, one row per (page, head, K or V): ``[page * H * 2, p * d]``."""
-        return self._tables[layer].view(-1, self.geometry.page * self.geometry.d)
+        return self.rows(layer).view(-1, self.geometry.page * self.geometry.d)
 
     def segments(self, layer: int, first: int, last: int) -> list[Tensor]:
         """Pages ``first`` up to ``last`` in host memory, uint8, cut where a ``cudaMemcpy`` may not go across."""
         return self._regions[layer].segments(first * self._page_bytes, last * self._page_bytes)
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
-        """Rows of K of tokens ``positions`` and KV ``heads`` (broadcast, int64); V lies ``page`` rows further."""
-        g = self.geometry
-        page = torch.div(positions, g.page, rounding_mode="floor")
-        return (page * g.kv_heads + heads) * (2 * g.page) + positions % g.page
+        """Rows of K of tokens ``positions`` and KV ``heads`` (broadcast, int64); V lies ``value_rows`` further."""
+        return self._lies.row_index(positions, heads, self.reserved)
+
+    def by_head(self, layer: int) -> Tensor:
+        """In unified memory the layer's address space, ``[2, H, token, d]``."""
+        return self._rows[layer].view(2, self.geometry.kv_heads, -1, self.geometry.d)
+
+    @property
+    def value_rows(self) -> int:
+        """How many rows behind its K a token's V lies."""
+        return self._lies.value_rows(self.reserved)
+
+    def block_index(self, pages: Tensor, heads: Tensor) -> Tensor:
+        """Blocks of K of ``pages`` and KV ``heads`` (broadcast, int64); V lies ``value_blocks`` further."""
+        return self._lies.block_index(pages, heads, self.reserved)
+
+    @property
+    def value_blocks(self) -> int:
+        """How many blocks behind its K a page's V lies."""
+        return self._lies.value_blocks(self.reserved)
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Write ``k [H, n, d_k]`` and ``v [H, n, d_v]`` of the tokens from position ``start`` on."""
@@ -129,10 +152,13 @@ class HostPool:
         index = self.row_index(positions[None], heads[:, None]).flatten()
         rows = self.rows(layer)
         scatter(rows[:, : k.shape[2]], index, k.flatten(0, 1))
-        scatter(rows[:, : v.shape[2]], index + self.geometry.page, v.flatten(0, 1))
+        scatter(rows[:, : v.shape[2]], index + self.value_rows, v.flatten(0, 1))
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of tokens from ``page`` up to ``tokens``, on the device."""
+        """Keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of tokens from ``page`` up to ``tokens``, on the device.
+
+        In unified memory what is stored itself, not a copy.
+        """
         g = self.geometry
         pages = self._tables[layer][page : g.pages(tokens)].to(self.device)
         heads_first = pages.permute(2, 1, 0, 3, 4).reshape(2, g.kv_heads, -1, g.d)[:, :, : tokens - page * g.page]
@@ -140,18 +166,15 @@ class HostPool:
 
     # ---- inside
 
-    def _bytes(self, tokens: int) -> int:
-        """Bytes of one layer for ``tokens``, in whole system pages."""
-        return in_system_pages(self.geometry.pages(tokens) * self._page_bytes)
-
     def _affordable(self, least: int, wanted: int, beside: int = 0) -> int:
-        """``wanted`` bytes a layer, or ``least`` where the host has no memory for more; ``beside`` is needed meanwhile.
+        """Bytes a layer for ``wanted`` tokens, or ``least`` where there is no memory for more; ``beside`` meanwhile.
 
         Raises:
             DoesNotFitError: nor for that.
         """
         free, taken = available.usable(available.host_free()), self.nbytes
-        for size in (wanted, least):
+        for tokens in (wanted, least):
+            size = self._lies.nbytes(tokens)
             if size * self.geometry.layers - taken + beside <= free:
                 return size
         raise self._does_not_fit(
@@ -159,15 +182,16 @@ class HostPool:
         )
 
     def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:
-        """Fresh address space of ``wanted`` bytes a layer, or ``least`` where the system gives no more.
+        """Fresh address space for ``wanted`` tokens, or ``least`` where the system gives no more.
 
         Raises:
             DoesNotFitError: nor that.
         """
         reason = ""
-        for size in (wanted, least):
+        for tokens in (wanted, least):
+            size = self._lies.reserved_bytes(tokens)
             try:
-                return [PinnedRegion(size) for _ in range(self.geometry.layers)]
+                return [PinnedRegion(size, self._lies.parts) for _ in range(self.geometry.layers)]
             except OSError as error:
                 reason = f"the system gives no address space for it: {error.strerror}."
         raise self._does_not_fit(least, reason)
@@ -178,15 +202,25 @@ class HostPool:
             self._commit(region, size)
 
     def _move(self, least: int, wanted: int) -> None:
-        """Beyond the reservation: twice the address space, and a copy, a layer at a time."""
-        size = self._affordable(least, wanted, beside=self._regions[0].committed)
-        used = self.geometry.pages(self.total) * self._page_bytes
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what the last step wrote through is to be copied too
-        for layer, region in enumerate(self._reserved(2 * size, size)):
+        """Beyond the reservation: twice the address space, and a copy; of pages a layer at a time.
+
+        Where rows are counted by head all layers move at once, because they share the count.
+        """
+        unified = self.geometry.unified
+        size = self._affordable(least, wanted, beside=self.nbytes if unified else self._regions[0].committed)
+        used = self.geometry.pages(self.total)
+        self.settle()
+        tokens = self._lies.tokens(size)
+        moved = self._reserved(2 * tokens, tokens)
+        for layer, region in enumerate(moved):
             self._commit(region, size)
-            region.bytes[:used] = self._regions[layer].bytes[:used]
-            self._regions[layer], self._tables[layer] = region, self._table(region)
+            self._lies.table(region.bytes)[:used] = self._lies.table(self._regions[layer].bytes)[:used]
+            if not unified:
+                self._regions[layer] = region
+                self._look()
+        if unified:
+            self._regions = moved
+            self._look()
 
     def _commit(self, region: PinnedRegion, size: int) -> None:
         """Take memory for the first ``size`` bytes of a region and pin it; where that fails all becomes pageable."""
@@ -199,29 +233,26 @@ class HostPool:
             self.pageable_reason = str(error)
             for each in self._regions:
                 each.unregister()
-            self._tables = [self._table(each) for each in self._regions]
+            self._look()
 
-    def _pages(self, region: PinnedRegion) -> Tensor:
-        """The region in host memory, ``[page, H, 2, p, d]``."""
-        g = self.geometry
-        pages = region.size // self._page_bytes
-        held = region.bytes[: pages * self._page_bytes].view(g.dtype)
-        return held.view(pages, g.kv_heads, 2, g.page, g.d)
+    def _look(self) -> None:
+        """Make the views of the regions."""
+        self._tables = [self._table(region) for region in self._regions]
+        self._rows = [self._lies.rows(table) for table in self._tables]
 
     def _table(self, region: PinnedRegion) -> Tensor:
         """The region as the device sees it, ``[page, H, 2, p, d]``; as the CPU does where it is pageable."""
-        pages = self._pages(region)
         if self.device.type != "cuda" or self.pageable_reason:
-            return pages
+            return self._lies.table(region.bytes)
         with torch.inference_mode(False):
             seen = torch.as_tensor(CudaArray(region), device=self.device)
-        return seen[: pages.nbytes].view(pages.dtype).view(pages.shape)
+        return self._lies.table(seen)
 
-    def _does_not_fit(self, size: int, reason: str) -> DoesNotFitError:
-        tokens = size // self._page_bytes * self.geometry.page
+    def _does_not_fit(self, tokens: int, reason: str) -> DoesNotFitError:
+        taken = self._lies.nbytes(tokens) * self.geometry.layers
         return DoesNotFitError(
             "There is not enough host memory for the conversation.",
-            f"K/V of {tokens:,} tokens take {units.size(size * self.geometry.layers, 2)}; {reason}",
+            f"K/V of {self.geometry.round_up(tokens):,} tokens take {units.size(taken, 2)}; {reason}",
             "Shorten the conversation or free memory; what is stored is kept.",
         )
 

@@ -84,6 +84,7 @@ def _device_address(address: int) -> int | None:
 class PinnedRegion:
     """Address space of ``size`` bytes (rounded up to system pages); the first ``committed`` are in use.
 
+    Where it has several equal ``parts`` (of whole system pages) each is used from its front, and none can be pinned.
     ``bytes`` is all of it, uint8 in host memory, zero where nothing was written. Memory that was registered is
     unregistered when the region goes, before its address space does.
 
@@ -91,12 +92,13 @@ class PinnedRegion:
         OSError: the system does not give so much address space.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, parts: int = 1) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         mapped = mmap.mmap(-1, in_system_pages(size), flags)
         with torch.inference_mode(False):  # written to in and out of it
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self.committed = 0
+        self._parts = self.bytes.view(parts, -1)
         self._starts: list[int] = []
         self._mapped = mapped
         self._registered: list[tuple[Registrar, int]] = []
@@ -113,7 +115,8 @@ class PinnedRegion:
         first, self.committed = self.committed, size
         self._starts.append(first)
         # A write to each system page is what makes it memory; the kernel has cleared it.
-        self.bytes[first : self.committed : mmap.PAGESIZE].zero_()
+        parts = len(self._parts)
+        self._parts[:, first // parts : self.committed // parts : mmap.PAGESIZE].zero_()
         return self.bytes.data_ptr() + first, self.committed - first
 
     def segments(self, low: int, high: int) -> list[Tensor]:

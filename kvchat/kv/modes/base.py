@@ -73,6 +73,7 @@ class TokenState(Enum):
     ON_HOST = "on the host"
     FROZEN = "frozen"
     UNREACHABLE = "out of reach"
+    PINNED = "pinned"
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,15 @@ class ModeReport:
 
     ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
     has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs
-    are read counts as on the device, any other as ``absent``.
+    are read counts as on the device, any other as ``absent``. The first ``on_host`` tokens lie on the host alone,
+    though they are read.
     """
 
     params: dict[str, Any]
     stats: dict[str, Any] = field(default_factory=dict)
     absent: TokenState = TokenState.ON_HOST
     resident_share: float = 1e-9
+    on_host: int = 0
 
 
 class Mode:
@@ -97,6 +100,7 @@ class Mode:
     when                 member                                         duty
     ===================  =============================================  ==========================================
     before entering      ``plan(capacity)``                             slots and bytes wanted
+    ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
@@ -121,6 +125,8 @@ class Mode:
         limited_by_context: positions must stay within the model's context.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
         preamble: tokens of the system prompt.
+        pinned: of these, tokens that are attended whatever the mode keeps: all or none.
+        beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
     """
 
     name: ClassVar[str]
@@ -130,16 +136,29 @@ class Mode:
     window: int = 0
     limited_by_context: bool = True
     needs_calibration: bool = False
+    beyond_budget: int = 0
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         self.parameters = parameters
         self.geometry = geometry
         self.traits = traits
         self.preamble = preamble
+        self.pinned = preamble if parameters.pin_system else 0
+
+    def pin_to_sinks(self) -> None:
+        """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
+        self.beyond_budget = max(0, self.pinned - self.sink)
+        self.sink += self.beyond_budget
 
     def plan(self, capacity: int) -> Plan:
         """Return the slots and bytes wanted for at most ``capacity`` stored tokens."""
         raise NotImplementedError
+
+    def limit(self, capacity: int, free: int, held: int = 0) -> None:
+        """Plan for at most ``free`` bytes from now on, if the mode can do with less than it wants.
+
+        ``held`` is the number of tokens that its slots have room for, and keep, where they were made already.
+        """
 
     def attach(self, state: KVState) -> None:
         """Take over freshly allocated, empty slots."""
@@ -151,7 +170,7 @@ class Mode:
         Called after entering the mode, after a prefill, after truncating and after a step that was cut short; ``fresh``
         says that everything stored may be read again, also what the mode had dropped for good.
         """
-        for slots in self.state.slots:
+        for slots in filter(lambda slots: slots.n, self.state.slots):
             # One less than the window: the next token takes the slot of the oldest.
             self.state.transfer.load_table(slots, self.wanted_table(slots, slots.layout.window - 1))
 
@@ -209,6 +228,15 @@ class Mode:
             positions = torch.arange(low, high, device=table.device)
             table[..., slots.slot_of(positions)] = positions.to(torch.int32)
         return table
+
+
+def everything(geometry: Geometry, first: int, last: int, capacity: int, in_slots: bool = False) -> Layout:
+    """Slots for all tokens of the layers ``first`` to ``last``; in unified memory none unless ``in_slots`` are needed.
+
+    There attention reads the host pool. A mode that will want other slots soon asks for room for these at once.
+    """
+    in_place = geometry.unified and not in_slots
+    return Layout(first, last, sink=0, window=0 if in_place else capacity, spills=in_place)
 
 
 def budget_of(parameters: BudgetParameters, context: int) -> int:

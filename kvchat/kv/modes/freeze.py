@@ -36,6 +36,7 @@ sampled a token has waited for the same work.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,6 +78,9 @@ class Freeze(Mode):
         self.rule = RULES[parameters.profile]
         self.sink, self.window = self.rule.sink, parameters.K
         self._refuse_small_budget()
+        self.pin_to_sinks()
+        self.rule = replace(self.rule, sink=self.sink)
+        self.budget = None if parameters.budget is None else parameters.budget + self.beyond_budget
         self.timers: Timers | None = None
         self._size = 0
         self._peak = 0
@@ -85,7 +89,7 @@ class Freeze(Mode):
 
     def plan(self, capacity: int) -> Plan:
         g = self.geometry
-        size = self._size or min(capacity, self.parameters.budget or capacity)
+        size = self._size or min(capacity, self.budget or capacity)
         layouts = [Layout(0, g.layers, sink=0, window=size, unordered=True)]
         bounds = g.pages(capacity) * g.layers * g.kv_heads * 2 * g.d_k * g.dtype.itemsize if self.rule.recalls else 0
         return Plan(layouts, state_bytes(capacity) + bounds + LAYER_BYTES * (g.layers + 1))
@@ -94,7 +98,7 @@ class Freeze(Mode):
         super().attach(state)
         # When a switch to another mode fails this one is entered again, and goes on.
         if self.timers is None:
-            self.timers = Timers(self.parameters, state.device, self.geometry.headroom)
+            self.timers = Timers(self.parameters, state.device, self.geometry.headroom, self.rule, self.budget)
             self.bounds = PageBounds(self.geometry, state.device)
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
             self._entered_at = state.steps
@@ -118,7 +122,7 @@ class Freeze(Mode):
             self.bounds.refresh(self.state.host)
             self._note_layers()
             timers.name(self._named(self.state.position - 1))
-        if self.parameters.budget is not None:
+        if self.budget is not None:
             timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
         self._bring()
 
@@ -133,7 +137,7 @@ class Freeze(Mode):
             timers.wake(frozen)
             timers.detections.copy_(torch.where(timers.detections > 0, timers.detections // 2, timers.detections))
             timers.hold.fill_(RECENT)
-        if self.parameters.budget is not None:
+        if self.budget is not None:
             timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
 
     def _bring(self) -> None:

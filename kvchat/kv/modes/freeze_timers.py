@@ -67,9 +67,17 @@ class Timers:
     score: Tensor
     frozen: Tensor
 
-    def __init__(self, parameters: FreezeParameters, device: torch.device, headroom: int = GROWTH_HEADROOM) -> None:
+    def __init__(
+        self,
+        parameters: FreezeParameters,
+        device: torch.device,
+        headroom: int = GROWTH_HEADROOM,
+        rule: Rule | None = None,
+        budget: int | None = None,
+    ) -> None:
         self.parameters = parameters
-        self.rule = RULES[parameters.profile]
+        self.rule = rule or RULES[parameters.profile]
+        self.budget = budget or parameters.budget
         self.device = device
         self.headroom = headroom
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
@@ -117,7 +125,7 @@ class Timers:
         self.frozen &= ~waiting
         if named is not None:
             self.name(named)
-        if p.budget is not None:
+        if self.budget is not None:
             self.limit(position + 1, pinned, waiting)
 
     def name(self, tokens: Tensor) -> None:
@@ -131,10 +139,10 @@ class Timers:
 
         ``total`` (0-d) tokens are stored. The urgency of those ``waiting [capacity + 1]``, whose timer ran out, grows.
         """
-        assert self.parameters.budget is not None
+        assert self.budget is not None
         awake = ~self.frozen & (self.index < total)
         may = awake & self._may(self.index, total, pinned)
-        over = awake.sum() - (self.parameters.budget - 1)
+        over = awake.sum() - (self.budget - 1)
         urgent = torch.where(waiting, self.score.clamp(min=MIN_RETURN_SCORE) * (1 - self.timer), self.score)
         order = torch.where(may, urgent, torch.inf).argsort(stable=True)
         rank = torch.empty_like(order).scatter_(0, order, self.index)

@@ -1,19 +1,82 @@
-"""full: everything resident, everything attended. The reference of all other modes.
+"""full: everything attended, at every token. The reference of all other modes.
 
 Slot i holds position i in every layer and head; one table for all. Costs ``Geometry.token_bytes`` of device memory a
-token; nothing moves after the mode was entered.
+token; nothing moves after the mode was entered. Where that is too much the most recent ``resident`` tokens stay in a
+ring of slots, and attention reads all earlier ones from pinned host memory over the link, without a copy: device memory
+no longer grows, the answer is the same, and a step takes as long as the link needs for the rest. Layers with a window
+that fits the ring read nothing over the link.
+
+In unified memory (a CPU) there are no slots: attention reads the host pool itself, and K/V is held once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import MIN_BUDGET, FullParameters
+from kvchat.kv.attention import PREFILL_WORKSPACE
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.modes.base import Mode, Plan
+from kvchat.kv.memory.prefill_plan import CHUNKS, staging_bytes
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, everything
 
 
 class Full(Mode):
-    """One window as large as the conversation in all layers."""
+    """One window in all layers, as large as the conversation or the memory; what left it is read where it is stored."""
 
     name = "full"
+    parameters: FullParameters
+
+    def __init__(self, parameters: FullParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
+        super().__init__(parameters, geometry, traits, preamble)
+        self.resident = parameters.resident
 
     def plan(self, capacity: int) -> Plan:
-        return Plan([Layout(0, self.geometry.layers, sink=0, window=capacity)])
+        layers = self.geometry.layers
+        if self.resident is None or self.resident >= capacity or self.geometry.unified:
+            return Plan([everything(self.geometry, 0, layers, capacity)])
+        return Plan([Layout(0, layers, sink=0, window=self.resident, spills=True)])
+
+    def limit(self, capacity: int, free: int, held: int = 0) -> None:
+        if self.parameters.resident is not None or self.geometry.unified:
+            return
+        # What reading the next prompt takes on the device.
+        usable = free - staging_bytes(self.geometry, capacity, CHUNKS[0]) - PREFILL_WORKSPACE
+        if self.plan(capacity).device_bytes(self.geometry) > usable:
+            fitting = usable // Layout(0, self.geometry.layers, 0, self.geometry.page).nbytes(self.geometry)
+            fits = held or max(MIN_BUDGET, fitting * self.geometry.page)
+            self.resident = min(fits, self.resident or fits)  # a ring that has come round cannot grow
+
+    @property
+    def spills(self) -> bool:
+        """Tokens are read over the link, or will be."""
+        return self.state.slots[0].layout.spills and not self.geometry.unified
+
+    def graph_key(self) -> tuple[int, ...]:
+        # Stock torch reads as many blocks as there is memory for.
+        return (self.state.host.capacity,) if self.spills else ()
+
+    def forward_end(self, position: Tensor) -> None:
+        if self.spills:
+            read, fetched = self._pairs(position + 1)
+            self.state.transfer.count_wanted(read)
+            self.state.transfer.count_fetched(fetched)
+
+    def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """K/V pairs that the last of ``tokens`` (0-d) reads, and how many of them come over the link."""
+        ring, none = self.state.slots[0].layout.window, torch.zeros_like(tokens)
+        windows = Counter(spec.window if spec else None for spec in self.state.specs)
+        heads = [(layers * self.geometry.kv_heads, window) for window, layers in windows.items()]
+        read = [(n, tokens if window is None else tokens.clamp(max=window)) for n, window in heads]
+        return sum((n * seen for n, seen in read), none), sum(
+            (n * (seen - ring).clamp(min=0) for n, seen in read), none
+        )
+
+    def report(self) -> ModeReport:
+        on_host = max(0, self.state.total - self.state.slots[0].layout.window) if self.spills else 0
+        stats: dict[str, Any] = {"read over the link": f"{on_host:,} tok"} if self.spills else {}
+        return ModeReport(self.parameters.model_dump(), stats, on_host=on_host)

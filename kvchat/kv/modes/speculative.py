@@ -36,7 +36,7 @@ from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, budget_of, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, budget_of, everything, refuse_small_budget
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
@@ -65,6 +65,7 @@ class Speculative(Mode):
                 "The speculative window is too small.", f"window = {self.window}, at least one page = {p} tokens."
             )
         self.k = (self.budget - self.sink - self.window) // p
+        self.pin_to_sinks()
         self.first = 1 if parameters.first_full else 0
         if geometry.layers == self.first:
             raise DoesNotFitError(
@@ -73,7 +74,7 @@ class Speculative(Mode):
 
     def plan(self, capacity: int) -> Plan:
         g = self.geometry
-        full = [Layout(0, self.first, sink=0, window=capacity)] if self.first else []
+        full = [everything(g, 0, self.first, capacity)] if self.first else []
         window = min(self.window, max(capacity, g.page))
         pages = min(self.k, g.pages(capacity))
         rest = Layout(self.first, g.layers, min(self.sink, capacity), window, pages, shared=False)

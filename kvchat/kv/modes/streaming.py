@@ -78,6 +78,8 @@ class Streaming(Mode):
         self.window = self.capacity - self.sink
         self.limited_by_context = parameters.R == 0  # sinks that are re-aligned go on beyond it
         refuse_small_budget(self.name, self.capacity, self.sink, 1)
+        self.pin_to_sinks()
+        self.capacity += self.beyond_budget
 
     def plan(self, capacity: int) -> Plan:
         g, p = self.geometry, self.parameters
@@ -121,7 +123,7 @@ class Streaming(Mode):
         return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
 
     def report(self) -> ModeReport:
-        chosen = {"budget": self.capacity, "sink": self.sink, "window": self.window}
+        chosen = {"budget": self.capacity - self.beyond_budget, "sink": self.sink, "window": self.window}
         stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
         return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
 

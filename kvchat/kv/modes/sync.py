@@ -46,7 +46,7 @@ from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, everything, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
@@ -103,6 +103,7 @@ class Sync(Mode):
         if traits.calibration is not None:
             self.split = True
             self.sink, self.window = SINK, recent
+            self.pin_to_sinks()
             self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
         self.needs_calibration = not self.split
 
@@ -111,7 +112,7 @@ class Sync(Mode):
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if not self.split:
-            return Plan([Layout(0, layers, sink=0, window=capacity)])
+            return Plan([everything(self.geometry, 0, layers, capacity, in_slots=self.needs_calibration)])
         held_bytes = layers * self.clusters * self._width(self._most(capacity)) * torch.int64.itemsize
         return Plan([self._representatives(capacity), self._followers(capacity)], held_bytes)
 
@@ -124,7 +125,7 @@ class Sync(Mode):
         if not self.parameters.offload:
             return Layout(0, layers, 0, capacity, shared=False, heads=heads)
         pages = self.geometry.pages(self._region(self._most(capacity)))
-        return Layout(0, layers, SINK, min(self.ring, capacity), pages, shared=False, heads=heads)
+        return Layout(0, layers, self.sink, min(self.ring, capacity), pages, shared=False, heads=heads)
 
     def k_of(self, tokens: int) -> int:
         """k: static and dynamic tokens of a follower, the sinks included, in a turn that begins with ``tokens``."""
@@ -161,16 +162,15 @@ class Sync(Mode):
             return super().fill(fresh)
         state, (everything, rest) = self.state, self.state.slots
         state.transfer.load_table(everything, self.wanted_table(everything, everything.layout.window))
-        candidates = max(0, state.total + 1 - self.window - SINK)
+        candidates = max(0, state.total + 1 - self.window - self.sink)
         self.t = 0
         self.k = self.k_of(state.total)
         self.static = min(self.k - SINK - self._dynamic_share(self.k), candidates)
-        layers = self.geometry.layers
-        self.held = self.held.new_empty((layers, self.clusters, 0))
+        self.held = self.held.new_empty((self.geometry.layers, self.clusters, 0))
         self._widen_held()
         last = torch.tensor(state.total - self.window, device=state.device)
         if candidates:
-            for layer in range(layers):
+            for layer in range(len(self.held)):
                 room = min(self.k - SINK, self.held.shape[2])
                 chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), room)
                 self.held[layer, :, : chosen.shape[1]] = chosen
@@ -257,7 +257,7 @@ class Sync(Mode):
         """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
         spec = self.state.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
-        masked = (tokens < SINK) | (tokens > last)
+        masked = (tokens < self.sink) | (tokens > last)
         if spec is not None and spec.window is not None:
             masked |= tokens <= last + self.window - spec.window
         return best.masked_fill(masked, -1.0)
@@ -278,10 +278,10 @@ class Sync(Mode):
         if self.parameters.offload:
             table[:, : held.shape[1]] = held.to(torch.int32)
             ring = table[:, rest.offset :]
-            ring.masked_fill_((ring >= SINK) & (ring <= last), EMPTY)
+            ring.masked_fill_((ring >= self.sink) & (ring <= last), EMPTY)
             return
         tokens = torch.arange(rest.n, device=table.device)
-        inside = (tokens < SINK) | (tokens > last)
+        inside = (tokens < self.sink) | (tokens > last)
         chosen = inside.repeat(len(held), 1).scatter_(1, held.clamp(min=0), True)
         end = last + self.window
         table.copy_(torch.where(chosen & (tokens < end), tokens, EMPTY))

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -28,6 +30,23 @@ class CpuOps(TorchOps):
     """``TorchOps`` where nothing runs beside the model and asking costs no wait."""
 
     asks = True
+
+    def begin_step(self, position: Tensor) -> None:
+        super().begin_step(position)
+        self._now = int(position)
+
+    def attend(
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
+    ) -> tuple[Tensor, Weights | None]:
+        if not (slots.layout.spills and self.geometry.unified):
+            return super().attend(slots, layer, query, spec, needs_weights)
+        g, end = self.geometry, self._now + 1
+        first = 0 if spec.window is None else max(0, end - spec.window)
+        keys, values = self.host.by_head(layer)[:, :, first:end].unbind()
+        grouped, sinks = self._of_slots(slots, layer, query, spec)
+        attended, _ = attend(grouped, keys[..., : g.d_k], values[..., : g.d_v], None, spec, sinks)
+        slots.active += g.kv_heads * (end - first)
+        return attended, None
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         held = resident.numpy()
@@ -57,10 +76,10 @@ class CpuOps(TorchOps):
         head, slot = ((new != resident.numpy()) & (new >= 0)).nonzero()
         _count(counters, len(head) * g.page, int((new >= 0).sum()) * g.page)
         if len(head):
-            heads = slots.heads_of(layer).numpy()[head]
-            source = rows(self.host.blocks(layer)).reshape(-1, g.kv_heads, 2, g.page * g.d)
-            target = rows(slots.blocks(layer)).reshape(2, len(new), -1, g.page * g.d).transpose(1, 2, 0, 3)
-            target[head, slot] = source[new[head, slot], heads]
+            keys = self.host.block_index(new[head, slot], slots.heads_of(layer).numpy()[head])
+            source = rows(self.host.blocks(layer))
+            target = rows(slots.blocks(layer)).reshape(2, len(new), -1, g.page * g.d)
+            target[0, head, slot], target[1, head, slot] = source[keys], source[keys + self.host.value_blocks]
 
 
 def rows(tensor: Tensor) -> Array:

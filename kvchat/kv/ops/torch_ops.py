@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention import Partial, Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
 from kvchat.kv.ops.selection import Candidates, assign_slots, needs_correction, page_scores, top_pages
+
+SPILLED_BLOCK = 1024  # tokens that are brought from the host pool at a time, to be read once
 
 
 class TorchOps:
@@ -45,7 +47,7 @@ class TorchOps:
         """Before the first layer; ``position`` (0-d int64) of the new token."""
         self.position = position
         rows = self.host.row_index(position, self._heads)
-        self._host_rows = torch.cat((rows, rows + self.geometry.page))
+        self._host_rows = torch.cat((rows, rows + self.host.value_rows))
 
     # ---- append
 
@@ -76,14 +78,48 @@ class TorchOps:
             needs_weights: whether the weights are wanted.
 
         Returns:
-            ``[H, G, d_v]`` and the weights, None where they are not wanted.
+            ``[H, G, d_v]`` and the weights, None where they are not wanted. Slots that spill have none.
         """
-        g = self.geometry
         bias = slots.bias(layer, self.position, spec.window)
-        grouped = slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0)
-        sinks = None if spec.sinks is None else slots.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
+        grouped, sinks = self._of_slots(slots, layer, query, spec)
+        if slots.layout.spills:
+            return self._attend_spilled(
+                slots, layer, Partial(grouped, self.geometry.d_v, spec, sinks), bias, spec
+            ), None
         attended, weights = attend(grouped, slots.keys(layer), slots.values(layer), bias, spec, sinks)
         return attended, Weights(weights) if needs_weights else None
+
+    def _of_slots(
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor | None]:
+        """``query [H, G, d_k]`` and learned sinks ``[H, G]`` of the KV heads in ``slots``."""
+        g = self.geometry
+        sinks = None if spec.sinks is None else slots.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
+        return slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0), sinks
+
+    def _attend_spilled(
+        self, slots: DeviceSlots, layer: int, partial: Partial, bias: Tensor, spec: AttentionSpec
+    ) -> Tensor:
+        """Attention over the slots and over what left them, which comes from the host pool a block at a time."""
+        g, heads = self.geometry, slots.heads_of(layer)[:, None]
+        partial.add(slots.keys(layer), slots.values(layer), bias)
+        last = self.position - slots.layout.window
+        # What can be captured must not ask; what cannot would read memory for nothing.
+        asks = self.skip_unchanged or not self.host.pinned
+        for first in range(0, int(last) + 1 if asks else self.host.capacity, SPILLED_BLOCK):
+            tokens = torch.arange(first, first + SPILLED_BLOCK, device=last.device)
+            masked = tokens > last
+            if spec.window is not None:
+                masked |= tokens <= self.position - spec.window
+            index = self.host.row_index(tokens.masked_fill(masked, 0), heads)
+            keys, values = (
+                gather(self.host.rows(layer), rows.flatten()).view(len(heads), -1, g.d)
+                for rows in (index, index + self.host.value_rows)
+            )
+            closed = torch.zeros(masked.shape, device=last.device).masked_fill_(masked, float("-inf"))
+            partial.add(keys[..., : g.d_k], values[..., : g.d_v], closed)
+            slots.active += (~masked).sum() * len(heads)
+        return partial.result()
 
     # ---- select
 
@@ -124,9 +160,9 @@ class TorchOps:
         g = self.geometry
         changed = (placed != resident) & (placed >= 0)
         _count(counters, changed, placed, g.page)
-        source = (placed.clamp(min=0) * g.kv_heads + slots.heads_of(layer)[:, None]) * 2
-        v_target = placed.shape[0] * slots.n // g.page
-        self._move(self.host.blocks(layer), slots.blocks(layer), source, 1, slots.page_blocks, v_target, changed)
+        source = self.host.block_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
+        v_source, v_target = self.host.value_blocks, placed.shape[0] * slots.n // g.page
+        self._move(self.host.blocks(layer), slots.blocks(layer), source, v_source, slots.page_blocks, v_target, changed)
 
     def move_tokens(
         self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
@@ -141,12 +177,12 @@ class TorchOps:
         source = self.host.row_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
         row = torch.arange(width, device=placed.device)[:, None]
         target = row * slots.n + first + torch.arange(n, device=placed.device)
-        rows, page = slots.rows(layer), self.geometry.page
-        self._move(self.host.rows(layer), rows, source, page, target, width * slots.n, changed)
+        v_source, v_target = self.host.value_rows, width * slots.n
+        self._move(self.host.rows(layer), slots.rows(layer), source, v_source, target, v_target, changed)
 
     def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Copy the tokens ``positions [m]`` into slots ``targets [m]`` of every head and layer, where ``taken [m]``."""
-        g, layout = self.geometry, slots.layout
+        layout = slots.layout
         # Rows that do not move are read too, and those of positions not stored yet may be no memory of the device's.
         source = self.host.row_index(positions * taken, slots.heads_of(layout.first)[:, None])
         width = len(source)
@@ -154,7 +190,7 @@ class TorchOps:
         changed = taken.expand(width, -1)
         for layer in range(layout.first, layout.last):
             rows = slots.rows(layer)
-            self._move(self.host.rows(layer), rows, source, g.page, target, width * slots.n, changed)
+            self._move(self.host.rows(layer), rows, source, self.host.value_rows, target, width * slots.n, changed)
 
     def move_picked(self, slots: DeviceSlots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
         """Copy tokens ``positions [m]`` of the heads in ``rows [m]`` of ``slots`` to slots ``targets [m]``.
@@ -163,7 +199,8 @@ class TorchOps:
         """
         heads = slots.heads_of(layer)
         source, target = self.host.row_index(positions, heads[rows]), rows * slots.n + targets
-        self._copy(self.host.rows(layer), slots.rows(layer), source, self.geometry.page, target, len(heads) * slots.n)
+        host, v_source = self.host.rows(layer), self.host.value_rows
+        self._copy(host, slots.rows(layer), source, v_source, target, len(heads) * slots.n)
 
     # ---- inside
 

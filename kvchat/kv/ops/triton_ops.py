@@ -71,9 +71,11 @@ class TritonOps(TorchOps):
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
     ) -> tuple[Tensor, Weights | None]:
+        if slots.layout.spills and not self.host.pinned:
+            return super().attend(slots, layer, query, spec, needs_weights)
         with self._on:
             sizes = self.geometry, self.programs, self.tile
-            return attend.attend(slots, layer, self.position, query, spec, needs_weights, *sizes)
+            return attend.attend(slots, layer, self.position, query, spec, needs_weights, *sizes, self.host.rows(layer))
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
         with self._on:

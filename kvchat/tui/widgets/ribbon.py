@@ -24,8 +24,17 @@ from kvchat.protocol.figures import RIBBON, Snapshot
 from kvchat.tui.actions import bindings
 from kvchat.units import BARS, count, short
 
-GLYPHS = {"R": "▲", "H": "·", "F": "~", "X": "×"}  # of parts recalled, or not read at all
-CLASSES = {"S": "sink", "W": "window", "D": "device", "R": "recalled", "H": "host", "F": "host", "X": "lost"}
+GLYPHS = {"R": "▲", "P": "◆", "H": "·", "F": "~", "X": "×"}  # of parts recalled or pinned, or not read at all
+CLASSES = {
+    "S": "sink",
+    "P": "sink",
+    "W": "window",
+    "D": "device",
+    "R": "recalled",
+    "H": "host",
+    "F": "host",
+    "X": "lost",
+}
 TICK = "┃"
 LABEL = " KV "
 DIGITS = tuple("0123456789")
@@ -52,7 +61,7 @@ def mean_shares(digits: str, width: int) -> list[int]:
 
 def glyph(letter: str, share: int) -> str:
     """The glyph of a part in a state, of which a ``share`` of 0 to 9 tenths was read."""
-    if letter == "R" or (not share and letter in GLYPHS):
+    if letter in "RP" or (not share and letter in GLYPHS):
         return GLYPHS[letter]
     return BARS[max(round((share + 0.5) * len(BARS) / 10) - 1, 0)]
 
@@ -77,7 +86,7 @@ def _tenths(digit: str) -> int:
 
 
 def _common(group: str) -> str:
-    rare = next((letter for letter in "RSW" if letter in group), "")
+    rare = next((letter for letter in "RPSW" if letter in group), "")
     return rare or Counter(group).most_common(1)[0][0]
 
 

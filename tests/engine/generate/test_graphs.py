@@ -12,13 +12,20 @@ from support.fake_cuda.tape import TapeRecorder
 from support.kv_steps import as_on_a_gpu
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
-from kvchat.engine.generate import graphs
+from kvchat.engine.generate import graphs, runner
 from kvchat.engine.generate.graphs import CudaRecorder, GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import KVManager
 from kvchat.protocol.messages import Preparing, Sampling, Turn
+
+
+@pytest.fixture(autouse=True)
+def as_beside_a_gpu(monkeypatch):
+    """The host pool is memory of its own."""
+    monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
 
 
 def changed_by_steps(kv: KVManager) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory import host_pool as host_module
+from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
 from kvchat.kv.memory.pinned import Registrar
 
@@ -135,7 +136,7 @@ def test_with_little_memory_growth_takes_what_is_needed_and_no_more(monkeypatch)
 def test_a_move_needs_room_for_one_layer_twice(monkeypatch):
     pool = pool_of(0, layers=4)
     filled(pool, 100)
-    more = pool._bytes(1000) * 4 - pool.nbytes
+    more = layer_bytes(pool.geometry, 1000) * 4 - pool.nbytes
     monkeypatch.setattr(available, "usable", lambda free: free)
     monkeypatch.setattr(available, "host_free", lambda: more + pool._regions[0].committed - 1)
     with pytest.raises(DoesNotFitError):
@@ -283,7 +284,7 @@ def test_the_device_reads_and_writes_the_pool_across_segments(cuda, monkeypatch)
     for i, new in enumerate(written):
         assert all(same(pool, layer, 500 * i, *new[layer]) for layer in range(2))
     index = pool.row_index(torch.arange(4500, device=cuda), torch.tensor(1, device=cuda))
-    assert torch.equal(view.index_select(0, index).cpu(), pool._pages(pool._regions[0]).view(-1, 24)[index.cpu()])
+    assert torch.equal(view.index_select(0, index).cpu(), pool.layers[0].view(-1, 24)[index.cpu()])
     assert pool.reserve(6000), "beyond the context it moves"
     for i, new in enumerate(written):
         assert all(same(pool, layer, 500 * i, *new[layer]) for layer in range(2))

@@ -18,6 +18,7 @@ GEOMETRIES = {
     "1x4": {"kv_heads": 1, "group": 4, "page": 16},
     "2x3": {"kv_heads": 2, "group": 3, "page": 8, "d_v": 24},
     "4x2": {"kv_heads": 4, "group": 2, "page": 5, "d_k": 32, "d_v": 8},
+    "unified": {"kv_heads": 2, "group": 2, "page": 8, "d_v": 24, "unified": True},
     "interleaved": {"kv_heads": 2, "group": 1, "page": 16, "interleaved": True},
 }
 ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}}

@@ -68,6 +68,33 @@ def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
         assert torch.equal(measured.attended, expected.attended)
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [
+        *((shape, kind, torch.float32) for shape in SHAPES for kind in ("plain", "all")),
+        *(("odd", "all", dtype) for dtype in (torch.float16, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_what_left_the_slots_is_read_from_the_host_pool(shape, kind, dtype, device):
+    if dtype is torch.float32 and device.type == "cuda":
+        pytest.skip("the GPU's matrix products round float32")
+    g = geometry_of(shape, dtype)
+    some = Layout(0, LAYERS, 0, 40, spills=True)
+    picked = dataclasses.replace(some, heads=((g.kv_heads - 1,),) * LAYERS)
+    for layout, tokens in ((some, 150), (picked, 150), (some, 39), (some, 40), (some, 41), (some, 104)):
+        query = noise(tokens, device, dtype, g.q_heads, g.d_k)
+        found = []
+        for side in sides(g, device, layout, tokens=tokens, exact=True):
+            (slots,), spec = side.slots, spec_of(kind, side.ops.geometry, device)
+            attended, weights = side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)
+            assert weights is None
+            found.append((attended, int(slots.active)))
+        (expected, read), (measured, also) = found
+        assert_near(measured, expected, dtype)
+        assert read == also > 0
+
+
 def test_slots_that_may_not_be_read_may_hold_anything(device):
     g = geometry_of("wide", torch.bfloat16)
     _, side = sides(g, device, Layout(0, LAYERS, 0, 96), tokens=TOKENS)

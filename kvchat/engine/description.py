@@ -1,6 +1,8 @@
-"""What a session says of itself: the model and the current mode, as a message."""
+"""What a session says of its model and its mode."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from kvchat.engine import calibration
 from kvchat.engine.mode_switcher import ModeSwitcher
@@ -9,8 +11,8 @@ from kvchat.kv.manager import KVManager
 from kvchat.protocol.messages import Loaded
 
 
-def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher) -> Loaded:
-    """The model and the current mode."""
+def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher, notes: Sequence[str]) -> Loaded:
+    """The model and the current mode; ``notes`` come beside those of the model."""
     return Loaded(
         model=model.name,
         architecture=type(model.model).__name__,
@@ -26,6 +28,7 @@ def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher) -> Loade
         params=kv.mode.report().params,
         notes=(
             *model.notes,
+            *notes,
             *map(str, switcher.calibration_problems),
             *calibration.notes(model, switcher.calibration),
         ),
