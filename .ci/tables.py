@@ -1,16 +1,25 @@
 #!/usr/bin/env python3
-"""Print the tables of kvchat/bench/README.md, made from the committed results; a test compares them."""
+"""Print the READMEs' tables, made from the committed results and the action table; a test compares them.
+
+``.ci/tables.py --write-keys`` writes the table of keys into the front README.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvchat import units
+from kvchat.bench.frame import load
+from kvchat.bench.identity import outdated
+from kvchat.bench.report import rendered
+from kvchat.tui.actions import ACTIONS, describe_keys
 
+FRONT = Path(__file__).parents[1] / "README.md"
 RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
 
@@ -18,7 +27,7 @@ SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512"
 def claim() -> str:
     """The front README's sentence: what speculative mode recalls, and what it reads for that."""
     result = _read("passkey")
-    rows = {row["variant"]: row for row in result["rows"]}
+    rows = {row["variant"]: row for row in _rows(result)}
     full, speculative = rows["full"], rows["speculative:budget=512"]
     held, whole = units.size(speculative["kv_device_bytes"]), units.size(full["kv_device_bytes"])
     return (
@@ -31,7 +40,7 @@ def claim() -> str:
 def summary() -> str:
     """The front README's table: recall, counts and speed of the modes in their usual settings."""
     passkeys, times = _read("passkey"), _read("decode")
-    rows = {row["variant"]: row for row in passkeys["rows"]}
+    rows = {row["variant"]: row for row in _rows(passkeys)}
     context = max(row["context"] for row in times["rows"])
     fast = {row["variant"]: row["times_as_fast"]["generate"] for row in times["rows"] if row["context"] == context}
     lines = [
@@ -46,7 +55,25 @@ def summary() -> str:
         for variant in SUMMARIZED
     ]
     heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
-    return _table(heads, lines)
+    return "\n\n".join(filter(None, (_table(heads, lines), _age(passkeys) or _age(times))))
+
+
+def keys() -> str:
+    """The front README's table of keys: the actions that have one, with their commands."""
+    rows = [
+        [describe_keys(action, {}), f"`{action.line}`" if action.command else "", action.doc.replace("|", "\\|")]
+        for action in ACTIONS
+        if action.keys and action.scope != "ribbon"
+    ]
+    return _table(["key", "command", "what it does"], rows, others="---")
+
+
+def write_keys() -> None:
+    """Put the table of keys in place of the front README's."""
+    text = FRONT.read_text(encoding="utf-8")
+    head, _, _ = keys().partition("\n")
+    old = re.compile(rf"{re.escape(head)}\n(\|.*\n)+")
+    FRONT.write_text(old.sub(lambda _: f"{keys()}\n", text), encoding="utf-8")
 
 
 def decode() -> str:
@@ -66,6 +93,11 @@ def decode() -> str:
     return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
 
 
+def report(name: str) -> str:
+    """The tables of a result as ``kvchat bench report`` prints them; a result that is older than the code says so."""
+    return rendered([load(RESULTS / f"{name}.json")])
+
+
 def inside() -> str:
     """Recall of what is asked inside a long answer, a row per variant."""
     return passkey("passkey-inside")
@@ -82,7 +114,7 @@ def passkey(name: str = "passkey") -> str:
             f"{row['read_tokens']:,.0f}",
             units.size(row["kv_device_bytes"]),
         ]
-        for row in result["rows"]
+        for row in _rows(result)
     ]
     heads = ["mode", "recalled", "tokens read", "K/V on the device"]
     return _table(heads, rows) + "\n\n" + _environment(result)
@@ -101,7 +133,8 @@ def long_run() -> str:
         ]
         for r in chosen
     ]
-    return _table(["tokens stored", "step", "K/V on the device", "K/V on the host"], rows)
+    heads = ["tokens stored", "step", "K/V on the device", "K/V on the host"]
+    return "\n\n".join(filter(None, (_table(heads, rows), _age(result))))
 
 
 def perplexity() -> str:
@@ -118,7 +151,7 @@ def perplexity() -> str:
             f"{row['read_end']:,.0f}",
             f"{row['wall_ratio']:.2f}",
         ]
-        for row in result["rows"]
+        for row in _rows(result)
     ]
     heads = [
         "mode",
@@ -138,16 +171,30 @@ def _read(name: str) -> dict[str, Any]:
     return result
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    ruler = ["---", *["---:"] * (len(heads) - 1)]
+def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each variant."""
+    rows: list[dict[str, Any]] = result.get("summary", result["rows"])
+    return rows
+
+
+def _age(result: dict[str, Any]) -> str:
+    """Says of a result that it is older than the code that it describes; "" where it is not."""
+    return "*Measured before the code changed; to be measured again.*" if outdated(result) else ""
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---:") -> str:
+    ruler = ["---", *[others] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
 
 
 def _environment(result: dict[str, Any]) -> str:
     e = result["environment"]
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
+    return f"{device}; torch {e['torch']}, transformers {e['transformers']}. {_age(result)}".rstrip()
 
 
 if __name__ == "__main__":
-    print("\n\n".join((claim(), summary(), decode(), passkey(), inside(), long_run(), perplexity())))
+    if sys.argv[1:] == ["--write-keys"]:
+        write_keys()
+    else:
+        print("\n\n".join((claim(), summary(), keys(), decode(), passkey(), inside(), long_run(), perplexity())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -27,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from support import fake_cuda
 
         fake_cuda.install()
+
+
+def pytest_collection_finish() -> None:
+    """Torch and the tests themselves live to the end: each collection of garbage would look through them again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -41,10 +41,11 @@ MAY = {
     "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "triton"},
     "engine": {*BELOW_ENGINE, "engine", *HEAVY},
     "conversations": {*LEAVES, "protocol", "conversations", "pydantic"},
-    "tui": {*LEAVES, "config", "protocol", "conversations", "tui", "textual", "rich"},
+    "catalog": {*LEAVES, "nvml", "config.profiles", "kv.memory.available", "catalog"},
+    "tui": {*LEAVES, "config", "protocol", "conversations", "catalog", "tui", "textual", "rich"},
     "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
     "bench": {*BELOW_ENGINE, "engine", "bench", "kvchat", *HEAVY},
-    "cli": {*BELOW_ENGINE, "conversations", "engine", "tui", "doctor", "bench", "cli", "kvchat"},
+    "cli": {*BELOW_ENGINE, "catalog", "conversations", "engine", "tui", "doctor", "bench", "cli", "kvchat"},
     "__main__": {"cli"},
     "kvchat": {"engine"},
 }

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 FRONT, BENCH, STRUCTURE = (ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/README.md"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in (FRONT, BENCH, STRUCTURE)}
 LINKS = [(path, link) for path, text in TEXTS.items() for link in sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))]
+TABLED = ("decode", "passkey", "passkey-inside", "long-run", "perplexity")  # in tables of their own
+KEPT = [path for path in sorted((ROOT / "kvchat/bench/results").glob("*.json")) if path.stem not in TABLED]
 STORIES = ("a whale", "a lighthouse", "two brothers")
 SHELL = [
     line.split("   #")[0].strip()
@@ -44,9 +46,18 @@ def test_numbers_are_the_kept_results(table):
     assert getattr(made(), table)() in TEXTS[BENCH]
 
 
+@pytest.mark.parametrize("result", KEPT, ids=lambda path: path.stem)
+def test_the_tables_of_kept_results_are_those_of_a_report(result):
+    assert made().report(result.stem) in TEXTS[BENCH]
+
+
 def test_the_front_has_the_first_sentence_and_the_summary_of_the_results():
     assert made().claim() in " ".join(TEXTS[FRONT].split())
     assert made().summary() in TEXTS[FRONT]
+
+
+def test_the_front_has_the_keys_of_the_action_table():
+    assert made().keys() in TEXTS[FRONT], "python .ci/tables.py --write-keys writes it"
 
 
 def test_the_test_command_is_the_one_that_continuous_integration_runs():

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from kvchat.bench import baselines, model_shapes, roofline
 from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
+from kvchat.bench.frame import Cell, Frame, Report, Row
+from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.mode_run import ModeRun
+from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.rows import NATURAL, line
 from kvchat.bench.timing import Timing, Variant, current, warm_up
 from kvchat.bench.variant import parsed
@@ -28,13 +30,12 @@ from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import Calibration
 
-Report = Callable[[str], None]
 # A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]
 
@@ -44,14 +45,12 @@ class Settings:
     """What to measure.
 
     ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
-    ``shape`` names a model shape with random weights instead of ``model``; ``prefill`` reads a prompt there instead of
-    drawing K/V. ``change_rates`` are "natural" or shares of 1; ``baselines`` None takes those that suit the device.
+    ``shape`` names a model shape with random weights instead of the chosen model; ``prefill`` reads a prompt there
+    instead of drawing K/V. ``change_rates`` are "natural" or shares of 1; ``baselines`` None takes those that suit the
+    device.
     """
 
-    model: str = "bundled"
     shape: str = ""
-    device: str = "auto"
-    dtype: str = "auto"
     contexts: tuple[int, ...] = (512, 8192)
     modes: tuple[str, ...] = ("full", "streaming", "speculative", "freeze", "sync")
     budget: int = 512
@@ -62,44 +61,52 @@ class Settings:
     prefill: bool = False
 
 
-def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
-    """Measure and return plain data, ready for JSON; ``report`` gets each row as a line.
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+    """Measure and return plain data, ready for JSON: a row for each context and variant.
 
     Raises:
         KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
     wanted = [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
     baselines.check(settings.baselines or ())
-    model = _model(settings, report)
+    frame = frame or Frame()
+    model = _model(settings, choice, frame.report)
     with current(model.device):
-        return _measured(settings, wanted, model, report)
+        return _measured(settings, wanted, model, frame)
 
 
-def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, report: Report) -> dict[str, Any]:
+def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
     chosen = _default_baselines(settings, model) if settings.baselines is None else settings.baselines
     measured = roofline.measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
-    report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
+    frame.report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
     runner = ModelRunner(model, _smallest(settings, model, 0))
-    rows = []
-    for context in settings.contexts:
+
+    def rows(cell: Cell) -> list[Row]:
+        context = cell["context"]
         ids = _store(runner, context, settings)
         heads = _calibration(settings, model, ids)
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, model, runner.kv.state, ids, spare) for name in chosen]
-        rows += _Rounds(settings, context, [*others, *mode_runs], floor, measured, model).rows(report)
-    used = {"model": model.name, "dtype": str(model.dtype).removeprefix("torch."), "baselines": chosen}
-    return {
-        "what": "median ms per decoded token",
-        "settings": asdict(settings) | used,
-        "environment": fingerprint(model.device),
-        "ops": runner.kv.state.ops.name,
-        "fast": model.fused,
-        "roofline": measured.model_dump(),
-        "floor_ms": floor,
-        "rows": rows,
-    }
+        return _Rounds(settings, context, [*others, *mode_runs], floor, measured, model).rows()
+
+    experiment = Experiment(
+        "decode",
+        "median ms per decoded token",
+        asdict(settings) | {"baselines": chosen},
+        methods(settings.modes, settings.budget),
+        model_identity(model),
+        fingerprint(model.device),
+        {
+            "ops": runner.kv.state.ops.name,
+            "fast": model.fused,
+            "roofline": measured.model_dump(),
+            "floor_ms": floor,
+        },
+    )
+    result = frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
+    return frame.finish(result, result["rows"])
 
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
@@ -136,7 +143,7 @@ class _Rounds:
         self.times: dict[Variant, list[Timing]] = {variant: [] for variant in variants}
         self.failed: dict[Variant, str] = {}
 
-    def rows(self, report: Report) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         tokens = _tokens(self.settings, self.model, self.context)
         for _ in range(self.settings.rounds):
             for variant in self.variants:
@@ -146,8 +153,6 @@ class _Rounds:
         for variant in self.variants:
             variant.close()
         self._release()
-        for row in rows:
-            report(line(row))
         return rows
 
     def _measure(self, variant: Variant, tokens: Sequence[int]) -> None:
@@ -165,8 +170,8 @@ class _Rounds:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _row(self, variant: Variant) -> dict[str, Any]:
-        row: dict[str, Any] = {"context": self.context, "variant": variant.name}
+    def _row(self, variant: Variant) -> Row:
+        row: Row = {"context": self.context, "variant": variant.name}
         if isinstance(variant, ModeRun):
             row["change_rate"] = NATURAL if variant.change_rate is None else variant.change_rate
         if variant in self.failed:
@@ -192,7 +197,7 @@ class _Rounds:
             for other in others
         }
 
-    def _recall(self, variant: ModeRun) -> dict[str, Any]:
+    def _recall(self, variant: ModeRun) -> Row:
         """Recall per step in ms: the time the link needs, its exposed and its hidden part."""
         link = self.measured.gather
         link_ms = variant.figures["moved_bytes"] / link / 1e6 if link else None
@@ -255,12 +260,8 @@ def _smallest(settings: Settings, model: LoadedModel, context: int) -> Mode:
 # ---- the model and what it reads -------------------------------------------------------------------
 
 
-def _model(settings: Settings, report: Report) -> LoadedModel:
-    if settings.shape and settings.model != Settings.model:
-        raise UsageError("A model and a shape exclude each other.", hint="Give either --model or --shape.")
-    if settings.shape:
-        return model_shapes.build(settings.shape, settings.device, settings.dtype)
-    model = load_model(settings.model, settings.device, settings.dtype, report)
+def _model(settings: Settings, choice: ModelChoice, report: Report) -> LoadedModel:
+    model = model_shapes.choose(settings.shape, choice, report)
     needed = max(settings.contexts) + settings.steps + warm_up(model.device)
     if needed > model.context:
         raise DoesNotFitError(

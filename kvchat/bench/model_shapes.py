@@ -5,11 +5,13 @@ The shapes are those published with the models; nothing is downloaded, and weigh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvchat.bench.model_choice import ModelChoice
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.device import DTYPES, resolve_device
 from kvchat.engine.model.load import LoadedModel, wrap
@@ -96,6 +98,23 @@ class NoTokenizer:
     def added_tokens_decoder(self) -> dict[int, Any]:
         """No token was added."""
         return {}
+
+
+def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> LoadedModel:
+    """The model of ``choice``, or random weights in the shape named on its device.
+
+    Raises:
+        UsageError: both a shape and a model or a quantization were given; KvchatError: it cannot be loaded.
+    """
+    if not shape:
+        return choice.load(report)
+    if choice.model != ModelChoice.model:
+        raise UsageError("A model and a shape exclude each other.", hint="Give either --model or --shape.")
+    if choice.quantize != ModelChoice.quantize:
+        raise UsageError(
+            "Random weights are not quantized.", f"Given: --quantize {choice.quantize}.", "Give a --model."
+        )
+    return build(shape, choice.device, choice.dtype)
 
 
 def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-import kvchat
-from kvchat import units
 from kvchat.bench.environment import fingerprint
-from kvchat.bench.reading import tokens_read
+from kvchat.bench.frame import Frame, Row
+from kvchat.bench.identity import Experiment, Result, methods, model_identity
+from kvchat.bench.intervals import mean, wilson
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.reading import answered, decode, passage
 from kvchat.bench.variant import enter
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
-from kvchat.protocol.messages import Finished, Sampling, Turn
+from kvchat.protocol.messages import Turn
 
 PASSAGES = 8
 ANSWER_TOKENS = 24
@@ -58,102 +59,87 @@ def cases(seed: int, n: int, tokens: int, tokenizer: Any) -> Iterator[Case]:
         turns = [Turn("user", "I will read you a story in parts."), Turn("assistant", "Go on.")]
         text = sentences(random_.randrange(2**32))
         for part in range(PASSAGES):
-            passage = _passage(text, tokens // PASSAGES, tokenizer)
-            turns += [Turn("user", passage), Turn("assistant", "I see.")]
+            turns += [Turn("user", passage(text, tokens // PASSAGES, tokenizer)), Turn("assistant", "I see.")]
             if part == told:
                 turns += [Turn("user", f"The passkey is {passkey}. Remember it."), Turn("assistant", "Got it.")]
         yield Case((*turns, Turn("user", "What is the passkey?")), passkey)
 
 
-@dataclass
-class Row:
-    """One variant's results over the cases."""
-
-    variant: str
-    right: int = 0
-    read_tokens: float = 0.0
-    kv_device_bytes: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-
-def run(
-    variants: Sequence[str] = STANDARD,
-    *,
-    model: str = "bundled",
-    device: str = "auto",
-    seed: int = 0,
-    n: int = 40,
-    tokens: int = 3000,
-    inside: int = 0,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Measure and return plain data, ready for JSON. A variant is ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: ``cases`` conversations of about ``tokens`` tokens from ``seed``.
 
     ``inside`` is how many tokens of an answer precede the question, 0 for a question that is a turn of its own.
+    """
+
+    modes: tuple[str, ...] = STANDARD
+    cases: int = 40
+    tokens: int = 3000
+    inside: int = 0
+    seed: int = 0
+
+
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+    """Measure and return plain data, ready for JSON: a row for each case and variant, ``summary`` for each variant.
 
     Raises:
-        KvchatError: the model cannot be loaded, or a mode refuses.
+        KvchatError: an unknown mode or parameter, the model cannot be loaded, or a mode refuses.
     """
-    session = kvchat.load(model, device=device)
-    rows = [Row(name) for name in variants]
-    prompt_tokens = 0
-    for done, case in enumerate(cases(seed, n, tokens, session.model.tokenizer), 1):
-        for row in rows:
-            enter(session, row.variant)
-            prompt_tokens += _answer_inside(session, case, row, inside) if inside else _answer(session, case, row)
-        report(f"{done} of {n}: " + ", ".join(str(row.right) for row in rows))
-    for row in rows:
-        row.read_tokens /= n
-        size = units.size(row.kv_device_bytes)
-        report(f"{row.variant:<48} {row.right:>3} of {n} {row.read_tokens:7.0f} tokens read  {size} on the device")
+    frame, found = frame or Frame(), methods(settings.modes)
+    session = choice.open(frame.report)
+    experiment = Experiment(
+        "passkey",
+        "passkeys recalled; tokens read are the mean over layers, KV heads, steps and cases",
+        asdict(settings),
+        found,
+        model_identity(session.model),
+        fingerprint(session.model.device),
+    )
+    told = list(cases(settings.seed, settings.cases, settings.tokens, session.model.tokenizer))
+    result = frame.measure(
+        experiment,
+        [{"case": case, "variant": variant} for case in range(settings.cases) for variant in settings.modes],
+        lambda cell: [_recalled(session, told[cell["case"]], cell["variant"], settings.inside)],
+        lambda row: f"{row['variant']:<48} {'recalled' if row['right'] else 'not: ' + row['text']}",
+    )
+    return frame.finish(result, [_summary(result["rows"], variant) for variant in dict.fromkeys(settings.modes)])
+
+
+def _summary(rows: Sequence[Row], variant: str) -> Row:
+    mine = [row for row in rows if row["variant"] == variant and "refused" not in row]
+    right = sum(row["right"] for row in mine)
     return {
-        "what": "passkeys recalled; tokens read are the mean over layers, KV heads, steps and cases",
-        "settings": {"model": session.info.model, "seed": seed, "cases": n, "tokens": prompt_tokens / n / len(rows)}
-        | {"inside": inside},
-        "environment": fingerprint(torch.device(session.info.device)),
-        "rows": [asdict(row) | {"recall": row.right / n} for row in rows],
+        "variant": variant,
+        "right": right,
+        "cases": len(mine),
+        "interval": wilson(right, len(mine)),
+        "prompt_tokens": mean(row["prompt_tokens"] for row in mine),
+        "read_tokens": mean(row["read_tokens"] for row in mine),
+        "kv_device_bytes": max((row["kv_device_bytes"] for row in mine), default=None),
     }
 
 
-def _answer(session: Session, case: Case, row: Row) -> int:
-    """Answer, add the result to ``row`` and return the number of tokens of the prompt."""
-    sampling = Sampling(temperature=0, max_new_tokens=ANSWER_TOKENS)
-    finished = next(event for event in session.answer(case.turns, sampling) if isinstance(event, Finished))
-    right = case.answer in finished.text
-    row.right += right
-    row.wrong += [] if right else [f"{case.answer}: {finished.text}"]
-    row.read_tokens += finished.stats.active_tokens or 0
-    row.kv_device_bytes = finished.stats.kv_device_bytes
-    return finished.stats.prompt_tokens
+def _recalled(session: Session, case: Case, variant: str, inside: int) -> Row:
+    enter(session, variant)
+    row = _answer_inside(session, case, inside) if inside else _answer(session, case)
+    return row | {"right": case.answer in row["text"], "kv_device_bytes": session.snapshot().kv_device_bytes}
 
 
-def _answer_inside(session: Session, case: Case, row: Row, inside: int) -> int:
+def _answer(session: Session, case: Case) -> Row:
+    finished = answered(session, case.turns, ANSWER_TOKENS)
+    stats = finished.stats
+    return {"text": finished.text, "read_tokens": stats.active_tokens or 0, "prompt_tokens": stats.prompt_tokens}
+
+
+def _answer_inside(session: Session, case: Case, inside: int) -> Row:
     """As ``_answer``, but the prompt asks for a story, and ``inside`` tokens of one precede the question."""
     tokenizer = session.model.tokenizer
     encoder, begun = PromptEncoder(tokenizer), (*case.turns[:-1], Turn("user", "Tell me a story."))
-    story = _passage(sentences(int(case.answer)), inside, tokenizer)
+    story = passage(sentences(int(case.answer)), inside, tokenizer)
     prompt, whole = (
         encoder.encode(turns, Stored()).ids for turns in (begun, (*begun, Turn("assistant", story), case.turns[-1]))
     )
     session.truncate(0)
     session.prefill(prompt)
-    given, answer = whole[len(prompt) :], list[int]()
-    read: list[float] = []
-    while len(answer) < ANSWER_TOKENS:
-        logits = session.step((given + answer)[len(read)])
-        read.append(tokens_read(session))
-        if len(read) >= len(given):
-            answer.append(int(logits.argmax()))
-    text = tokenizer.decode(answer)
-    row.right += case.answer in text
-    row.wrong += [] if case.answer in text else [f"{case.answer}: {text}"]
-    row.read_tokens += statistics.fmean(read)
-    row.kv_device_bytes = session.snapshot().kv_device_bytes
-    return len(prompt)
-
-
-def _passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:
-    passage = ""
-    while len(tokenizer.encode(passage)) < tokens:
-        passage += " " * bool(passage) + next(text)
-    return passage
+    answer = decode(session, whole[len(prompt) :], ANSWER_TOKENS)
+    return {"text": answer.text, "read_tokens": statistics.fmean(answer.read), "prompt_tokens": len(prompt)}

@@ -6,27 +6,23 @@ count from the start. Full decodes the same passages in the same run: ratios do 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-import torch
-
-import kvchat
 from kvchat.bench.environment import fingerprint
+from kvchat.bench.frame import Frame, Row
+from kvchat.bench.identity import Experiment, Result, methods, model_identity
+from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.reading import tokens_read
+from kvchat.bench.texts import Passage, passages
 from kvchat.bench.variant import enter
 from kvchat.engine.session import Session
-from kvchat.errors import UsageError
 
-BOOKS = Path(__file__).parent / "books"
-BREAK = "\n* * *\n"
 PROMPT = 16
 FULL = "full"
 STANDARD = ("freeze", "streaming:budget=288")
@@ -34,124 +30,92 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Passage:
-    """Consecutive ids of a text."""
+class Settings:
+    """What to measure: ``modes`` against full, on at most ``passages`` passages of ``tokens`` decoded tokens."""
 
-    text: str
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One passage decoded in one mode: nats per token, tokens read per step (mean over layers and heads), seconds."""
-
-    nats: tuple[float, ...]
-    read: tuple[float, ...]
-    seconds: float
+    modes: tuple[str, ...] = STANDARD
+    tokens: int = 1000
+    passages: int | None = None
+    texts: tuple[str, ...] = ()
 
 
-@dataclass
-class Row:
-    """One variant; ``readings`` in the order of the passages."""
-
-    variant: str
-    readings: list[Reading] = field(default_factory=list)
-
-
-def passages(texts: Sequence[Path], tokens: int, tokenizer: Any) -> Iterator[Passage]:
-    """Cut each part of the texts into passages of ``PROMPT + tokens`` ids.
-
-    A line of three asterisks separates parts, an empty line paragraphs; a single line break is a space.
-    """
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    size = PROMPT + tokens - len(begin)
-    for path in texts:
-        for part in path.read_text(encoding="utf-8").split(BREAK):
-            ids = tokenizer.encode(re.sub(r"(?<!\n)\n(?!\n)", " ", part.strip()), add_special_tokens=False)
-            for start in range(0, len(ids) - size + 1, size):
-                yield Passage(path.stem, (*begin, *ids[start : start + size]))
-
-
-def run(
-    variants: Sequence[str] = STANDARD,
-    *,
-    texts: Sequence[Path] = (),
-    model: str = "bundled",
-    device: str = "auto",
-    tokens: int = 1000,
-    limit: int | None = None,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Measure ``variants`` against full on at most ``limit`` passages of ``texts`` (default: the shipped books).
+def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+    """Measure and return plain data, ready for JSON: a row for each passage and variant, ``summary`` for each variant.
 
     Raises:
         UsageError: no text is long enough; KvchatError: the model cannot be loaded, or a mode refuses.
     """
-    session = kvchat.load(model, device=device)
-    found = list(passages(texts or sorted(BOOKS.glob("*.txt")), tokens, session.model.tokenizer))[:limit]
-    if not found:
-        raise UsageError(
-            "The text is too short to measure on.",
-            f"A passage has {PROMPT + tokens:,} tokens; none of the texts has that many in one piece.",
-            "Give a longer text, or fewer tokens.",
-        )
-    rows = [Row(name) for name in (FULL, *variants)]
-    for done, passage in enumerate(found, 1):
-        for row in rows:
-            enter(session, row.variant)
-            row.readings.append(_read(session, passage))
-        report(f"{done} of {len(found)} ({passage.text}): " + ", ".join(f"{_ratio(rows[0], r, -1):.4f}" for r in rows))
-    results = [_summary(rows[0], row, found) for row in rows]
-    for result in results:
-        report(_line(result))
-    return {
-        "what": "perplexity of text decoded step by step, tokens read (mean over layers, KV heads and steps) and "
-        "time, each against full's in the same run",
-        "settings": {"model": session.info.model, "dtype": session.info.dtype, "tokens": tokens, "prompt": PROMPT},
-        "environment": fingerprint(torch.device(session.info.device)),
-        "rows": results,
-    }
+    frame, variants = frame or Frame(), tuple(dict.fromkeys((FULL, *settings.modes)))
+    found = methods(variants)
+    session = choice.open(frame.report)
+    texts = passages(settings.texts, PROMPT + settings.tokens, session.model.tokenizer)[: settings.passages]
+    experiment = Experiment(
+        "perplexity",
+        "perplexity of text decoded step by step, tokens read (mean over layers, KV heads and steps) and time, each "
+        "against full's in the same run",
+        asdict(settings) | {"prompt": PROMPT},
+        found,
+        model_identity(session.model),
+        fingerprint(session.model.device),
+    )
+    result = frame.measure(
+        experiment,
+        [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in variants],
+        lambda cell: [_read(session, texts[cell["passage"]], cell["variant"])],
+        lambda row: f"{row['text']}: {row['variant']:<40} {math.exp(row['nats_mean']):7.2f}",
+    )
+    rows = {variant: [row for row in result["rows"] if row["variant"] == variant] for variant in variants}
+    return frame.finish(result, [_summary(rows[FULL], rows[variant], variant) for variant in variants])
 
 
-def _read(session: Session, passage: Passage) -> Reading:
-    """Prefill the prompt, then decode the rest of the text token by token."""
+def _read(session: Session, passage: Passage, variant: str) -> Row:
+    """Prefill the prompt, then decode the rest of the text token by token.
+
+    ``nats`` are those of each token, ``dropped_at`` the steps at which fewer tokens were read than at the one before:
+    a prune, or tokens that froze.
+    """
+    enter(session, variant)
     session.truncate(0)
     logits = session.prefill(passage.ids[:PROMPT])
     nats, read, seconds = [], [], 0.0
     for token in passage.ids[PROMPT:]:
-        nats.append(_nats(logits, token))
+        nats.append(-float(logits.float().log_softmax(-1)[token]))
         began = time.perf_counter()
         logits = session.step(token)
         logits[0].item()  # waits for the device
         seconds += time.perf_counter() - began
         read.append(tokens_read(session))
-    return Reading(tuple(nats), tuple(read), seconds)
-
-
-def _nats(logits: torch.Tensor, token: int) -> float:
-    return -float(logits.float().log_softmax(-1)[token])
-
-
-def _summary(full: Row, row: Row, found: Sequence[Passage]) -> dict[str, Any]:
-    readings = row.readings
-    nats = [statistics.fmean(reading.nats) for reading in readings]
-    differences = [mine - statistics.fmean(its.nats) for mine, its in zip(nats, full.readings, strict=True)]
-    read, stored = (sum(sum(reading.read) for reading in of.readings) for of in (row, full))
     return {
-        "variant": row.variant,
-        "perplexity": math.exp(statistics.fmean(nats)),
+        "text": passage.text,
+        "nats_mean": statistics.fmean(nats),
+        "read_mean": statistics.fmean(read),
+        "read_end": read[-1],
+        "seconds": seconds,
+        "nats": [round(nat, 4) for nat in nats],
+        "dropped_at": [step for step, (before, now) in enumerate(itertools.pairwise(read), 1) if now < before],
+    }
+
+
+def _summary(full: Sequence[Row], mine: Sequence[Row], variant: str) -> Row:
+    """One variant over the passages that full decoded too."""
+    by_passage = {row["passage"]: row for row in full if "refused" not in row}
+    pairs = [(row, by_passage[row["passage"]]) for row in mine if "refused" not in row and row["passage"] in by_passage]
+    if not pairs:
+        return {"variant": variant, "refused": mine[0].get("refused", "full decoded no passage")}
+    differences = [row["nats_mean"] - its["nats_mean"] for row, its in pairs]
+    return {
+        "variant": variant,
+        "perplexity": math.exp(statistics.fmean(row["nats_mean"] for row, _ in pairs)),
         "ratio": math.exp(statistics.fmean(differences)),
         "ratio_standard_error": _standard_error(differences),
-        "read_mean": read / sum(len(reading.read) for reading in readings),
-        "read_share": read / stored,
-        "read_end": statistics.fmean(reading.read[-1] for reading in readings),
-        "wall_ratio": statistics.median(
-            mine.seconds / its.seconds for mine, its in zip(readings, full.readings, strict=True)
-        ),
-        "ms": 1000 * statistics.median(reading.seconds / len(reading.nats) for reading in readings),
+        "read_mean": statistics.fmean(row["read_mean"] for row, _ in pairs),
+        "read_share": sum(row["read_mean"] for row, _ in pairs) / sum(its["read_mean"] for _, its in pairs),
+        "read_end": statistics.fmean(row["read_end"] for row, _ in pairs),
+        "wall_ratio": statistics.median(row["seconds"] / its["seconds"] for row, its in pairs),
+        "ms": 1000 * statistics.median(row["seconds"] / len(row["nats"]) for row, _ in pairs),
         "passages": [
-            {"text": passage.text, "perplexity": math.exp(nat), "ratio": math.exp(difference)}
-            for passage, nat, difference in zip(found, nats, differences, strict=True)
+            {"text": row["text"], "perplexity": math.exp(row["nats_mean"]), "ratio": math.exp(difference)}
+            for (row, _), difference in zip(pairs, differences, strict=True)
         ],
     }
 
@@ -161,15 +125,3 @@ def _standard_error(differences: Sequence[float]) -> float:
     random_ = random.Random(0)
     drawn = [random_.choices(differences, k=len(differences)) for _ in range(RESAMPLES)]
     return statistics.pstdev(math.exp(statistics.fmean(sample)) for sample in drawn)
-
-
-def _ratio(full: Row, row: Row, index: int) -> float:
-    return math.exp(statistics.fmean(row.readings[index].nats) - statistics.fmean(full.readings[index].nats))
-
-
-def _line(result: dict[str, Any]) -> str:
-    return (
-        f"{result['variant']:<40} {result['perplexity']:7.2f}  {100 * (result['ratio'] - 1):+6.2f} % "
-        f"(s.e. {100 * result['ratio_standard_error']:.2f})  {100 * (1 - result['read_share']):5.1f} % fewer read  "
-        f"{result['read_end']:6.0f} at the end  {result['wall_ratio']:5.2f} x full's time"
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import groupby
@@ -62,8 +62,99 @@ def decode(result: Mapping[str, Any], file: Path) -> None:
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(f"{result['settings']['model']}: ms per decoded token\n{_environment(result)}", fontsize=10)
+    figure.suptitle(f"{result['model']['name']}: ms per decoded token\n{_environment(result)}", fontsize=10)
     _save(figure, file)
+
+
+def agreement(result: Mapping[str, Any], file: Path) -> None:
+    """Draw the KL divergence along the passage, a line per variant, and the attention mass each head covers.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    summary = [row for row in result["summary"] if "refused" not in row]
+    figure = _figure(10, 3.2 + 2.2 * -(-len(summary) // COLUMNS))
+    along, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[3, 2.2 * -(-len(summary) // COLUMNS)])[:, 0]
+    panel = along.subplots()
+    for row in summary:
+        runs = [each["kl"] for each in result["rows"] if each["variant"] == row["variant"] and "kl" in each]
+        panel.plot(_smooth([sum(step) / len(step) for step in zip(*runs, strict=True)]), label=row["variant"])
+    panel.set(xlabel="decoded token", ylabel="KL in nats, mean of 16", yscale="log")
+    panel.legend(frameon=False, fontsize=8)
+    panels = below.subplots(-(-len(summary) // COLUMNS), COLUMNS, squeeze=False).flat
+    for number, each in enumerate(panels):
+        if number < len(summary):
+            _shares(each, summary[number]["variant"], summary[number]["covered_heads"])
+        else:
+            each.remove()
+    figure.suptitle(f"{result['model']['name']}: agreement with full\n{_environment(result)}", fontsize=10)
+    _save(figure, file)
+
+
+def recall(result: Mapping[str, Any], file: Path) -> None:
+    """Draw a heat-map of the share right for each task (down) and variant (across): depths by lengths.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    summary = result["summary"]
+    tasks, variants = (list(dict.fromkeys(row[name] for row in summary)) for name in ("task", "variant"))
+    figure = _figure(2.2 * len(variants) + 0.8, 1.9 * len(tasks) + 0.8)
+    panels = figure.subplots(len(tasks), len(variants), squeeze=False)
+    for task, line in zip(tasks, panels, strict=True):
+        for variant, panel in zip(variants, line, strict=True):
+            _recalled(panel, [row for row in summary if (row["task"], row["variant"]) == (task, variant)])
+            panel.set_title(variant if task == tasks[0] else "", fontsize=8)
+        line[0].set_ylabel(f"{task}\ndepth")
+    figure.suptitle(f"{result['model']['name']}: facts found, by length and depth\n{_environment(result)}", fontsize=10)
+    _save(figure, file)
+
+
+def paper(result: Mapping[str, Any], file: Path) -> None:
+    """Draw every figure of a paper's study: lines over decoded tokens, or a matrix.
+
+    Raises:
+        UsageError: it has no figure, or the file cannot be written.
+    """
+    drawn = [row for row in result["summary"] if "lines" in row or "matrix" in row]
+    parts = list(dict.fromkeys(row["part"] for row in drawn))
+    if not parts:
+        raise UsageError(f"{result['experiment']} has no picture of these parts.")
+    figure = _figure(9, 3.4 * len(parts) + 0.6)
+    for panel, part in zip(figure.subplots(len(parts), squeeze=False)[:, 0], parts, strict=True):
+        for row in (row for row in drawn if row["part"] == part):
+            for name, values in row.get("lines", {}).items():
+                panel.plot(values, label=name, linewidth=1)
+            if "matrix" in row:
+                figure.colorbar(panel.imshow(row["matrix"], cmap="viridis", aspect="auto"), ax=panel)
+            else:
+                panel.set_xlabel("decoded token")
+                panel.legend(frameon=False, fontsize=8)
+        panel.set_title(result["parts"][part]["title"], loc="left", fontsize=9)
+    figure.suptitle(f"{result['model']['name']}\n{_environment(result)}", fontsize=10)
+    _save(figure, file)
+
+
+DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
+    "agreement": agreement,
+    "decode": decode,
+    "recall": recall,
+}
+
+
+def draw(result: Mapping[str, Any], file: Path) -> None:
+    """Draw a complete result.
+
+    Raises:
+        UsageError: the experiment has no picture, or the file cannot be written.
+    """
+    name = result["experiment"]
+    if "parts" in result:
+        paper(result, file)
+        return
+    if name not in DRAWN:
+        raise UsageError(f'There is no picture of "{name}".', f"There are pictures of {', '.join(sorted(DRAWN))}.")
+    DRAWN[name](result, file)
 
 
 def calibration(similarity: Sequence[Any], representatives: Sequence[Sequence[int]], file: Path) -> None:
@@ -115,6 +206,30 @@ def _heat_map(panel: Axes, title: str, matrix: Sequence[Sequence[float]], marked
             )
 
 
+def _recalled(panel: Axes, rows: Sequence[Row]) -> None:
+    lengths, depths = (sorted({row[name] for row in rows}) for name in ("tokens", "depth"))
+    shares = {(row["depth"], row["tokens"]): row["right"] / row["cases"] if row["cases"] else 0.0 for row in rows}
+    matrix = [[shares.get((depth, length), 0.0) for length in lengths] for depth in depths]
+    panel.imshow(matrix, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
+    panel.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+    for i, line in enumerate(matrix):
+        for j, value in enumerate(line):
+            panel.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=7)
+
+
+def _shares(panel: Axes, title: str, matrix: Sequence[Sequence[float]]) -> None:
+    panel.set_title(title, fontsize=8)
+    panel.imshow(matrix, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    panel.set_xlabel("KV head", fontsize=8)
+    panel.set_ylabel("layer", fontsize=8)
+
+
+def _smooth(values: Sequence[float], over: int = 16) -> list[float]:
+    """The mean of each value and those before it, at most ``over``."""
+    return [sum(part) / len(part) for part in (values[max(0, i + 1 - over) : i + 1] for i in range(len(values)))]
+
+
 def _figure(width: float, height: float) -> Figure:
     """Make an empty figure of ``width`` x ``height`` inches; without pyplot, which would look for a display."""
     from matplotlib.figure import Figure  # an optional extra, and slow to import
@@ -137,4 +252,4 @@ def _save(figure: Figure, file: Path) -> None:
 def _environment(result: Mapping[str, Any]) -> str:
     e = result["environment"]
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    return f"{device}; {result['settings']['dtype']}; torch {e['torch']}, transformers {e['transformers']}"
+    return f"{device}; {result['model']['dtype']}; torch {e['torch']}, transformers {e['transformers']}"

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -18,25 +17,26 @@ from kvchat import units
 from kvchat.bench import model_shapes
 from kvchat.bench.baselines import as_written
 from kvchat.bench.environment import fingerprint
-from kvchat.config.modes import parse
+from kvchat.bench.frame import Frame, Row
+from kvchat.bench.identity import Experiment, Result, methods, model_identity
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import UsageError
 from kvchat.kv.memory import prefill_plan
 from kvchat.kv.modes import build
 
-Report = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: prompts of ``lengths`` tokens, each followed by a second prompt of ``turn`` tokens."""
+    """What to measure: prompts of ``lengths`` tokens, each followed by a second prompt of ``turn`` tokens.
 
-    model: str = "bundled"
+    ``shape`` names a model shape with random weights instead of the chosen model.
+    """
+
     shape: str = ""
-    device: str = "auto"
-    dtype: str = "auto"
     lengths: tuple[int, ...] = (512, 2048)
     turn: int = 64
     mode: str = "streaming"
@@ -51,32 +51,29 @@ class Reading:
     peak_bytes: int | None
 
 
-def run(settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
-    """Measure and return plain data, ready for JSON; ``report`` gets each row as a line.
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+    """Measure and return plain data, ready for JSON: a row for each length.
 
     Raises:
         KvchatError: the model or mode is refused, or a prompt does not fit.
     """
-    s = settings
-    model = model_shapes.build(s.shape, s.device, s.dtype) if s.shape else _load(s, report)
-    _check_lengths(s, model)
-    runner = ModelRunner(model, build(parse(s.mode, {}), geometry_of(model), traits_of(model)))
+    frame, found = frame or Frame(), methods([settings.mode])
+    model = model_shapes.choose(settings.shape, choice, frame.report)
+    _check_lengths(settings, model)
+    runner = ModelRunner(model, build(parsed(settings.mode), geometry_of(model), traits_of(model)))
     token_bytes = bytes_per_token(model) if model.device.type == "cuda" else None
-    rows = []
-    for length in s.lengths:
-        rows.append(_row(s, runner, length, token_bytes))
-        report(_line(rows[-1]))
-    return {
-        "what": "seconds and peak bytes of reading a prompt",
-        "settings": asdict(s) | {"model": model.name, "dtype": str(model.dtype).removeprefix("torch.")},
-        "environment": fingerprint(model.device),
-        "weight_bytes": model.weight_bytes,
-        "rows": rows,
-    }
-
-
-def _load(settings: Settings, report: Report) -> LoadedModel:
-    return load_model(settings.model, settings.device, settings.dtype, report)
+    experiment = Experiment(
+        "prefill",
+        "seconds and peak bytes of reading a prompt",
+        asdict(settings),
+        found,
+        model_identity(model),
+        fingerprint(model.device),
+        {"weight_bytes": model.weight_bytes},
+    )
+    cells = [{"tokens": length} for length in settings.lengths]
+    result = frame.measure(experiment, cells, lambda cell: [_row(settings, runner, cell["tokens"], token_bytes)], _line)
+    return frame.finish(result, result["rows"])
 
 
 def _check_lengths(settings: Settings, model: LoadedModel) -> None:
@@ -89,7 +86,7 @@ def _check_lengths(settings: Settings, model: LoadedModel) -> None:
         )
 
 
-def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int | None) -> dict[str, Any]:
+def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int | None) -> Row:
     model = runner.model
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(model.vocab, (length + settings.turn,), generator=draw).tolist()
@@ -164,7 +161,7 @@ def _measured(model: LoadedModel, work: Callable[[], object]) -> Reading:
     return Reading(time.perf_counter() - began, torch.cuda.max_memory_allocated(device))
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     ratio, peaks = row["times_one_shot"], (row["peak_bytes"], row["one_shot_peak_bytes"])
     against = "one forward does not fit" if ratio is None else f"{ratio:5.2f} x one forward"
     memory = "" if peaks[0] is None else f"  peak {units.size(peaks[0])} ({units.size(peaks[1])})"

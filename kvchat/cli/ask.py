@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import kvchat
 from kvchat.cli.output import note, progress, write
+from kvchat.conversations import attachments
 from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.model import checkpoint
 from kvchat.errors import KvchatError, UsageError
@@ -55,7 +56,7 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
     Raises:
         UsageError: nothing is left, a file cannot be read, or something is not UTF-8.
     """
-    parts = [f"File {path}:\n{_text(_read(path), str(path))}" for path in files]
+    parts = [attachments.fenced(str(path), _text(_read(path), str(path))) for path in files]
     # the shell hands on bytes that are not UTF-8 as lone surrogates
     parts += [_text((prompt or "").encode("utf-8", "surrogateescape"), "the prompt"), _text(piped, "stdin")]
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())

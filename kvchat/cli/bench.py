@@ -1,76 +1,197 @@
 """``kvchat bench WHAT``: measurements. Progress goes to stderr, results to stdout.
 
-Imports no torch: every command imports what it runs.
+Every measurement keeps its finished rows in a file, that of ``--out`` or one of its own until it is complete, and goes
+on from there. Imports no torch: every command imports what it runs.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvchat import files
-from kvchat.cli.output import echo, report
-from kvchat.errors import UsageError
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.variant import with_budgets
+from kvchat.cli import bench_report
+from kvchat.cli.bench_options import (
+    Budget,
+    Budgets,
+    Cases,
+    Device,
+    Dtype,
+    Json,
+    Mode,
+    Model,
+    Out,
+    Plot,
+    Quantize,
+    Seed,
+    Shape,
+    Texts,
+    Variants,
+    baseline_names,
+    file_names,
+    standard_variants,
+)
+from kvchat.cli.bench_output import Run
+from kvchat.cli.output import report
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
 
-Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
-Shape = Annotated[
-    str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
-]
-Variants = Annotated[list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")]
-Mode = Annotated[str, typer.Option(help="the KV mode")]
-Budget = Annotated[int, typer.Option(help="tokens per KV head")]
-Out = Annotated[Path | None, typer.Option(help="write the JSON object to this file")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
+
+@app.command("agreement")
+def agreement_command(
+    mode: Variants = None,
+    budget: Budgets = None,
+    context: Annotated[int, typer.Option(min=1, help="tokens before the decoded ones")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1, help="decoded tokens of a passage")] = 400,
+    passages: Annotated[int | None, typer.Option(min=1, help="passages at most (default: all)")] = None,
+    text: Texts = None,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """KL divergence from full attention, top-1 agreement and attention mass covered, token by token."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
+    from kvchat.bench import agreement
+
+    settings = agreement.Settings(
+        variants or standard_variants(agreement.STANDARD, budget), context, tokens, passages, file_names(text)
+    )
+    run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run.done(agreement.run(settings, run.choice, run.frame))
+
+
+@app.command("recall")
+def recall_command(
+    mode: Variants = None,
+    budget: Budgets = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="passkey, keys, values, all, chain, name, rule; repeatable")
+    ] = None,
+    length: Annotated[list[int] | None, typer.Option(min=16, help="tokens of a text, about; repeatable")] = None,
+    depth: Annotated[list[float] | None, typer.Option(help="where the fact stands, 0 to 1; repeatable")] = None,
+    cases: Annotated[int, typer.Option(min=1, help="conversations of each length and depth")] = 4,
+    keys: Annotated[int, typer.Option(help="facts told where several are")] = 4,
+    seed: Seed = 0,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """Facts found in long texts: tasks by lengths, depths, modes and budgets."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
+    from kvchat.bench import recall
+
+    standard = recall.Settings(())
+    settings = recall.Settings(
+        variants or standard_variants(recall.STANDARD, budget),
+        tuple(task or standard.tasks),
+        tuple(length or standard.lengths),
+        tuple(depth or standard.depths),
+        cases,
+        keys,
+        seed,
+    )
+    run = Run("recall", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run.done(recall.run(settings, run.choice, run.frame))
+
+
+@app.command("turns")
+def turns_command(
+    mode: Variants = None,
+    budget: Budgets = None,
+    cases: Cases = 4,
+    tokens: Annotated[int, typer.Option(min=64, help="tokens of a text, about")] = 3000,
+    seed: Seed = 0,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Ten questions over one text, scored by turn."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
+    from kvchat.bench import turns
+
+    settings = turns.Settings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed)
+    run = Run("turns", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(turns.run(settings, run.choice, run.frame))
+
+
+@app.command("switches")
+def switches_command(
+    mode: Variants = None,
+    budget: Budgets = None,
+    cases: Cases = 4,
+    tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 1400,
+    inside: Annotated[int, typer.Option(min=1, help="tokens decoded in the mode in which the fact is told")] = 128,
+    seed: Seed = 0,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Told in one mode, asked in another, all pairs."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
+    from kvchat.bench import turns
+
+    settings = turns.SwitchSettings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed, inside)
+    run = Run("switches", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(turns.switches(settings, run.choice, run.frame))
 
 
 @app.command("passkey")
 def passkey_command(
     mode: Variants = None,
-    cases: Annotated[int, typer.Option(min=1, help="conversations")] = 40,
+    cases: Cases = 40,
     tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 3000,
     inside: Annotated[int, typer.Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same conversations")] = 0,
+    seed: Seed = 0,
     model: Model = "bundled",
     device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
     as_json: Json = False,
+    out: Out = None,
 ) -> None:
     """Recall of a number told in an earlier turn, mode against mode."""
     from kvchat.bench import passkey
 
-    variants = mode or passkey.STANDARD
-    result = passkey.run(
-        variants, model=model, device=device, seed=seed, n=cases, tokens=tokens, inside=inside, report=report
-    )
-    _print(result, as_json)
+    settings = passkey.Settings(tuple(mode or passkey.STANDARD), cases, tokens, inside, seed)
+    run = Run("passkey", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(passkey.run(settings, run.choice, run.frame))
 
 
 @app.command("perplexity")
 def perplexity_command(
     mode: Variants = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")
-    ] = None,
+    text: Texts = None,
     tokens: Annotated[int, typer.Option(min=16, help="decoded tokens of a passage")] = 1000,
     passages: Annotated[int | None, typer.Option(min=1, help="passages at most (default: all)")] = None,
     model: Model = "bundled",
     device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
     as_json: Json = False,
+    out: Out = None,
 ) -> None:
     """Perplexity of book text, tokens read and time, mode against full."""
     from kvchat.bench import perplexity
 
-    variants = mode or perplexity.STANDARD
-    result = perplexity.run(
-        variants, texts=text or (), model=model, device=device, tokens=tokens, limit=passages, report=report
-    )
-    _print(result, as_json)
+    settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, file_names(text))
+    run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(perplexity.run(settings, run.choice, run.frame))
 
 
 @app.command("decode")
@@ -94,45 +215,32 @@ def decode_command(
     prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = "none",
     as_json: Json = False,
     out: Out = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="draw the times to .svg or .png (needs kvchat[plot])")
-    ] = None,
+    plot: Plot = None,
     save_profile: Annotated[
         bool, typer.Option("--save-profile", help="keep the device's measured roofline as your GPU profile")
     ] = False,
 ) -> None:
     """Time per decoded token, memory and traffic, against transformers' caches in the same run."""
-    from kvchat.bench import plot as plots
-
-    _check_folder(out)
-    if plot:
-        plots.check(plot)
-    from kvchat.bench import decode  # imports torch, so after the checks
+    from kvchat.bench import decode
     from kvchat.config import profiles
 
     standard = decode.Settings()
     settings = decode.Settings(
-        model=model,
         shape=shape,
-        device=device,
-        dtype=dtype,
         contexts=tuple(context or standard.contexts),
         modes=tuple(mode or standard.modes),
         budget=budget,
         change_rates=tuple(change_rate or standard.change_rates),
         steps=steps,
         rounds=rounds,
-        baselines=_names(baselines),
+        baselines=baseline_names(baselines),
         prefill=prefill,
     )
-    result = decode.run(settings, report)
-    _print(result, as_json)
-    _save(result, out)
-    if plot:
-        plots.decode(result, plot)
-        report(str(plot))
+    run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    result = run.done(decode.run(settings, run.choice, run.frame))
     if save_profile:
         report(f"profile {profiles.save(profiles.Measured(**result['roofline']), device)}")
 
@@ -147,17 +255,16 @@ def prefill_command(
     shape: Shape = "",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = "none",
     as_json: Json = False,
     out: Out = None,
 ) -> None:
     """Time and peak memory of reading a prompt, against transformers' one forward in the same run."""
-    _check_folder(out)
-    from kvchat.bench import prefill  # imports torch, so after the check
+    from kvchat.bench import prefill
 
-    lengths = tuple(length or prefill.Settings().lengths)
-    result = prefill.run(prefill.Settings(model, shape, device, dtype, lengths, turn, mode, rounds), report)
-    _print(result, as_json)
-    _save(result, out)
+    settings = prefill.Settings(shape, tuple(length or prefill.Settings().lengths), turn, mode, rounds)
+    run = Run("prefill", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(prefill.run(settings, run.choice, run.frame))
 
 
 @app.command("long-run")
@@ -165,35 +272,73 @@ def long_run_command(
     tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,
     mode: Mode = "streaming",
     budget: Budget = 512,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
     as_json: Json = False,
+    out: Out = None,
 ) -> None:
     """Device memory and time per step over a long generation."""
     from kvchat.bench import long_run
 
-    _print(long_run.run(tokens, mode, budget, report), as_json)
+    settings = long_run.Settings(mode, budget, tokens)
+    run = Run("long-run", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(long_run.run(settings, run.choice, run.frame))
 
 
-def _names(baselines: str | None) -> tuple[str, ...] | None:
-    """The baselines named, by commas; None where nothing was said."""
-    return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
+@app.command("sweep")
+def sweep_command(
+    mode: Annotated[str, typer.Argument(metavar="MODE", help="the KV mode")],
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,VALUE", help="values of a parameter, 1/4 a share of the budget; repeatable"),
+    ] = None,
+    budget: Budgets = None,
+    context: Annotated[int, typer.Option(min=64, help="tokens before the decoded ones")] = 1500,
+    tokens: Annotated[int, typer.Option(min=1, help="decoded tokens of a passage")] = 100,
+    passages: Annotated[int, typer.Option(min=1, help="passages at most")] = 2,
+    cases: Annotated[int, typer.Option(min=1, help="conversations at each depth")] = 2,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Every combination of a mode's parameters: agreement with full and recall, at each budget."""
+    from kvchat.bench import sweep
+
+    budgets = tuple(budget or sweep.Settings("").budgets)
+    settings = sweep.Settings(mode, budgets, sweep.grid(mode, vary or ()), context, tokens, passages, cases)
+    run = Run("sweep", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(sweep.run(settings, run.choice, run.frame))
 
 
-def _print(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        echo(json.dumps(result, indent=2))
+@app.command("paper")
+def paper_command(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")],
+    part: Annotated[list[str] | None, typer.Option(help="only this table or figure, as table-1; repeatable")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
+    ] = None,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """The tables and figures of a mode's paper, published beside measured."""
+    from kvchat.bench.paper import studies
+
+    study, settings = studies.chosen(paper, set_ or ())
+    study.check(part or (), drawn=plot is not None)
+    named = {"settings": settings, "part": part or []}
+    run = Run(f"paper {paper}", named, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run.done(study.run(settings, run.choice, run.frame, part or ()))
 
 
-def _check_folder(file: Path | None) -> None:
-    """Check before a long measurement that the folder of ``file`` exists."""
-    if file and not file.absolute().parent.is_dir():
-        raise UsageError(f"There is no folder {file.absolute().parent}.")
-
-
-def _save(result: dict[str, Any], file: Path | None) -> None:
-    if file is None:
-        return
-    try:
-        files.write(file, (json.dumps(result, indent=2) + "\n").encode())
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
-    report(str(file))
+app.command("report")(bench_report.report_results)
+app.command("compare")(bench_report.compare_results)

@@ -10,26 +10,39 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, chats, config, options
+from kvchat.cli import bench, chats, completion, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
+from kvchat.cli.chat import chat, load_of, mode_params_of
 from kvchat.cli.modes import list_modes
-from kvchat.cli.options import Budget, Device, Dtype, Mode, Model, Param, PinSystem, Quantize, System
+from kvchat.cli.options import (
+    Budget,
+    Device,
+    Dtype,
+    Mode,
+    Model,
+    Param,
+    PinSystem,
+    Plain,
+    Quantize,
+    Resume,
+    System,
+    Theme,
+)
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
-from kvchat.config import modes, profiles, sources
+from kvchat.cli.profile import load_settings
+from kvchat.config import modes
 from kvchat.config.schema import Settings
-from kvchat.config.sources import Resolved, SettingsSource
+from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Load, Turn
+from kvchat.protocol.messages import Turn
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 
@@ -77,13 +90,14 @@ app = typer.Typer(
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(chats.app, name="chats")
+app.add_typer(profile.app, name="profile")
 
 
 # ---- commands --------------------------------------------------------------------------------------
 
 
 @app.callback(invoke_without_command=True)
-def chat(  # typer reads the options from the signature, the settings read them from the context
+def kvchat_command(  # typer reads the options from the signature, the settings read them from the context
     ctx: typer.Context,
     model: Model = None,
     device: Device = None,
@@ -94,8 +108,9 @@ def chat(  # typer reads the options from the signature, the settings read them 
     param: Param = None,
     system: System = None,
     pin_system: PinSystem = None,
-    theme: Annotated[str | None, typer.Option(help="name of a theme")] = None,
-    resume: Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")] = False,
+    theme: Theme = None,
+    resume: Resume = False,
+    plain: Plain = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat in the terminal with a local model, and switch how its K/V is kept while it answers."""
@@ -104,9 +119,29 @@ def chat(  # typer reads the options from the signature, the settings read them 
         typer.echo(f"kvchat {kvchat.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        raise typer.Exit(_run_application(given, resume))
+        raise typer.Exit(chat(given, resume, plain))
     for flag in given.origins.values():
         raise UsageError(f"{flag} stands before the command; put it behind: kvchat {ctx.invoked_subcommand} {flag} ...")
+
+
+@app.command("chat")
+def chat_command(
+    ctx: typer.Context,
+    model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    quantize: Quantize = None,
+    mode: Mode = None,
+    budget: Budget = None,
+    param: Param = None,
+    system: System = None,
+    pin_system: PinSystem = None,
+    theme: Theme = None,
+    resume: Resume = False,
+    plain: Plain = False,
+) -> None:
+    """Chat, as kvchat alone does; --plain line by line, for screen readers, pipes and simple terminals."""
+    raise typer.Exit(chat(options.flags(ctx.params), resume, plain))
 
 
 @app.command("ask")
@@ -139,14 +174,14 @@ def ask_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
     """Answer one prompt on stdout. Piped text is the prompt, or is added to PROMPT."""
-    resolved = sources.load(options.flags(ctx.params), profiles=profiles.sources)
+    resolved = load_settings(options.flags(ctx.params))
     chosen = resolved.settings
     switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
     text = compose(prompt, file or (), _piped())
     turns = (Turn("system", chosen.model.system),) if chosen.model.system else ()
     question = Question(
-        _load(chosen), (*turns, Turn("user", text)), chosen.sampling.sampling(), switches, as_json, stats
+        load_of(chosen), (*turns, Turn("user", text)), chosen.sampling.sampling(), switches, as_json, stats
     )
     raise typer.Exit(ask(question))
 
@@ -155,6 +190,22 @@ def ask_command(
 def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
     """List the KV modes, their parameters and defaults."""
     list_modes(as_json)
+
+
+@app.command("keys")
+def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
+    """List what can be done in the chat: keys, commands and the ids that rebind them."""
+    from kvchat.cli.keys import list_keys
+
+    list_keys(load_settings().settings.keys.given(), as_json)
+
+
+@app.command("completion")
+def completion_command(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="the shell that is to complete")],
+) -> None:
+    """Print what a shell reads to complete kvchat's commands, options, modes, parameters and themes."""
+    echo(completion.script(shell))
 
 
 @app.command("plan")
@@ -171,8 +222,8 @@ def plan_command(
     """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""
     from kvchat.cli.plan import plan as run
 
-    chosen = sources.load(options.flags(ctx.params), profiles=profiles.sources).settings
-    raise typer.Exit(run(model, chosen.model.device, chosen.model.dtype, context, _mode_params(chosen), as_json))
+    chosen = load_settings(options.flags(ctx.params)).settings
+    raise typer.Exit(run(model, chosen.model.device, chosen.model.dtype, context, mode_params_of(chosen), as_json))
 
 
 @app.command()
@@ -214,6 +265,7 @@ def locate() -> None:
         "own profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
         "conversations": paths.database(),
+        "K/V of these": paths.saved_kv_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),
@@ -226,59 +278,6 @@ def locate() -> None:
 
 
 # ---- pieces ----------------------------------------------------------------------------------------
-
-
-def _run_application(flags: SettingsSource, resume: bool) -> int:
-    problems: list[UsageError] = []
-
-    def tolerant(device: str) -> Iterable[SettingsSource]:
-        """A wrong profile is no reason not to chat."""
-        found = profiles.find(device)
-        problems.extend(found.problems)
-        return found.sources
-
-    resolved = sources.load(flags, profiles=tolerant)
-    if not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)) or os.environ.get("TERM") == "dumb":
-        raise UsageError(
-            "The chat needs a terminal.",
-            "Stdin or stdout is none, or it can only print.",
-            "One answer without a screen: kvchat ask PROMPT",
-        )
-    from kvchat.tui.app import run
-    from kvchat.tui.config import AppConfig
-
-    chosen = resolved.settings
-    application = AppConfig(
-        load=_load(chosen),
-        sampling=chosen.sampling.sampling(),
-        system=chosen.model.system or None,
-        theme=chosen.ui.theme,
-        theme_dirs=(paths.user_themes_dir(),),
-        log_file=paths.log_file(),
-        history_file=paths.history_file() if chosen.ui.history else None,
-        database=paths.database() if chosen.ui.conversations else None,
-        resume=resume,
-        problems=(*map(str, problems), *modes.problems()),
-    )
-    return run(application)
-
-
-def _load(chosen: Settings) -> Load:
-    model, kv = chosen.model, chosen.kv
-    return Load(
-        model.name,
-        model.device,
-        model.dtype,
-        kv.mode,
-        mode_params=_mode_params(chosen),
-        quantize=model.quantize,
-        fast=model.fast,
-        link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
-    )
-
-
-def _mode_params(chosen: Settings) -> dict[str, Params]:
-    return {mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))}
 
 
 def _switch_at(text: str, chosen: Settings) -> SwitchAt:
@@ -305,10 +304,6 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
 
 def _piped() -> bytes:
     return b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
-
-
-def _is_terminal(stream: Any) -> bool:
-    return stream is not None and stream.isatty()
 
 
 def _log_traceback() -> str:

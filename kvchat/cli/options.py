@@ -7,6 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from kvchat.cli.completion import (
+    complete_device,
+    complete_mode,
+    complete_model,
+    complete_param,
+    complete_theme,
+    words_of,
+)
 from kvchat.config import sources
 from kvchat.config.modes import SHARED, parse, registered
 from kvchat.config.sources import Key, SettingsSource
@@ -26,17 +34,35 @@ KEYS: dict[str, tuple[Key, ...]] = {
     **{name: (("sampling", name),) for name in SAMPLING},
 }
 
-Model = Annotated[str | None, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")]
-Quantize = Annotated[str | None, typer.Option(help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])")]
-Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`")]
+Model = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub", autocompletion=complete_model),
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N", autocompletion=complete_device)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="auto, float32, bfloat16 or float16", autocompletion=words_of(("model", "dtype"))),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])",
+        autocompletion=words_of(("model", "quantize")),
+    ),
+]
+Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`", autocompletion=complete_mode)]
 Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
-Param = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable")]
+Param = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable", autocompletion=complete_param),
+]
 PinSystem = Annotated[
     bool | None, typer.Option("--pin-system/--no-pin-system", help="attend to all of the system prompt, in every mode")
 ]
 System = Annotated[str | None, typer.Option(help="system prompt")]
+Theme = Annotated[str | None, typer.Option(help="name of a theme", autocompletion=complete_theme)]
+Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
+Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
 
 
 def flags(params: Mapping[str, Any]) -> SettingsSource:

@@ -28,7 +28,8 @@ MIN_BUDGET = 64
 class ModeParameters(BaseModel):
     """Base of all: frozen, unknown names refused.
 
-    ``implementation`` is ``package.module:Class`` of the mode itself.
+    ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
+    tokens than before with the same parameters, so that results of before are known to be older.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -36,6 +37,7 @@ class ModeParameters(BaseModel):
     name: ClassVar[str]
     title: ClassVar[str]
     implementation: ClassVar[str]
+    version: ClassVar[int] = 1
 
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""

@@ -1,9 +1,11 @@
 """GPU profiles: settings and measured ceilings for a kind of GPU, one TOML file each.
 
 A file has a table ``[match]``, settings as in config.toml, and ``[measured]``, which ``kvchat bench decode
---save-profile`` writes. A profile matches if every key of its ``[match]`` holds. The matching bundled profile with the
-most keys is in force; the user's matching profile with the most keys overrides it. Where torch uses no GPU, profiles
-with ``device = "cpu"`` match. The GPU is read through NVML, because importing torch takes seconds.
+--save-profile`` writes. A profile matches if every key of its ``[match]`` holds. All matching bundled profiles are in
+force, those with more keys override the others: one is for the memory, one for the generation. The user's matching
+profile with the most keys overrides them. Where torch uses no GPU, profiles with ``device = "cpu"`` match. A wrong file
+of the user's is left out, whatever asks, and everybody says so in the same words. The GPU is read through NVML, because
+importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +24,7 @@ from pydantic import Field
 
 from kvchat import files, nvml, paths
 from kvchat.config import schema
-from kvchat.config.schema import Section
+from kvchat.config.schema import Section, Texts
 from kvchat.config.sources import SettingsSource, check, file_source
 from kvchat.errors import UsageError
 
@@ -48,8 +50,8 @@ class Match(Section):
 
     device: Literal["gpu", "cpu"] = "gpu"
     """gpu, or cpu for machines without one"""
-    name: str | None = None
-    """name of the GPU, without NVIDIA and GeForce; * and ? stand for anything"""
+    name: Texts | None = None
+    """name of the GPU or a list of names, without NVIDIA and GeForce; * and ? stand for anything"""
     memory: tuple[float, float] | None = None
     """GiB of memory: at least the first, less than the second"""
     compute_capability: str | None = None
@@ -99,35 +101,85 @@ class Profile(schema.Settings):
 
 
 @dataclass(frozen=True)
+class ProfileFile:
+    """A profile, the name of its file, its settings, and the keys of its ``[match]`` if all hold here, else None."""
+
+    name: str
+    path: Path
+    profile: Profile
+    source: SettingsSource
+    matched: tuple[str, ...] | None
+
+    @property
+    def why(self) -> str:
+        """Why it is in force."""
+        return f"matched: {', '.join(self.matched or ()) or 'any GPU'}"
+
+
+@dataclass(frozen=True)
 class Found:
-    """The settings of the profiles in force, weakest first, their ceilings, and the user's files that are refused."""
+    """The profiles in force, weakest first; problems of the user's files and their draws, as they are told."""
 
-    sources: tuple[SettingsSource, ...] = ()
-    measured: Measured = field(default_factory=Measured)
-    problems: tuple[UsageError, ...] = ()
+    in_force: tuple[ProfileFile, ...] = ()
+    problems: tuple[str, ...] = ()
 
+    @property
+    def sources(self) -> tuple[SettingsSource, ...]:
+        """The settings, weakest first."""
+        return tuple(_settings_of(file) for file in self.in_force)
 
-def sources(device: str) -> tuple[SettingsSource, ...]:
-    """The settings of the profiles in force for ``device`` (as in the settings), weakest first.
+    @property
+    def measured(self) -> Measured:
+        """What was measured on this device, by the strongest that says so."""
+        measured = [file.profile.measured for file in self.in_force if file.profile.measured != Measured()]
+        return measured[-1] if measured else Measured()
 
-    Raises:
-        UsageError: one of the user's files is wrong, even if it does not match.
-    """
-    found = find(device)
-    if found.problems:
-        raise found.problems[0]
-    return found.sources
+    def describe(self) -> str:
+        """Their names with the reason, for a person."""
+        return ", ".join(f"{file.name} ({file.why})" for file in self.in_force) or "none"
 
 
 def find(device: str) -> Found:
-    """The profiles in force for ``device``; a wrong file of the user's is left out and listed under ``problems``."""
+    """The profiles in force for ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
+    refused: list[UsageError] = []
+    files = list(all_files(device, refused.append))
+    matching = sorted((file for file in files if file.matched is not None), key=lambda file: len(file.matched or ()))
+    own = [file for file in matching if file.path.parent == paths.user_profiles_dir()]
+    best = [file for file in own if len(file.matched or ()) == len(own[-1].matched or ())]
+    problems = [f"{error} It is left out." for error in refused]
+    if len(best) > 1:
+        names = " and ".join(file.name for file in best)
+        problems.append(f"{names} match this device equally; {best[0].name} is used. Give one of them another key.")
+    return Found((*(file for file in matching if file not in own), *best[:1]), tuple(problems))
+
+
+def all_files(device: str, problem: Callable[[UsageError], None]) -> Iterator[ProfileFile]:
+    """Every profile, the bundled ones first; ``problem`` is called with the refusal of a wrong one of the user's."""
     gpu = read_gpu(device)
-    problems: list[UsageError] = []
-    bundled = _best(_read(paths.bundled_profiles_dir(), _raise), gpu)
-    own = _best(_read(paths.user_profiles_dir(), problems.append), gpu)
-    chosen = [*bundled, *own]
-    measured = [profile.measured for _, profile in chosen if profile.measured != Measured()]
-    return Found(tuple(source for source, _ in chosen), measured[-1] if measured else Measured(), tuple(problems))
+    for folder, refuse in ((paths.bundled_profiles_dir(), _raise), (paths.user_profiles_dir(), problem)):
+        for file in sorted(folder.glob("*.toml")):
+            try:
+                yield read_file(file, gpu)
+            except UsageError as error:
+                refuse(error)
+
+
+def read_file(file: Path, gpu: Device | None) -> ProfileFile:
+    """A profile, and whether it matches ``gpu``.
+
+    Raises:
+        UsageError: it cannot be read, or has an unknown key or a wrong value; with its line.
+    """
+    name = f"profiles/{file.name}"
+    source = file_source(file, name)
+    profile = check(source, Profile)
+    matched = _matched(profile.match, gpu)
+    return ProfileFile(name, file, profile, source, None if matched is None else tuple(matched))
+
+
+def is_profile(source: SettingsSource) -> bool:
+    """Whether a file has what only profiles have."""
+    return any(key[0] in HEAD for key in source.values)
 
 
 def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
@@ -159,37 +211,13 @@ def save(measured: Measured, device: str = "auto") -> Path:
     return file
 
 
-# ---- files -----------------------------------------------------------------------------------------
+# ---- matching --------------------------------------------------------------------------------------
 
 
-def _read(folder: Path, problem: Callable[[UsageError], None]) -> Iterator[tuple[SettingsSource, Profile]]:
-    """Every profile of a folder with its source; ``problem`` is called with the refusal of each wrong one."""
-    for file in sorted(folder.glob("*.toml")):
-        try:
-            source = file_source(file, f"profiles/{file.name}")
-            yield source, check(source, Profile)
-        except UsageError as error:
-            problem(error)
-
-
-def _best(
-    profiles: Iterator[tuple[SettingsSource, Profile]], gpu: Device | None
-) -> list[tuple[SettingsSource, Profile]]:
-    """The matching profile with the most keys and its settings, as a list of one; empty if none matches."""
-    matching = [
-        (matched, source, profile)
-        for source, profile in profiles
-        if (matched := _matched(profile.match, gpu)) is not None
-    ]
-    if not matching:
-        return []
-    matched, source, profile = max(matching, key=lambda found: len(found[0]))
-    return [(_settings_of(source, f"matched: {', '.join(matched) or 'any GPU'}"), profile)]
-
-
-def _settings_of(source: SettingsSource, why: str) -> SettingsSource:
+def _settings_of(file: ProfileFile) -> SettingsSource:
+    source = file.source
     kept = {key: value for key, value in source.values.items() if key[0] not in HEAD}
-    return replace(source, values=kept, origins={key: f"{source.origins[key]} ({why})" for key in kept})
+    return replace(source, values=kept, origins={key: f"{source.origins[key]} ({file.why})" for key in kept})
 
 
 def _matched(match: Match, gpu: Device | None) -> list[str] | None:
@@ -206,7 +234,7 @@ def _holds(key: str, wanted: Any, found: Any) -> bool:
     if found is None:
         return False
     if key == "name":
-        return fnmatch.fnmatchcase(_short(found), _short(wanted))
+        return any(fnmatch.fnmatchcase(_short(found), _short(name)) for name in wanted)
     if key == "memory":
         low, high = wanted
         return bool(low <= found < high)

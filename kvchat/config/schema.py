@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from kvchat.config.modes import Params, mode_names, registered
 from kvchat.config.validation_errors import reason
-from kvchat.errors import UsageError
+from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Sampling
 
 DEFAULTS = Sampling()
@@ -18,6 +19,13 @@ class Section(BaseModel):
     """Base of all: frozen, unknown keys refused, the literal below a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def _listed(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
 
 
 class ModelSettings(Section):
@@ -31,6 +39,8 @@ class ModelSettings(Section):
     """int8 or int4 (pip install 'kvchat[ao]'), nf4 (pip install 'kvchat[bnb]'): keep the weights in 8 or 4 bits"""
     fast: bool = True
     """swap small pieces of the model for faster ones, checked when it is loaded"""
+    folders: Texts = ()
+    """folders in which the application looks for models, beside the hub's cache"""
     system: str = ""
     """system prompt before every conversation; empty for none"""
 
@@ -39,6 +49,10 @@ class KvSettings(Section):
     """A field ``mode`` and one section a mode, added from the registry below."""
 
     mode: str = "full"
+    parked_gib: float = Field(2.0, ge=0, le=2**20)
+    """GiB of host memory for K/V of conversations gone away from, to be gone back to at once; 0 for none"""
+    saved_gib: float = Field(4.0, ge=0, le=2**20)
+    """GiB of disk for K/V beside conversations, which then go on without being read again; 0 for none"""
 
     def params(self, mode: str) -> Params:
         """The parameters set for ``mode`` by any source; kvchat chooses the rest."""
@@ -62,13 +76,6 @@ else:
     KvSection = _kv_section()
 
 
-def _listed(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-Stop = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
-
-
 class SamplingSettings(Section):
     temperature: float = Field(DEFAULTS.temperature, ge=0, le=100)
     """0 always takes the likeliest token"""
@@ -83,7 +90,7 @@ class SamplingSettings(Section):
     """over 1 makes tokens already there less likely"""
     seed: int | None = Field(DEFAULTS.seed, ge=0, le=2**63 - 1)
     """the same seed gives the same text; unset draws a new seed for each answer"""
-    stop: Stop = DEFAULTS.stop
+    stop: Texts = DEFAULTS.stop
     """strings that end the answer"""
     max_new_tokens: int = Field(DEFAULTS.max_new_tokens, ge=1)
     """maximum length of an answer in tokens"""
@@ -111,6 +118,24 @@ def checked_sampling(sampling: Sampling, **changes: Any) -> Sampling:
     raise UsageError(f"{name} is out of range.", sentence)
 
 
+def checked_model(values: Mapping[str, Any], options: Iterable[str]) -> dict[str, Any]:
+    """The fields of a ``Load`` for the settings ``values`` of a model: its ``name`` and some of ``options``.
+
+    Raises:
+        UsageError: another key, or a value that is refused.
+    """
+    for name in values.keys() - {"name", *options}:
+        raise UsageError(f'There is no option "{name}" for a model.', did_you_mean(name, options))
+    try:
+        ModelSettings.model_validate(values)
+    except ValidationError as error:
+        details = error.errors()[0]
+        name = str(details["loc"][0])
+        sentence = f"Given: {values[name]!r}; {reason(ModelSettings, details)}."
+        raise UsageError(f"The {name} of a model is refused.", sentence) from None
+    return {"model" if name == "name" else name: value for name, value in values.items()}
+
+
 class UiSettings(Section):
     theme: str = "kvchat-dark"
     """name of a bundled or own theme"""
@@ -118,6 +143,17 @@ class UiSettings(Section):
     """keep prompts for the next start"""
     conversations: bool = True
     """keep conversations on disk; without it they end with the application"""
+
+
+class KeySettings(Section):
+    """Keys by the id of their action; the actions belong to the application, which checks ids and keys."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[str, Field(min_length=1)]]
+
+    def given(self) -> dict[str, str]:
+        """The keys that were set."""
+        return dict(self.__pydantic_extra__)
 
 
 class Settings(Section):
@@ -129,3 +165,5 @@ class Settings(Section):
     """how the next token is drawn"""
     ui: UiSettings = UiSettings()
     """the application"""
+    keys: KeySettings = KeySettings()
+    """keys of the application, separated by commas, by the id of their action: `kvchat keys` lists them"""

@@ -27,6 +27,7 @@ from kvchat.errors import UsageError
 
 Key = tuple[str, ...]
 S = TypeVar("S", bound=BaseModel)
+KEYS = "keys"  # the section whose names are ids of actions, with dots in them
 RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
 
 
@@ -48,9 +49,10 @@ class Resolved:
 
     def lines(self) -> Iterator[str]:
         """Every key as a line of TOML with its origin as a comment; an unset value is a comment as a whole."""
-        for key, _ in leaves():
-            value, origin = _at(self.settings, key), self.origins.get(key, "default")
-            assignment = f"{'.'.join(key)} = {_toml(value)}" if value is not None else f"# {'.'.join(key)} is unset"
+        for key in (*(key for key, _ in leaves()), *((KEYS, id) for id in self.settings.keys.given())):
+            value, origin = at(self.settings, key), self.origins.get(key, "default")
+            name = dotted(key)
+            assignment = f"{name} = {to_toml(value)}" if value is not None else f"# {name} is unset"
             yield f"{assignment}   # {origin}"
 
 
@@ -91,7 +93,7 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     name = name or path.name
     try:
         text = path.read_bytes().decode()
-        values = _flatten(tomli.loads(text))
+        values = flatten(tomli.loads(text))
     except FileNotFoundError:
         return SettingsSource()
     except OSError as error:
@@ -100,13 +102,14 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
         raise UsageError(f"{name}: byte {error.start} is not UTF-8.") from None
     except tomli.TOMLDecodeError as error:
         line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
-        raise UsageError(f"{name}:{error.lineno}: {error.msg}.", _excerpt(line, error.colno - 1)) from None
+        where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"
+        raise UsageError(where, _excerpt(line, error.colno - 1)) from None
     lines = text.split("\n")
     numbers = _line_numbers(lines)
     return SettingsSource(
         values,
         {key: f"{name}:{numbers[key]}" for key in values},
-        {key: _excerpt(lines[numbers[key] - 1]) for key in values},
+        {key: f"\n  {path}{_excerpt(lines[numbers[key] - 1])}" for key in values},
     )
 
 
@@ -142,6 +145,11 @@ def leaves(section: type[BaseModel] = Settings, at: Key = ()) -> Iterator[tuple[
             yield (*at, name), info
 
 
+def dotted(key: Key) -> str:
+    """The key as TOML writes it; a name with a dot in it stands in quotation marks."""
+    return ".".join(f'"{name}"' if "." in name else name for name in key)
+
+
 def template() -> str:
     """A config.toml that sets nothing and describes everything."""
     lines = ["# kvchat's settings. What is commented out shows the defaults.\n"]
@@ -150,9 +158,22 @@ def template() -> str:
         if key[:-1] != table:
             table = key[:-1]
             lines.append(f"\n[{'.'.join(table)}]")
-        value = "" if info.default is None else _toml(info.default)
+        value = "" if info.default is None else to_toml(info.default)
         lines += [f"# {info.description}", f"# {key[-1]} = {value}".rstrip()]
+    lines.append(f"\n[{KEYS}]\n# {Settings.model_fields[KEYS].description}")
     return "\n".join(lines) + "\n"
+
+
+def typed(key: Key, value: Any) -> Any:
+    """The value of a setting as a person typed it.
+
+    Raises:
+        UsageError: the setting takes no such value; in one sentence.
+    """
+    try:
+        return at(Settings.model_validate(_nest({key: value})), key)
+    except ValidationError as error:
+        raise UsageError(_reason(key, error.errors()[0], Settings)) from None
 
 
 # ---- refusals --------------------------------------------------------------------------------------
@@ -220,7 +241,7 @@ def _line_numbers(lines: list[str]) -> dict[Key, int]:
     start = 1
     for end in range(1, len(lines) + 1):
         try:
-            keys = _flatten(tomli.loads("\n".join(lines[:end])))
+            keys = flatten(tomli.loads("\n".join(lines[:end])))
         except tomli.TOMLDecodeError:
             continue
         for key in keys:
@@ -229,11 +250,17 @@ def _line_numbers(lines: list[str]) -> dict[Key, int]:
     return numbers
 
 
-def _flatten(tree: Mapping[str, Any], at: Key = ()) -> dict[Key, Any]:
+def flatten(tree: Mapping[str, Any], at: Key = ()) -> dict[Key, Any]:
+    """The values of nested tables by their keys."""
     flat: dict[Key, Any] = {}
     for name, value in tree.items():
-        flat |= _flatten(value, (*at, name)) if isinstance(value, dict) else {(*at, name): value}
+        flat |= flatten(value, (*at, name)) if isinstance(value, dict) else {_leaf((*at, name)): value}
     return flat
+
+
+def _leaf(key: Key) -> Key:
+    """``key``; the id of an action is one name, written with quotation marks or without."""
+    return (KEYS, ".".join(key[1:])) if key[0] == KEYS and len(key) > 1 else key
 
 
 def _nest(values: Mapping[Key, Any]) -> dict[str, Any]:
@@ -246,14 +273,16 @@ def _nest(values: Mapping[Key, Any]) -> dict[str, Any]:
     return tree
 
 
-def _at(settings: BaseModel, key: Key) -> Any:
+def at(settings: BaseModel, key: Key) -> Any:
+    """The value of a key."""
     value: Any = settings
     for name in key:
         value = getattr(value, name)
     return value
 
 
-def _toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
+    """A value as TOML writes it."""
     import tomlkit  # 70 ms that only `kvchat config` needs
 
     text: str = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()

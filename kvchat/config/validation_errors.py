@@ -20,6 +20,8 @@ def reason(model: type[BaseModel], details: ErrorDetails) -> str:
     if details["type"] == "value_error":
         return str(details["ctx"]["error"])
     field = field_at(model, details["loc"])
+    if field and len(details["loc"]) > 1 and _section(field).model_config.get("extra") == "allow":
+        return "it must be a text that is not empty"  # a name of the person's in an open section
     return f"it must be {expected(field)}" if field else "it must be a table"
 
 
@@ -51,6 +53,14 @@ def expected(field: FieldInfo) -> str:
         return "a table"
     words = {bool: "true or false", str: "a text that is not empty" if field.metadata else "a text"}
     return words.get(kind) or _listed(kind) or f"as described: {field.description}"
+
+
+def choices(field: FieldInfo) -> tuple[str, ...]:
+    """The words of a field that takes one of few, else none."""
+    kind = _kind(field.annotation)
+    if kind is bool:
+        return ("true", "false")
+    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
 
 
 def _kind(annotation: Any) -> Any:

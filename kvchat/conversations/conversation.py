@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from kvchat.conversations import attachments
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Chat, Sampling, Turn
+from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
 CUT_OFF = "cut off"  # the ending of an answer whose engine ended before it
@@ -124,8 +125,11 @@ class Conversation:
 
     def command(self, sampling: Sampling) -> Chat:
         """The whole path as a command to answer its last question, or to go on with its last answer."""
-        system = (Turn("system", self.system),) if self.system else ()
-        return Chat((*system, *self.turns), sampling)
+        return Chat(self._whole(), sampling, self.id)
+
+    def to_resume(self) -> Resume:
+        """The whole path as a command to go over to it."""
+        return Resume(self.id, self._whole())
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class Conversation:
         """Add a question below the last answer; a question without one is left as a sibling."""
         parent = self._leaf if self._ends_with("assistant") else self.leaf.parent if self.leaf else None
         if not self.title:
-            self.title = shorten(text)
+            self.title = shorten(attachments.folded(text))
         return self.add(Message(parent=parent, role="user", text=text))
 
     def answer(self, text: str, ending: str = "", receipt: str = "", stats: Stats | None = None) -> Message:
@@ -234,6 +238,10 @@ class Conversation:
         self._is_header_unsaved = True
 
     # ---- helpers ---------------------------------------------------------------------------------
+
+    def _whole(self) -> tuple[Turn, ...]:
+        """The turns of the path with the system prompt before them."""
+        return (*((Turn("system", self.system),) if self.system else ()), *self.turns)
 
     def _ends_with(self, role: str) -> bool:
         return self.leaf is not None and self.leaf.role == role

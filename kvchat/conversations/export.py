@@ -104,10 +104,19 @@ def write(conversation: Conversation, path: Path) -> None:
         raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(FORMATS)}.")
     if not conversation.path:
         raise UsageError("There is nothing to export yet.", hint="Ask something first.")
+    write_new(path, render(conversation))
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write ``text`` to a new file.
+
+    Raises:
+        UsageError: it exists or cannot be written.
+    """
     try:
         if path.exists():
             raise UsageError(f"{path} exists.", hint="Choose another name.")
-        files.write(path, render(conversation).encode("utf-8", "replace"))
+        files.write(path, text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.") from None
 

@@ -20,7 +20,9 @@ MAX_HEADER_BYTES = 2**24  # of a safetensors file; a broken file may claim any l
 
 def checks() -> Iterator[Check]:
     """All checks of kvchat's own files."""
-    yield guarded("settings", lambda: settings()[0])
+    checked, device = settings()
+    yield checked
+    yield guarded("profiles", lambda: profiles_in_force(device))
     yield guarded("bundled model", bundled_model)
     yield guarded("modes", kv_modes)
     yield guarded("data folder", data_folder)
@@ -31,10 +33,18 @@ def settings() -> tuple[Check, str]:
     file = paths.config_file()
     where = f"{file}{'' if file.exists() else ' (not there; the defaults hold)'}"
     try:
-        resolved = sources.load(profiles=profiles.sources)
+        resolved = sources.load(profiles=lambda device: profiles.find(device).sources)
     except UsageError as error:
         return Check("settings", "problem", where, str(error)), "auto"
     return Check("settings", "ok", where), resolved.settings.model.device
+
+
+def profiles_in_force(device: str) -> Check:
+    """The profiles in force for the device in the settings, and what is wrong with the user's."""
+    found = profiles.find(device)
+    if found.problems:
+        return Check("profiles", "warning", found.describe(), "\n".join(found.problems))
+    return Check("profiles", "ok", found.describe())
 
 
 def bundled_model(folder: Path | None = None) -> Check:

@@ -7,7 +7,7 @@ the shapes of its K/V and of its state are observed as the probe does, and no we
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,10 @@ from torch import nn
 
 from kvchat.config import modes
 from kvchat.engine.generate.runner import CHUNK, GROWTH_HEADROOM
-from kvchat.engine.model import attention_hook, quantization, supported
-from kvchat.engine.model.checkpoint import Progress, complete, locate
-from kvchat.engine.model.device import resolve_device, resolve_dtype
-from kvchat.engine.model.load import quiet, read_config
+from kvchat.engine.model import attention_hook, quantization
+from kvchat.engine.model.checkpoint import complete
+from kvchat.engine.model.description import ModelDescription, describe, quiet
+from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
 from kvchat.errors import KvchatError, UsageError
@@ -29,7 +29,8 @@ from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.protocol.figures import Params
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Params, Proposal
+from kvchat.protocol.messages import Load, Plan
 
 # What is given up last is first: reading less costs some answers, 8 bits little, 4 bits more.
 PROPOSED_MODES = ("full", "speculative", "streaming")
@@ -37,66 +38,6 @@ PROPOSED_WEIGHTS = ("none", "int8", "nf4")
 # Bytes a weight takes beside its own bits: torchao's scale and zero point a row, bitsandbytes' scale for 64 weights.
 ROW_BYTES = {"int8": 5}
 WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64}
-
-
-class ModeNeed(NamedTuple):
-    """A mode's K/V on the device, with the parameters in force; ``refusal`` says why it cannot be entered.
-
-    In freeze and sync it is the most: what freezes and which heads retrieve turns out later.
-    """
-
-    device_bytes: int
-    params: Params
-    refusal: str = ""
-
-
-class Proposal(NamedTuple):
-    """What fits with the least given up; ``gave_up`` says what that is."""
-
-    quantize: str
-    mode: str
-    gave_up: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by purpose, for a conversation of ``context`` tokens.
-
-    ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
-    estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. ``proposal`` is None
-    where nothing fits.
-    """
-
-    model: str
-    architecture: str
-    device: str
-    dtype: str
-    context: int
-    weights: Mapping[str, int]
-    modes: Mapping[str, ModeNeed]
-    state: int
-    workspace: int
-    host_pool: int
-    snapshots: int
-    device_free: int
-    host_free: int
-
-    @property
-    def proposal(self) -> Proposal | None:
-        """The first combination that fits, the best first."""
-        for quantize in [name for name in PROPOSED_WEIGHTS if name in self.weights]:
-            for mode in [name for name in PROPOSED_MODES if not self.modes[name].refusal]:
-                if self.fits(quantize, mode):
-                    return Proposal(quantize, mode, tuple(_given_up(self, quantize, mode)))
-        return None
-
-    def fits(self, quantize: str, mode: str) -> bool:
-        """Whether all of it fits what is free, with the margin that is always left."""
-        on_device = self.weights[quantize] + self.modes[mode].device_bytes + self.state + self.workspace
-        on_host = self.host_pool + self.snapshots
-        if self.device == "cpu":
-            return on_device + on_host <= available.usable(self.host_free)
-        return on_device <= available.usable(self.device_free) and on_host <= available.usable(self.host_free)
 
 
 def memory_plan(
@@ -113,41 +54,110 @@ def memory_plan(
         ModelError: the model cannot be found or run; UsageError: an unknown device, dtype or parameter, or a context
             that the model does not have.
     """
-    on = resolve_device(device)
-    location = locate(model, progress)
     with quiet():
-        config = read_config(location)
-        model_class, text_config = supported.model_class(config)
-        precision = resolve_dtype(dtype, config, on)
-        own = quantization.own_method(config)
-        packed = {own: complete(location, progress).weight_bytes} if own and not location.gguf else {}
-        shapes = _without_memory(model_class, text_config, precision)
-        state = RecurrentState(shapes.config)
-        shape = observe_shape(shapes, state)
-    longest = int(shapes.config.get_text_config(decoder=True).max_position_embeddings)
-    tokens = longest if context is None else context
-    if not 0 < tokens <= longest:
-        raise UsageError(f"A context of {tokens:,} tokens is refused.", f"{model} was made for 1 to {longest:,}.")
-    layers = len(attending_layers(shapes.config))
-    geometry = Geometry(layers, *shape, precision, headroom=GROWTH_HEADROOM[on.type], unified=on.type == "cpu")
-    return MemoryPlan(
+        seen = _observe(describe(model, device, dtype, progress))
+        weights = _weights(seen, progress)
+    tokens = _context(seen, context)
+    described, geometry = seen.described, seen.geometry
+    made = MemoryPlan(
         model=model,
-        architecture=model_class.__name__,
-        device=str(on),
-        dtype=str(precision).removeprefix("torch."),
+        architecture=described.model_class.__name__,
+        device=str(described.device),
+        dtype=str(described.dtype).removeprefix("torch."),
         context=tokens,
-        weights=packed or {name: _weight_bytes(shapes, name, on) for name in _choices(on, precision)},
-        modes={name: _mode_need(name, mode_params, geometry, longest, tokens) for name in modes.mode_names()},
-        state=state.nbytes,
-        workspace=_workspace(shapes, geometry, tokens, on),
-        host_pool=layers * layer_bytes(geometry, geometry.grown(tokens + 1)),
-        snapshots=SNAPSHOTS * state.nbytes,
-        device_free=budget.free_bytes(on),
+        weights=weights,
+        modes={name: _mode_need(name, mode_params, seen, tokens) for name in modes.mode_names()},
+        state=seen.state.nbytes,
+        workspace=_workspace(seen.shapes, geometry, tokens, described.device),
+        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1)),
+        snapshots=SNAPSHOTS * seen.state.nbytes,
+        device_free=budget.free_bytes(described.device),
         host_free=available.host_free(),
     )
+    return replace(made, proposal=propose(made))
+
+
+def plan_of(asked: Plan, progress: Progress) -> MemoryPlan:
+    """The plan that the application asks for.
+
+    Raises:
+        KvchatError: as ``memory_plan``.
+    """
+    load = asked.load
+    params = {name: {**load.mode_params.get(name, {}), **load.given.get(name, {})} for name in modes.mode_names()}
+    return memory_plan(load.model, load.device, load.dtype, asked.context, params, progress)
+
+
+def fits_beside(load: Load, progress: Progress) -> bool:
+    """Whether the weights of another model fit what is free now, beside the model in use and its K/V.
+
+    Raises:
+        KvchatError: it cannot be loaded at all.
+    """
+    made = memory_plan(load.model, load.device, load.dtype, 1, load.mode_params, progress)
+    needed = made.weights.get(load.quantize, max(made.weights.values())) + made.workspace
+    return needed <= available.usable(made.device_free)
+
+
+def propose(made: MemoryPlan) -> Proposal | None:
+    """The first combination that fits, the best first; None where none does."""
+    for quantize in [name for name in (*PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
+        for mode in [name for name in PROPOSED_MODES if not made.modes[name].refusal]:
+            if _fits(made, quantize, mode):
+                chosen = made.modes[mode].params.get("budget")
+                return Proposal(quantize, mode, chosen, tuple(_given_up(made, quantize, mode)))
+    return None
 
 
 # ---- parts -----------------------------------------------------------------------------------------
+
+
+class _Observed(NamedTuple):
+    """A model without memory for its weights, and what one token showed of it; ``longest`` is its context."""
+
+    described: ModelDescription
+    shapes: Any
+    state: RecurrentState
+    geometry: Geometry
+    longest: int
+
+
+def _observe(described: ModelDescription) -> _Observed:
+    shapes = _without_memory(described.model_class, described.text_config, described.dtype)
+    state = RecurrentState(shapes.config)
+    shape = observe_shape(shapes, state)
+    layers = len(attending_layers(shapes.config))
+    on = described.device.type
+    geometry = Geometry(layers, *shape, described.dtype, headroom=GROWTH_HEADROOM[on], unified=on == "cpu")
+    longest = int(shapes.config.get_text_config(decoder=True).max_position_embeddings)
+    return _Observed(described, shapes, state, geometry, longest)
+
+
+def _context(seen: _Observed, asked: int | None) -> int:
+    """The tokens to plan for, by default as many as the model reads."""
+    if asked is None or 0 < asked <= seen.longest:
+        return asked or seen.longest
+    name = seen.described.location.name
+    raise UsageError(f"A context of {asked:,} tokens is refused.", f"{name} was made for 1 to {seen.longest:,}.")
+
+
+def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
+    """Bytes of the weights by quantization; a checkpoint that is quantized already has only its own."""
+    described = seen.described
+    own = quantization.own_method(described.config)
+    if own and not described.location.gguf:
+        return {own: complete(described.location, progress).weight_bytes}
+    choices = _choices(described.device, described.dtype)
+    return {name: _weight_bytes(seen.shapes, name, described.device) for name in choices}
+
+
+def _fits(made: MemoryPlan, quantize: str, mode: str) -> bool:
+    """Whether all of it fits what is free, with the margin that is always left."""
+    on_device = made.weights[quantize] + made.modes[mode].device_bytes + made.state + made.workspace
+    on_host = made.host_pool + made.snapshots
+    if made.device == "cpu":
+        return on_device + on_host <= available.usable(made.host_free)
+    return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
 
 
 def _without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -183,10 +193,11 @@ def _linears(model: Any) -> Iterator[nn.Linear]:
     return (module for module in model.modules() if type(module) is nn.Linear)
 
 
-def _mode_need(name: str, mode_params: Mapping[str, Params], geometry: Geometry, longest: int, tokens: int) -> ModeNeed:
+def _mode_need(name: str, mode_params: Mapping[str, Params], seen: _Observed, tokens: int) -> ModeNeed:
     """Without the rotations and head scores that only a loaded model tells."""
+    geometry = seen.geometry
     try:
-        traits = ModelTraits(longest, (None,) * geometry.layers)
+        traits = ModelTraits(seen.longest, (None,) * geometry.layers)
         mode = build(modes.parse(name, mode_params.get(name, {})), geometry, traits)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)
         chosen = {"budget": getattr(mode, "budget", None), "sink": mode.sink, "window": mode.window}
@@ -211,3 +222,5 @@ def _given_up(plan: MemoryPlan, quantize: str, mode: str) -> Iterator[str]:
         yield "everything between the first tokens and the window"
     elif mode != "full":
         yield f"reading everything for every token: {mode} chooses what to read"
+    if mode != "full" and (tokens := plan.modes[mode].params.get("budget")):
+        yield f"more than {tokens:,} tokens read by a head for a token"

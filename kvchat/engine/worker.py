@@ -14,53 +14,63 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO
 
+from kvchat.engine.loader import EngineLoader, Loader, Session
 from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol import figures, messages, wire
-from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Rebuild, Stop, Switch
+from kvchat.protocol import messages, wire
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Event,
+    Failed,
+    Forget,
+    Load,
+    Loading,
+    Peek,
+    Plan,
+    Rebuild,
+    Resume,
+    Stop,
+    Switch,
+)
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 SNAPSHOT_S = 1 / 10
 IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
 GRACE_S = 2.0
-Progress = Callable[[str], None]
+STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
 
 
-class Session(Protocol):
-    """What the server needs of ``kvchat.Session``."""
-
-    @property
-    def info(self) -> messages.Loaded: ...
-    def answer(
-        self, turns: Sequence[messages.Turn], sampling: messages.Sampling, between: Callable[[int], None] | None = None
-    ) -> Iterator[Event]: ...
-    def rebuild(self) -> Iterator[Event]: ...
-    def cancel(self) -> None: ...
-    def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
-    def snapshot(self) -> figures.Snapshot: ...
-    def text(self, start: int, end: int) -> str: ...
-    def close(self) -> None: ...
+class LoadStopped(BaseException):
+    """A load is given up. No ``Exception``: nothing on the way may take it for a failure of its own."""
 
 
 class Server:
-    """Executes commands against one session at a time. ``open_session`` makes it and may raise ``KvchatError``."""
+    """Executes commands against one session at a time.
+
+    ``loader`` makes it. ``interrupt`` calls ``check_stopped`` on the main thread soon, whatever that is doing.
+    """
 
     def __init__(
         self,
         events: BinaryIO,
-        open_session: Callable[[Load, Progress], Session],
+        loader: Loader,
         clock: Callable[[], float] = time.monotonic,
+        interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self._inbox = Inbox()
         self._outbox = Outbox(events, clock)
-        self._open_session = open_session
+        self._loader = loader
         self._clock = clock
+        self._interrupt = interrupt
         self._session: Session | None = None
+        self._in_use: Load | None = None
+        self._loading = self._stop_due = False
         self._answering = False
         self._failures: list[Failed] = []
         self._snapshot_at = float("-inf")
@@ -89,6 +99,9 @@ class Server:
         session = self._session  # the main thread may replace it meanwhile
         if session and self._answering:
             session.cancel()
+        elif self._loading:
+            self._stop_due = True
+            self._interrupt()
 
     # ---- main thread
 
@@ -106,20 +119,25 @@ class Server:
         except BrokenPipeError:
             pass  # the application is gone
         finally:
-            if self._session:
-                self._session.close()
+            self._close_session()
 
     def _do(self, command: Command | Refused) -> None:
         with self._failures_reported():
             match command:
                 case Load():
                     self._load(command)
-                case Chat(turns, sampling):
-                    self._work(lambda session: session.answer(turns, sampling, self._between))
+                case Chat(turns, sampling, conversation):
+                    self._work(lambda session: session.answer(turns, sampling, self._between, conversation))
+                case Resume(conversation, turns):
+                    self._work(lambda session: session.resume(conversation, turns))
+                case Forget(conversation):
+                    self._loaded().forget(conversation)
                 case Rebuild():
                     self._work(lambda session: session.rebuild())
                 case Switch():
                     self._switch(command)
+                case Plan():
+                    self._plan(command)
                 case Peek():
                     self._outbox.send(
                         messages.Peeked(command.start, command.end, self._loaded().text(command.start, command.end))
@@ -130,13 +148,59 @@ class Server:
                     raise EngineError("The engine got a command that it cannot read.", reason)
 
     def _load(self, command: Load) -> None:
+        """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
+        # The first load takes seconds before the loader can say anything.
+        self._outbox.send(Loading(f"loading {command.model}" if self._session else "importing torch"))
+        with self._failures_reported():
+            self._replace_session(command)
+        if self._session is None and (in_use := self._in_use):
+            self._in_use = None
+            self._outbox.send(Loading(f"loading {in_use.model} again"))
+            self._session, self._in_use = self._loader.open_session(in_use, lambda stage: None), in_use
         if self._session:
-            self._session.close()
-            self._session = None
-        self._outbox.send(Loading("importing torch"))  # 4 seconds before the loader can say anything
-        self._session = self._open_session(command, lambda stage: self._outbox.send(Loading(stage)))
-        self._outbox.send(self._session.info)
-        self._snapshot()
+            self._outbox.send(self._session.info)
+            self._snapshot()
+
+    def _replace_session(self, command: Load) -> None:
+        self._loading, self._stop_due = True, self._inbox.stops()
+        try:
+            if self._session and not self._loader.fits_beside(command, self._progress):
+                self._progress(f"unloading {self._session.info.model}: both do not fit")
+                self._close_session()
+            opened = self._loader.open_session(command, self._progress)
+            self._loading = False
+        except LoadStopped:
+            raise EngineError(f"Loading {command.model} was stopped.") from None
+        finally:
+            self._loading = False
+        self._close_session()
+        self._session, self._in_use = opened, command
+
+    def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session:
+            session.close()
+
+    def _progress(self, stage: str) -> None:
+        self.check_stopped()
+        self._outbox.send(Loading(stage))
+
+    def check_stopped(self) -> None:
+        """Leave a load that is to be stopped; for the main thread.
+
+        Raises:
+            LoadStopped: there is such a load.
+        """
+        if self._loading and self._stop_due:
+            raise LoadStopped
+
+    def _plan(self, command: Plan) -> None:
+        """A refusal is no failure: an answer may have been asked for meanwhile."""
+        try:
+            planned = messages.Planned(command.load.model, self._loader.plan(command, lambda stage: None))
+        except Exception as error:  # noqa: BLE001  # whatever a model's files lead to
+            planned = messages.Planned(command.load.model, None, str(_explained(error)))
+        self._outbox.send(planned)
 
     def _work(self, begin: Callable[[Session], Iterator[Event]]) -> None:
         """Send what comes of something long, which ``Stop`` can end from the moment it was asked for."""
@@ -199,7 +263,7 @@ class Server:
 
     def _fail(self, error: KvchatError) -> None:
         """Report a failure; that of a command done between two tokens after the answer, which it is not about."""
-        kind, fatal = type(error).__name__, self._session is None
+        kind, fatal = type(error).__name__, self._session is None and self._in_use is None
         failed = Failed(error.title, error.detail, error.hint, kind, fatal)
         if self._answering:
             self._failures.append(failed)
@@ -230,7 +294,8 @@ def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = _take_streams()
-    server = Server(events, _open_session)
+    server = Server(events, EngineLoader(), interrupt=_interrupt)
+    signal.signal(STOP_SIGNAL, lambda *_: server.check_stopped())
     finished = threading.Event()
 
     def read() -> None:
@@ -245,10 +310,8 @@ def main() -> None:
         events.close()
 
 
-def _open_session(load: Load, progress: Progress) -> Session:
-    from kvchat.engine.session import open_session  # torch: seconds, after the first event
-
-    return open_session(load, progress)
+def _interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
 
 
 def _take_streams() -> tuple[BinaryIO, BinaryIO]:

@@ -1,4 +1,4 @@
-"""The figures that the application shows: the receipt of an answer, and the snapshot that the panels draw."""
+"""The figures that the application shows: the receipt of an answer, the plan of a model, the panels' snapshot."""
 
 from __future__ import annotations
 
@@ -66,6 +66,53 @@ class Gpu:
     power: float | None = None
 
 
+@dataclass(frozen=True)
+class ModeNeed:
+    """A mode's K/V on the device, with the parameters in force; ``refusal`` says why it cannot be entered.
+
+    In freeze and sync it is the most: what freezes and which heads retrieve turns out later.
+    """
+
+    device_bytes: Count
+    params: Params
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What fits with the least given up; ``gave_up`` says what that is. ``budget`` is None in a mode without one."""
+
+    quantize: str
+    mode: str
+    budget: Count | None
+    gave_up: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose, for a conversation of ``context`` tokens.
+
+    ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
+    estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. ``proposal`` is None
+    where nothing fits.
+    """
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    context: Count
+    weights: dict[str, Count]
+    modes: dict[str, ModeNeed]
+    state: Count
+    workspace: Count
+    host_pool: Count
+    snapshots: Count
+    device_free: Count
+    host_free: Count
+    proposal: Proposal | None = None
+
+
 # One letter a ribbon cell: the state of most of its tokens; recalled wins over all others.
 RIBBON = {
     "S": "sink",
@@ -88,6 +135,7 @@ class Snapshot:
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
     (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the last 256 steps' copies,
     ``exposed_ms_*`` of the time waited for them. ``extras`` are figures of the current mode only, in display order.
+    ``kv_parked_bytes`` are those of other conversations in host memory.
     ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn of how
     the engine runs: a few words, a colon, the reason.
     """
@@ -99,6 +147,7 @@ class Snapshot:
     context: Count
     kv_device_bytes: Count
     kv_host_bytes: Count
+    kv_parked_bytes: Count = 0
     weight_bytes: Count = 0
     process_bytes: Count | None = None
     torch_allocated: Count | None = None

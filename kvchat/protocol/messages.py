@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvchat.protocol.figures import Count, Params, Snapshot, Stats
+from kvchat.protocol.figures import Count, MemoryPlan, Params, Snapshot, Stats
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """How K/V of conversations are kept: ``parked_bytes`` in host memory, ``saved_bytes`` in ``folder``; 0 for none."""
+
+    parked_bytes: Count = 0
+    saved_bytes: Count = 0
+    folder: str = ""
+
+
+@dataclass(frozen=True)
 class Load:
-    """Load a model; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+    """Load a model in place of the one in use; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+
+    ``Stop`` gives it up. The model in use stays until the other is ready; where memory does not allow that it is
+    unloaded first, and after a failure loaded again. After a failure that is not fatal its ``Loaded`` comes.
 
     ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
     for; they override the settings: the budget in every mode, the others in that mode only.
@@ -53,17 +65,43 @@ class Load:
     quantize: str = "none"
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    keeping: Keeping = Keeping()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ask what ``load`` would take for ``context`` tokens (None: all the model reads); answered by ``Planned``."""
+
+    load: Load
+    context: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
 class Chat:
     """Answer the last turn; answered by ``Started``, ``Text``* and ``Finished``, or ``Failed``.
 
-    ``turns`` ends with a user turn, or with an assistant turn that is to be continued.
+    ``turns`` ends with a user turn, or with an assistant turn that is to be continued. ``conversation`` is its id,
+    empty for one whose K/V are not kept.
     """
 
     turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
+    conversation: str = ""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept."""
+
+    conversation: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A conversation was deleted: keep nothing of it; answered by nothing."""
+
+    conversation: str
 
 
 @dataclass(frozen=True)
@@ -124,6 +162,23 @@ class Loaded:
     notes: tuple[str, ...] = ()
     weights: str = ""
     fast: str = ""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """``tokens`` of a conversation came back from ``where`` (memory or disk) in ``seconds``, not to be read again."""
+
+    conversation: str
+    tokens: Count
+    seconds: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something that a person should know and that stops nothing, in a line."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -230,6 +285,15 @@ class Peeked:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What loading ``model`` would take; None with the reason in ``refusal``."""
+
+    model: str
+    plan: MemoryPlan | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class Failed:
     """A command failed; what is stored is kept. ``kind`` is the error's class, ``fatal``: no model is loaded now."""
 
@@ -240,6 +304,8 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Chat | Stop | Switch | Rebuild | Peek
+Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
-Event = Loading | Loaded | AnswerEvent | Switched | SwitchRefused | Rebuilt | Peeked | Snapshot | Failed
+Kept = Resumed | Noted
+Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
+Event = Loading | Loaded | Kept | AnswerEvent | Report

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from textual.binding import Binding, BindingType
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui import commands, conversation_commands
+from kvchat.tui import arguments, commands, conversation_commands, model_commands, words
+from kvchat.tui.arguments import Values
 from kvchat.tui.commands import Handler
 from kvchat.tui.keys import describe_key, is_key, types_text
 
@@ -22,7 +23,8 @@ class Action:
     """One thing the user can do.
 
     ``id`` is the id of its key binding, ``keys`` are its keys by default, separated by commas. ``command`` is its slash
-    command, ``usage`` the command's argument. ``run`` does the work; without it ``action`` names a Textual action of
+    command, ``usage`` the command's argument, ``values`` offers what that may be; ``aliases`` are other programs'
+    names of the command. ``run`` does the work; without it ``action`` names a Textual action of
     the ``scope``. An action with neither is built into a widget: its keys are listed, but cannot be changed.
     ``hint`` is its word in the bar of key hints.
     """
@@ -32,6 +34,8 @@ class Action:
     keys: str = ""
     command: str = ""
     usage: str = ""
+    aliases: tuple[str, ...] = ()
+    values: Values | None = None
     run: Handler | None = None
     action: str = ""
     scope: Scope = "chat"
@@ -60,7 +64,10 @@ ACTIONS = (
         id="prompt.newline", keys="ctrl+j,shift+enter,alt+enter", action="newline", scope="prompt", hint="newline",
         doc="newline (the last two only where the terminal reports them)",
     ),
-    Action(id="prompt.history", keys="up,down", doc="earlier and later prompts, at the first and last line"),
+    Action(id="prompt.history", keys="up,down",
+           doc="earlier and later prompts, at the first and last line; first the questions that are queued"),
+    Action(id="suggestion", keys="tab,escape",
+           doc="while a command or @file is typed: take what is offered, close the list; up and down choose"),
     Action(id="focus", keys="tab", doc="focus the transcript, the ribbon and the prompt in turn"),
     Action(id="message.previous", keys="up", action="choose(-1)", scope="transcript", hint="earlier message",
            doc="in the transcript: choose the message before"),
@@ -71,7 +78,7 @@ ACTIONS = (
     Action(id="message.code", keys="c", run=commands.copy_code, scope="transcript", hint="code",
            doc="on a chosen message: copy its last block of code"),
     Action(id="message.edit", keys="e", run=conversation_commands.edit, scope="transcript", hint="edit",
-           doc="on a chosen question: edit it and ask again on a branch of its own"),
+           doc="on a chosen message: edit a question and ask it again, or an answer and go on from it, on a branch"),
     Action(id="message.regenerate", keys="r", run=conversation_commands.regenerate, scope="transcript",
            hint="again", doc="on a chosen message: answer its question again"),
     Action(id="message.fork", keys="b", run=conversation_commands.fork, scope="transcript", hint="fork",
@@ -89,27 +96,34 @@ ACTIONS = (
     Action(id="ribbon.last", keys="end", action="move(100000)", scope="ribbon",
            doc="in the ribbon: the last stored text"),
     Action(id="stop", keys="escape", command="stop", action="stop", hint="stop",
-           doc="stop the answer and keep its text; focus the prompt"),
+           doc="stop the answer and keep its text, holding queued questions; focus the prompt"),
+    Action(id="queue", command="queue", usage="send", values=arguments.one_of("send", "clear"),
+           run=commands.manage_queue,
+           doc="questions asked during an answer: send those held by a stop, or clear; alone: take the last one back"),
     Action(id="interrupt", keys="ctrl+c", action="interrupt",
            doc="copy the selection; else stop the answer; pressed twice: quit"),
-    Action(id="mode", command="mode", usage="NAME key=value…", run=commands.switch_mode,
+    Action(id="mode", command="mode", usage="NAME key=value…", values=arguments.modes, run=commands.switch_mode,
            doc="switch the KV mode, also during an answer; alone: list the modes"),
     Action(id="mode.next", keys="f6", command="next", run=commands.next_mode, hint="mode",
            doc="next KV mode, also during an answer"),
     Action(id="mode.previous", keys="shift+f6", command="previous", run=commands.previous_mode,
            doc="previous KV mode, also during an answer"),
-    Action(id="budget", command="budget", usage="N", run=commands.set_tokens("budget"),
+    Action(id="budget", command="budget", usage="N", values=arguments.tokens("budget"),
+           run=commands.set_tokens("budget"),
            doc="tokens per KV head that a decoded token may attend to"),
-    Action(id="sink", command="sink", usage="N", run=commands.set_tokens("sink"), doc="first tokens, always attended"),
-    Action(id="window", command="window", usage="N", run=commands.set_tokens("window"),
+    Action(id="sink", command="sink", usage="N", values=arguments.tokens("sink"), run=commands.set_tokens("sink"),
+           doc="first tokens, always attended"),
+    Action(id="window", command="window", usage="N", values=arguments.tokens("window"),
+           run=commands.set_tokens("window"),
            doc="most recent tokens, always attended"),
-    Action(id="set", command="set", usage="KEY VALUE", run=commands.set_value,
-           doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: show sampling"),
-    Action(id="system", command="system", usage="TEXT", run=commands.set_system,
+    Action(id="set", command="set", usage="KEY VALUE", values=arguments.values_to_set, run=commands.set_value,
+           doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: list all values"),
+    Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=commands.set_system,
            doc="change the system prompt; none removes it; alone: show it"),
     Action(id="pin", command="pin", run=commands.pin_system,
            doc="pin the system prompt: every mode attends to all of it, beyond the budget; again: unpin it"),
-    Action(id="regenerate", keys="f5", command="regen", run=conversation_commands.regenerate,
+    Action(id="regenerate", keys="f5", command="regen", aliases=("retry", "again"),
+           run=conversation_commands.regenerate,
            doc="answer the last question again; the answers so far stay as branches"),
     Action(id="continue", command="continue", run=conversation_commands.resume_answer,
            doc="go on with the last answer"),
@@ -119,26 +133,40 @@ ACTIONS = (
            doc="take back the last question; it stays as a branch"),
     Action(id="branch", command="branch", run=conversation_commands.next_branch,
            doc="show the next branch of the last message that has some"),
+    Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=model_commands.choose,
+           doc="load another model, which reads the conversation; alone: the models on this machine"),
+    Action(id="plan", command="plan", usage="NAME context=N", run=model_commands.plan,
+           doc="what a model takes in memory and what fits; alone: the one in use, with what was measured"),
+    Action(id="profile", command="profile", run=model_commands.show_profile,
+           doc="the profiles for this GPU that are in force"),
     Action(id="rebuild", command="rebuild", run=commands.rebuild,
            doc="recompute exactly what was computed with less context"),
-    Action(id="new", keys="ctrl+n", command="new", run=conversation_commands.new,
+    Action(id="new", keys="ctrl+n", command="new", aliases=("clear", "reset"), run=conversation_commands.new,
            doc="new conversation; the present one is kept"),
     Action(id="last", keys="ctrl+r", command="last", run=conversation_commands.resume_last,
            doc="go on with the conversation before"),
+    Action(id="open", command="open", usage="TEXT", run=conversation_commands.open_found,
+           doc="go on with the latest conversation that says TEXT, or with the N-th of /chats"),
     Action(id="title", command="title", usage="TEXT", run=conversation_commands.set_title,
            doc="give the conversation a title; alone: show it"),
     Action(id="fork", command="fork", run=conversation_commands.fork, doc="go on in a copy of the conversation"),
     Action(id="delete", command="delete", run=conversation_commands.delete, doc="delete the conversation"),
     Action(id="restore", command="restore", run=conversation_commands.restore,
            doc="bring the conversation deleted last back"),
-    Action(id="export", command="export", usage="FILE", run=conversation_commands.export_file,
+    Action(id="export", command="export", usage="FILE", aliases=("save",), run=conversation_commands.export_file,
            doc="write the conversation to FILE.md, FILE.html or FILE.json"),
     Action(id="import", command="import", usage="FILE", run=conversation_commands.import_file,
            doc="go on with a conversation from an exported FILE.json"),
     Action(id="stats", command="stats", run=commands.show_stats, doc="cost of this conversation so far"),
-    Action(id="copy", command="copy", run=commands.copy_message, doc="copy the last answer to the clipboard"),
+    Action(id="copy", command="copy", usage="FILE", run=commands.copy_message,
+           doc="copy the last answer into a new file; alone: to the clipboard"),
     Action(id="code", command="code", run=commands.copy_code, doc="copy the last block of code of the last answer"),
-    Action(id="theme", command="theme", usage="NAME", action="app.theme", doc="change the theme; alone: list them"),
+    Action(id="editor", keys="f4", command="editor", action="editor",
+           doc="write the prompt in your own editor: VISUAL, EDITOR, or one that is found"),
+    Action(id="file", command="file", usage="PATH", run=commands.attach,
+           doc="ask about a file; as @PATH in a question, which its text goes with"),
+    Action(id="theme", command="theme", usage="NAME", values=arguments.themes, action="app.theme",
+           doc="change the theme; alone: list them"),
     Action(id="thinking", keys="ctrl+t", command="thinking", action="thinking",
            doc="show or fold what a model thought before its answers"),
     Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
@@ -149,14 +177,19 @@ ACTIONS = (
            doc="restart the engine; the conversation is kept"),
     Action(id="palette", keys="ctrl+p", action="app.command_palette", scope="app", hint="palette",
            doc="command palette"),
-    Action(id="help", keys="f1", command="help", action="app.help", scope="app", hint="help",
+    Action(id="help", keys="f1", command="help", aliases=("?", "commands"), action="app.help", scope="app", hint="help",
            doc="keys, commands and modes"),
-    Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", action="conversations", hint="chats",
+    Action(id="settings", keys="f2", command="settings", action="app.settings", scope="app",
+           doc="see and change every setting, and keep it in config.toml"),
+    Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", aliases=("sessions", "history"),
+           action="conversations", hint="chats",
            doc="the conversations kept: search, open, delete"),
-    Action(id="quit", keys="ctrl+q", command="quit", action="app.quit", scope="app", doc="quit"),
+    Action(id="quit", keys="ctrl+q", command="quit", aliases=("exit", "bye"), action="app.quit", scope="app",
+           doc="quit"),
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
+ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
 HINTED = tuple(action.id for action in ACTIONS if action.hint)
 
 
@@ -172,18 +205,36 @@ def is_command(text: str) -> bool:
     return "\n" not in text.strip() or text[1:].split(None, 1)[0] in COMMANDS
 
 
+def unescaped(text: str) -> str:
+    """A question that begins with a slash is typed with two."""
+    return text.removeprefix("/") if text.startswith("//") else text
+
+
 def parse_command(line: str) -> tuple[Action, str]:
     """Split a typed line such as ``/mode streaming budget=512`` into its action and argument.
 
+    The beginning of a name will do where no other name has it.
+
     Raises:
-        UsageError: there is no such command; names the nearest.
+        UsageError: there is no such command, or several begin so; names the nearest.
     """
     name, _, argument = line.removeprefix("/").partition(" ")
-    name = name.strip().lower()
-    if name not in COMMANDS:
-        known = did_you_mean(name, COMMANDS)
-        raise UsageError(f'There is no command "/{name}".', known, "/help lists all with their use.")
-    return COMMANDS[name], argument.strip()
+    return find_command(name.strip().lower()), argument.strip()
+
+
+def find_command(name: str) -> Action:
+    """The action of a command by its name, an alias, or the beginning of one.
+
+    Raises:
+        UsageError: there is no such command, or several begin so; names the nearest.
+    """
+    is_alias = name in ALIASES or (not _is_begun(name, COMMANDS) and _is_begun(name, ALIASES))
+    known = ALIASES if is_alias else COMMANDS
+    return known[words.resolve(name, known, "command", "/help lists all with their use.")]
+
+
+def _is_begun(name: str, known: Iterable[str]) -> bool:
+    return any(word.startswith(name) for word in known)
 
 
 def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:

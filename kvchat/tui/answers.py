@@ -1,8 +1,9 @@
-"""The answer in progress and the question that waits for the engine."""
+"""The answer in progress and the questions that wait for it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
@@ -10,12 +11,13 @@ from kvchat.conversations.conversation import CUT_OFF, Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Stop, Switched, Text
 from kvchat.tui.client import EngineClient
+from kvchat.tui.question_queue import QuestionQueue
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
 
 
 class Answers:
-    """At most one answer in progress and one queued question.
+    """At most one answer in progress, and the ``queue`` of questions behind it.
 
     ``answer`` is None between answers, and after ``leave`` until the engine has finished the one that was left.
     ``save`` writes the conversation to disk.
@@ -31,7 +33,7 @@ class Answers:
         self._said = ""
         self._is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
-        self.queued: QuestionView | None = None
+        self.queue = QuestionQueue(view)
         self._question: QuestionView | None = None
         self._switches: list[SwitchView] = []
 
@@ -57,8 +59,15 @@ class Answers:
             self.view.add_error(error)
             await self.ready()
 
+    def take_up(self) -> None:
+        """Let the engine take up what it keeps of the conversation, before the next question."""
+        if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
+            with suppress(UsageError):  # the next question tells, and does it all the same
+                self.client.send(self.state.conversation.to_resume())
+
     def stop(self) -> None:
-        """Stop the answer; one that is only being asked for is stopped as soon as it is."""
+        """Stop the answer; one that is only being asked for is stopped as soon as it is. What is queued is held."""
+        self.queue.hold()
         if self._is_asking:
             self._is_stop_due = True
         else:
@@ -129,6 +138,7 @@ class Answers:
         answer, self.answer = self.answer, None
         if answer is None:
             return
+        self.queue.hold()
         if answer.text:
             message = self.state.conversation.answer(answer.text, CUT_OFF)
             await answer.finish(message, self.state.footer(message))
@@ -138,48 +148,54 @@ class Answers:
             await self._give_back()
 
     def leave(self) -> None:
-        """Go away from the answer in progress, keeping its text, and from the queued question: another conversation."""
+        """Go away from the answer in progress, keeping its text, and from queued questions: another conversation."""
         if self.answer is not None and self.answer.text:
             self.state.conversation.answer(self.answer.text, "stopped")
-        if self.queued is not None:
-            self.view.restore_prompt(self.queued.text)
-        self.answer = self.queued = self._question = None
+        if queued := self.queue.leave():
+            self._restore(queued, "What was queued")
+        self.answer = self._question = None
         self._switches.clear()
 
     async def ready(self) -> None:
-        """The engine is ready: send the queued question, if there is one."""
+        """The engine is ready: send the next queued question, if there is one."""
         self._show_phase(Phase.READY)
-        question, self.queued = self.queued, None
-        if question is not None:
-            self._question = question
-            message = self.state.conversation.ask(question.text)
-            question.send(message, self.state.footer(message))
-            conversation = self.state.conversation
-            self._begin_asking()
-            await self._save()
-            if not self._is_left(conversation):
-                await self.begin()
+        if (question := self.queue.take_next()) is not None:
+            await self.send(question)
+
+    async def send(self, question: QuestionView) -> None:
+        """Put a question into the conversation and ask for its answer."""
+        self._question = question
+        conversation = self.state.conversation
+        message = conversation.ask(question.text)
+        question.send(message, self.state.footer(message))
+        self._begin_asking()
+        await self._save()
+        if not self._is_left(conversation):
+            await self.begin()
 
     async def down(self) -> None:
-        """No engine runs: give the queued question back to the prompt."""
+        """No engine runs: give a queued question back to the prompt; several are held."""
         self._show_phase(Phase.DOWN)
-        question, self.queued = self.queued, None
-        if question is not None:
-            await question.remove()
-            self.view.restore_prompt(question.text)
+        self.queue.hold()
+        if len(self.queue) == 1:
+            self._restore(await self.queue.take_back(), "What was queued")
 
     async def _give_back(self) -> None:
         """Put the question that got no answer back into the prompt; one with earlier answers shows the newest."""
         conversation = self.state.conversation
         if text := conversation.withdraw():
-            self.view.restore_prompt(text)
-            self.view.toast("No word of the answer has come; the question is back in the prompt.")
+            self._restore(text, "No word of the answer has come; the question")
             if self._question is not None:
                 await self._question.remove()
         elif conversation.leaf is not None:
             await self.view.show_messages(self.state.footed()[-1:], below=conversation.leaf.parent)
         self._question = None
         await self._save()
+
+    def _restore(self, text: str, what: str) -> None:
+        """Put a text that was sent back into the prompt; beside another text it stays in the prompt history."""
+        place = "back in the prompt" if self.view.restore_prompt(text) else "in the prompt history"
+        self.view.toast(f"{what} is {place}.")
 
     def _begin_asking(self) -> None:
         """From now on a stop is meant for the answer, also before it can be asked for."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 from textual.app import App
 from textual.binding import BindingType
 from textual.driver import Driver
-from textual.filter import LineFilter
+from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
 
 from kvchat.config.modes import mode_infos
@@ -25,7 +25,10 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.palette import CommandProvider
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.help import HelpScreen
-from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
+from kvchat.tui.screens.settings import SettingsScreen
+from kvchat.tui.settings import SettingsEditor
+from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
+from kvchat.tui.words import resolve
 
 
 def run(config: AppConfig) -> int:
@@ -52,13 +55,21 @@ class KvchatApp(App[None]):
     def __init__(self, config: AppConfig) -> None:
         super().__init__()
         self._visible_text = VisibleText()
+        self._no_color = NoColor()
+        self._readable_dim = ReadableDim(themes.DIM)
         self.config = config
         self._signals: list[signal.Signals] = []
         self.client = EngineClient(config.engine_command, config.log_file)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
         self.keys: dict[str, str] = {}
-        self.chat = ChatScreen(config, self.client, self.keys)
+        self.chat = ChatScreen(config, self.client, self.keys, tuple(self.themes))
         self.controller = self.chat.controller
+        self.settings = SettingsEditor(config, self.controller, self)
+
+    @property
+    def theme_names(self) -> tuple[str, ...]:
+        """The themes that can be used."""
+        return tuple(self.themes)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The ribbon's colors where a theme leaves them out."""
@@ -69,8 +80,12 @@ class KvchatApp(App[None]):
         return decode_leniently(super().get_driver_class())
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's filters, and the one for control characters."""
-        return (*super().get_line_filters(), self._visible_text)
+        """Textual's filters, the one for control characters, and dim text that can be read with every theme."""
+        filters = super().get_line_filters()
+        if self.current_theme.ansi:  # greys for NO_COLOR can be made of colors only, not of the terminal's own
+            own = [self._no_color if isinstance(one, Monochrome) else one for one in filters]
+            return (*own, self._visible_text)
+        return (*filters, self._readable_dim, self._visible_text)
 
     def notify(
         self,
@@ -146,6 +161,13 @@ class KvchatApp(App[None]):
         else:
             self.push_screen(HelpScreen(mode_infos(), self.keys))
 
+    def action_settings(self) -> None:
+        """Show or close the settings."""
+        if isinstance(self.screen, SettingsScreen):
+            self.screen.dismiss()
+        else:
+            self.push_screen(SettingsScreen(self.settings))
+
     def action_theme(self, name: str) -> None:
         """Change the theme; an empty name lists all.
 
@@ -153,7 +175,7 @@ class KvchatApp(App[None]):
             UsageError: there is no such theme.
         """
         if name:
-            self.use_theme(name)
+            self.use_theme(resolve(name, self.themes, "theme"))
         else:
             self.chat.add_note(f"Themes: {', '.join(self.themes)}   (now {self.theme})")
 

@@ -43,17 +43,33 @@ class Branches:
         await self.answers.begin(answer.text)
 
     def edit(self) -> None:
-        """Put a question into the prompt; the next one sent takes its place as a sibling.
+        """Put the chosen message or the last question into the prompt; the next one sent takes its place as a sibling.
 
         Raises:
             UsageError: the engine is busy, there is no question, or another text is in the prompt.
         """
         self.require_ready()
-        question = self._chosen("user")
-        if not self.view.restore_prompt(question.text):
+        chosen = self.state.conversation.messages.get(self.view.chosen or "")
+        message = chosen or self._chosen("user")
+        if not self.view.restore_prompt(message.text):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
-        self.state.edited = question.id
+        self.state.edited = message.id
         self.view.show_state(self.state)
+
+    async def resume_edited(self, text: str) -> None:
+        """Go on with ``text`` in place of the answer that is edited.
+
+        Raises:
+            UsageError: the engine is busy.
+        """
+        self.require_ready()
+        edited = self.state.conversation.messages[self.state.edited or ""]
+        self.state.edited = None
+        self.state.conversation.go_to(edited.parent)
+        self.state.conversation.answer(text)
+        self.view.accept_prompt()
+        await self.view.show_messages((), below=edited.parent)
+        await self.answers.begin(text)
 
     def stop_editing(self) -> None:
         """Send the next question at the end again."""

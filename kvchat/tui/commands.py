@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.config.modes import mode_names, registered
+from kvchat.config.validation_errors import expected
+from kvchat.conversations import attachments, export
+from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params
-from kvchat.tui import sampling, thinking
+from kvchat.tui import arguments, mentions, sampling, thinking
 from kvchat.tui.controller import ChatController
 from kvchat.tui.state import describe_modes, summarize
+from kvchat.tui.words import resolve
 
 Handler = Callable[[ChatController, str], Awaitable[None]]
 
@@ -20,8 +26,11 @@ async def switch_mode(chat: ChatController, argument: str) -> None:
     if not argument:
         chat.view.add_note(describe_modes(chat.state))
         return
-    name, *words = split_words(argument)
-    chat.switch(name, parse_assignments(words))
+    name, *assignments = split_words(argument)
+    mode = resolve(name, mode_names(), "KV mode")
+    given = parse_assignments(assignments)
+    names = registered()[mode].model_fields
+    chat.switch(mode, {resolve(key, names, f"parameter of the {mode} mode"): given[key] for key in given})
 
 
 async def next_mode(chat: ChatController, argument: str) -> None:
@@ -49,14 +58,21 @@ def set_tokens(name: str) -> Handler:
 
 
 async def set_value(chat: ChatController, argument: str) -> None:
-    """``/set KEY VALUE``; alone it shows the sampling parameters."""
+    """``/set KEY VALUE``; alone it lists all values, with a key that one."""
     key, _, value = argument.replace("=", " ", 1).partition(" ")
-    if key and key not in sampling.NAMES:
-        _set_mode_parameter(chat, key, value.strip())
+    if not key:
+        chat.view.add_note(arguments.describe(chat.state))
         return
-    if key:
-        chat.set_sampling(key, value.strip())
-    chat.view.add_note(f"Sampling: {sampling.describe(chat.state.sampling)}")
+    known = dict(arguments.parameters(chat.state))
+    name = resolve(key, known, f"parameter of the sampling or the {chat.state.mode} mode")
+    if not value.strip():
+        present = arguments.shown(arguments.present(chat.state, name))
+        chat.view.toast(f"{name} is {present}. It takes {expected(known[name])}.")
+    elif name in sampling.NAMES:
+        chat.set_sampling(name, value.strip())
+        chat.view.add_note(f"Sampling: {sampling.describe(chat.state.sampling)}")
+    else:
+        chat.set_parameter(name, parse_literal(value.strip()))
 
 
 async def set_system(chat: ChatController, argument: str) -> None:
@@ -86,8 +102,14 @@ async def show_stats(chat: ChatController, argument: str) -> None:
 
 
 async def copy_message(chat: ChatController, argument: str) -> None:
-    """``/copy``: the message chosen in the transcript, else the last answer."""
-    chat.view.copy(_chosen_text(chat))
+    """``/copy``: the message chosen in the transcript, else the last answer; ``/copy FILE`` into a new file."""
+    text = _chosen_text(chat)
+    if not argument:
+        chat.view.copy(text)
+        return
+    path = Path(os.path.expanduser(argument))
+    export.write_new(path, text)
+    chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
 
 
 async def copy_code(chat: ChatController, argument: str) -> None:
@@ -96,6 +118,26 @@ async def copy_code(chat: ChatController, argument: str) -> None:
     if not blocks:
         raise UsageError("There is no block of code in it.", hint="/copy copies the whole text.")
     chat.view.copy(blocks[-1][1])
+
+
+async def attach(chat: ChatController, argument: str) -> None:
+    """``/file PATH``: begin a question about the file."""
+    path = argument.strip("\"'")
+    attachments.read(Path(os.path.expanduser(path)), chat.state.file_limit)
+    if not chat.view.restore_prompt(f"{mentions.mention(path)} "):
+        raise UsageError("The prompt holds another text.", hint=f"Write {mentions.mention(path)} into it.")
+
+
+async def manage_queue(chat: ChatController, argument: str) -> None:
+    """``/queue send`` or ``/queue clear``; alone it takes the last question back."""
+    if not argument:
+        await chat.take_back()
+        return
+    match resolve(argument, ("send", "clear"), "use of /queue"):
+        case "send":
+            await chat.release_queue()
+        case "clear":
+            await chat.answers.queue.clear()
 
 
 async def restart(chat: ChatController, argument: str) -> None:
@@ -147,11 +189,3 @@ def _chosen_text(chat: ChatController) -> str:
     if not text:
         raise UsageError("There is no answer to copy yet.", hint="Ask something first.")
     return text
-
-
-def _set_mode_parameter(chat: ChatController, key: str, value: str) -> None:
-    names = chat.state.parameter_names
-    if key not in names:
-        known = did_you_mean(key, (*sampling.NAMES, *names))
-        raise UsageError(f'There is no parameter "{key}" in {chat.state.mode} mode.', known)
-    chat.set_parameter(key, parse_literal(value))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvchat.config import sources
+from kvchat.config.sources import Resolved
 from kvchat.protocol.messages import Load, Sampling
 
 
@@ -14,8 +16,10 @@ class AppConfig:
 
     ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
-    latest one. ``engine_command`` None starts the real engine.
-    ``problems`` are shown once: settings that could not be used.
+    latest one. ``model_folders`` are looked into for models. ``engine_command`` and ``download_command`` None start the
+    real ones. ``profile`` names the profiles in force.
+    ``problems`` are shown once: settings that could not be used. ``resolved`` are all settings with their sources,
+    ``config_file`` is where changed ones are saved; None saves none.
     """
 
     log_file: Path
@@ -28,5 +32,10 @@ class AppConfig:
     history_file: Path | None = None
     database: Path | None = None
     resume: bool = False
+    model_folders: tuple[Path, ...] = ()
     engine_command: tuple[str, ...] | None = None
+    download_command: tuple[str, ...] | None = None
+    profile: str = ""
     problems: tuple[str, ...] = ()
+    resolved: Resolved = field(default_factory=sources.resolve)
+    config_file: Path | None = None

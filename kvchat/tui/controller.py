@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import replace
 
 from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Command, Peek, Rebuild, Switch
+from kvchat.protocol.messages import Command, Forget, Peek, Rebuild, Switch
 from kvchat.tui import sampling
 from kvchat.tui.answers import Answers
 from kvchat.tui.archive import Archive
@@ -19,6 +18,7 @@ from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient, Report
 from kvchat.tui.config import AppConfig
 from kvchat.tui.events import EngineEvents
+from kvchat.tui.models import Models
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 
@@ -30,14 +30,14 @@ class ChatController:
     """Owns the state, the engine's client and the conversations on disk; ``view`` shows what changes."""
 
     def __init__(self, config: AppConfig, client: EngineClient, view: ChatView) -> None:
-        self.load = config.load
         self.client = client
         self.view = view
         self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
         self.archive = Archive(config.database, view)
         self.answers = Answers(self.state, client, view, self._save)
         self.branches = Branches(self.state, self.answers, view)
-        self._events = EngineEvents(self.state, self.answers, view, self.restart)
+        self.models = Models(config, self.state, client, view, self.restart)
+        self._events = EngineEvents(self.state, self.answers, self.models, view, self.restart)
         self._system = config.system
         self._deleted: list[str] = []
         self._is_log_problem_shown = False
@@ -86,6 +86,7 @@ class ChatController:
 
     async def close(self) -> None:
         """Save the conversation a last time; nothing is saved afterwards."""
+        self.models.stop_download()
         self.answers.checkpoint()
         await self._save()
         await self.archive.close()
@@ -134,6 +135,8 @@ class ChatController:
         """Delete a conversation; the present one gives way to a new one."""
         if id == self.state.conversation.id:
             await self.new()
+        if self.state.info is not None:
+            self._send(Forget(id))
         await self.archive.delete(id)
         self._deleted.append(id)
         self.view.toast(f"“{title}” is deleted; /restore brings it back within a day.", timeout=10)
@@ -165,29 +168,57 @@ class ChatController:
         """Send a question, or queue it until the engine is ready; starts an engine that is down.
 
         Raises:
-            UsageError: another question is queued.
+            UsageError: the text takes the place of an answer, and the engine is busy.
         """
-        if self.answers.queued is not None:
-            raise UsageError(
-                "One question is already waiting.",
-                "It is sent as soon as the engine is ready.",
-                "Send this one afterwards, or stop the answer first.",
-            )
+        if self.state.edits_answer:
+            await self.branches.resume_edited(text)
+            return
         await self.branches.leave_edited()
         phase = self.state.phase
-        self.answers.queued = await self.view.add_question(text, queued=phase is not Phase.READY)
+        question = await self.view.add_question(text, queued=phase is not Phase.READY)
         # The phase may have changed while the question was mounted.
         if self.state.phase is Phase.READY:
-            await self.answers.ready()
-        elif phase is Phase.DOWN:
+            await self.answers.send(question)
+            return
+        self.answers.queue.add(question)
+        if phase is Phase.DOWN:
             await self.restart()
         elif self.state.phase is Phase.DOWN:
             await self.answers.down()
 
+    async def release_queue(self) -> None:
+        """Send the questions that are held."""
+        self.answers.queue.release()
+        if self.state.phase is Phase.READY:
+            await self.answers.ready()
+        elif self.state.phase is Phase.DOWN:
+            await self.restart()
+
+    async def take_back(self) -> None:
+        """Take the question queued last back into the prompt.
+
+        Raises:
+            UsageError: none waits, or another text is in the prompt.
+        """
+        if not self.answers.queue:
+            raise UsageError("No question is queued.", hint="What is asked during an answer waits for its end.")
+        if not self.view.restore_prompt(self.answers.queue.last):
+            raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
+        await self.answers.queue.take_back()
+
     def stop(self) -> None:
-        """Stop the answer in progress; its text is kept."""
+        """Stop the answer in progress, whose text is kept; queued questions are held."""
         if self.state.phase.busy:
             self.answers.stop()
+        else:
+            self.answers.queue.hold()
+
+    async def stop_work(self) -> None:
+        """Stop the answer in progress; else what is being loaded or downloaded."""
+        if self.state.phase.busy:
+            self.stop()
+        else:
+            await self.models.stop()
 
     def rebuild(self) -> None:
         """Recompute exactly what was computed with less context.
@@ -245,6 +276,18 @@ class ChatController:
         self.state.later[name] = value
         self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} counts from the next mode that has one.")
 
+    def set_for_mode(self, mode: str, name: str, value: int | float | bool | str | None) -> None:
+        """Change a parameter of any mode, at once or when the mode is entered; None leaves the choice to kvchat.
+
+        Raises:
+            UsageError: the mode has no such parameter, or the value is out of range.
+        """
+        modes.parse(mode, {name: value})
+        if mode == self.state.mode and self.state.info is not None:
+            self.switch("", {name: value})
+        else:
+            self.state.awaiting.setdefault(mode, {})[name] = value
+
     def set_sampling(self, name: str, value: str) -> None:
         """Change a sampling parameter from the next answer on.
 
@@ -275,7 +318,7 @@ class ChatController:
             self._is_log_problem_shown = True
             text = f"{self.client.log_problem} The engine's messages are dropped."
             self.view.toast(text, title="Log", severity="warning", timeout=10)
-        self._send(replace(self.load, mode=self.state.mode, given=self.state.given))
+        self.models.load_in_use()
 
     async def _exchange(self, conversation: Conversation) -> None:
         """Stop the answer, save the conversation and show another."""
@@ -285,6 +328,7 @@ class ChatController:
         self.state.exchange(conversation)
         self.view.show_state(self.state)
         await self.view.show_messages(self.state.footed(), below=None)
+        self.answers.take_up()
 
     async def _save(self) -> None:
         await self.archive.save(self.state.conversation)

@@ -20,6 +20,15 @@ async def resume_last(chat: ChatController, argument: str) -> None:
     await chat.open_last()
 
 
+async def open_found(chat: ChatController, argument: str) -> None:
+    """``/open TEXT``: the latest conversation that says it; ``/open N``: the N-th, where 1 is the latest of all."""
+    number = int(argument) if argument.isdecimal() else 1
+    found = await chat.archive.search("" if argument.isdecimal() else argument)
+    if not argument or not 1 <= number <= len(found):
+        raise UsageError(f'There is no conversation "{argument}".', hint="/chats lists them.")
+    await chat.open(found[number - 1].id, found[number - 1].message)
+
+
 async def set_title(chat: ChatController, argument: str) -> None:
     """``/title TEXT``; alone it shows the title."""
     if argument:

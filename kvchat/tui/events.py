@@ -13,11 +13,14 @@ from kvchat.protocol.messages import (
     Finished,
     Loaded,
     Loading,
+    Noted,
     Peeked,
+    Planned,
     Prefilled,
     Preparing,
     Rebuilt,
     Recovered,
+    Resumed,
     Started,
     Switched,
     SwitchRefused,
@@ -26,6 +29,7 @@ from kvchat.protocol.messages import (
 )
 from kvchat.tui.answers import Answers
 from kvchat.tui.client import Crashed, Report
+from kvchat.tui.models import Models
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 from kvchat.units import count, figure, seconds
@@ -35,10 +39,16 @@ class EngineEvents:
     """Handles every event of the protocol and the end of the engine; ``restart`` starts a fresh one."""
 
     def __init__(
-        self, state: ChatState, answers: Answers, view: ChatView, restart: Callable[[], Awaitable[None]]
+        self,
+        state: ChatState,
+        answers: Answers,
+        models: Models,
+        view: ChatView,
+        restart: Callable[[], Awaitable[None]],
     ) -> None:
         self.state = state
         self.answers = answers
+        self.models = models
         self.view = view
         self._restart = restart
         self._may_restart = True
@@ -55,6 +65,10 @@ class EngineEvents:
                 self.view.show_state(self.state)
             case Loaded():
                 await self._loaded(report)
+            case Resumed():
+                self._resumed(report)
+            case Noted(text):
+                self.view.add_note(text)
             case Started(prompt, reused):
                 self.answers.wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
             case Prefilled(done, total):
@@ -78,6 +92,8 @@ class EngineEvents:
                 await self._rebuilt(report)
             case Peeked(start, _, text):
                 self.view.show_page_text(start, text)
+            case Planned():
+                self.models.show_plan(report)
             case Failed():
                 await self._failed(report)
             case Crashed():
@@ -93,10 +109,20 @@ class EngineEvents:
     async def _loaded(self, loaded: Loaded) -> None:
         self.state.info = loaded
         self.state.enter_mode(loaded.mode, loaded.params)
-        self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
-        for note in loaded.notes:
-            self.view.add_note(note)
+        if self.models.take():
+            self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
+            for note in loaded.notes:
+                self.view.add_note(note)
+        if not self.answers.queue:
+            self.answers.take_up()
         await self.answers.ready()
+
+    def _resumed(self, resumed: Resumed) -> None:
+        if resumed.conversation == self.state.conversation.id:
+            self.state.is_stored = True
+            text = f"{count(resumed.tokens)} tokens came back from {resumed.where} in {seconds(resumed.seconds)}."
+            self.view.add_note(text)
+            self.view.log_event(text)
 
     def _recovered(self, recovered: Recovered) -> None:
         value = figure(recovered.value, digits=1)
@@ -125,10 +151,11 @@ class EngineEvents:
     async def _failed(self, failed: Failed) -> None:
         if self.state.phase.busy:
             await self.answers.abandon()
+        is_kept = self.models.give_up(failed.fatal)
         self._show_error(EngineError(failed.title, failed.detail, failed.hint))
         if failed.fatal or self.state.info is None:
             await self.answers.down()
-        else:
+        elif not is_kept:
             await self.answers.ready()
 
     async def _crashed(self, crashed: Crashed) -> None:

@@ -9,9 +9,10 @@ from enum import Enum, auto
 
 from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
+from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
-from kvchat.protocol.messages import Finished, Loaded, Sampling
+from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched
 from kvchat.units import count, figure, percent, size
 
 Footed = tuple[Message, str]
@@ -36,11 +37,12 @@ class Phase(Enum):
 @dataclass
 class ChatState:
     """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
+    ``download`` tells how far a download is, empty without one.
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
-    answered yet, ``later`` those kept for the next mode that has them. ``first_mode`` is that of the answer's start.
-    ``edited`` is the id of the question that the next one sent takes the place of. ``is_stored`` says whether the
-    engine's K/V are of this conversation, not of the one before.
+    answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a mode by its name.
+    ``first_mode`` is that of the answer's start. ``edited`` is the id of the message that the next text sent takes the
+    place of. ``is_stored`` says whether the engine's K/V are of this conversation, not of the one before.
     """
 
     conversation: Conversation
@@ -51,9 +53,11 @@ class ChatState:
     given: dict[str, Params] = field(default_factory=dict)
     pending: Params = field(default_factory=dict)
     later: Params = field(default_factory=dict)
+    awaiting: dict[str, Params] = field(default_factory=dict)
     first_mode: str = ""
     phase: Phase = Phase.LOADING
     stage: str = ""
+    download: str = ""
     edited: str | None = None
     is_stored: bool = False
     info: Loaded | None = None
@@ -63,6 +67,16 @@ class ChatState:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the present mode's parameters."""
         return tuple(registered()[self.mode].model_fields)
+
+    @property
+    def edits_answer(self) -> bool:
+        """Whether the next text sent takes the place of an answer."""
+        return self.edited is not None and self.conversation.messages[self.edited].role == "assistant"
+
+    @property
+    def file_limit(self) -> int:
+        """The most bytes that files in a question may have: more than the context would hold is not read."""
+        return self.info.context * attachments.BYTES_PER_TOKEN if self.info else attachments.MAX_BYTES
 
     def enter_phase(self, phase: Phase, stage: str = "") -> None:
         """Set what the engine is doing."""
@@ -100,11 +114,11 @@ class ChatState:
         self.pending.clear()
 
     def take_later(self, mode: str) -> Params:
-        """Remove and return the values kept for a later mode that ``mode`` has."""
+        """Remove and return the values kept for ``mode``, or for a later mode that has them."""
         known = registered()[mode].model_fields
         taken = {name: value for name, value in self.later.items() if name in known}
         self.later = {name: value for name, value in self.later.items() if name not in known}
-        return taken
+        return {**taken, **self.awaiting.pop(mode, {})}
 
     def receipt(self, finished: Finished) -> str:
         """Return the line under an answer."""
@@ -148,6 +162,21 @@ def describe_price(price: Price) -> str:
         return "refused"
     moved = size(price.moved_bytes)
     return moved if price.seconds is None else f"{moved} · {figure(1000 * price.seconds, 'ms')}"
+
+
+def describe_switch(switched: Switched, before: float | None, after: float | None) -> str:
+    """A live switch in a line, with the speeds in tokens/s before and after it where they are known."""
+    name = switched.mode if switched.before == switched.mode else f"{switched.before} -> {switched.mode}"
+    parts = [name, *(f"{key} {value}" for key, value in switched.params.items() if key == "budget" and value)]
+    parts.append(f"{count(switched.total)} tok")
+    speeds = [figure(speed) for speed in (before, after) if speed is not None]
+    if speeds:
+        parts.append(" -> ".join(speeds) + " tok/s")
+    if switched.moved_bytes:
+        parts.append(f"moved {size(switched.moved_bytes)}")
+    if switched.reduced_tokens:
+        parts.append(f"{count(switched.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
+    return " · ".join(parts)
 
 
 def summarize(stats: Iterable[Stats]) -> str:

@@ -11,7 +11,7 @@ import termios
 from rich.segment import Segment
 from textual.color import Color
 from textual.driver import Driver
-from textual.filter import LineFilter
+from textual.filter import LineFilter, dim_style
 
 from kvchat.foreign_text import MARKS, visible
 
@@ -28,6 +28,32 @@ class VisibleText(LineFilter):
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """Return the segments with marks."""
         return [Segment(visible(text), style, control) for text, style, control in segments]
+
+
+class ReadableDim(LineFilter):
+    """Dim text keeps the share ``factor`` of its color; what a terminal makes of dim may be too faint to read.
+
+    Text whose color or background is the terminal's own is left to it.
+    """
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Return the segments with dim styles as colors."""
+        return [self._dimmed(segment, background) if _is_dim(segment) else segment for segment in segments]
+
+    def _dimmed(self, segment: Segment, background: Color) -> Segment:
+        assert segment.style is not None
+        return Segment(segment.text, dim_style(segment.style, background, self._factor), segment.control)
+
+
+def _is_dim(segment: Segment) -> bool:
+    style = segment.style
+    if style is None or not style.dim or style.color is None or style.bgcolor is None:
+        return False
+    return style.color.triplet is not None and (style.bgcolor.is_default or style.bgcolor.triplet is not None)
 
 
 class InputDecoder:

@@ -7,13 +7,16 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+from rich.console import Console
 from textual.color import Color, ColorParseError
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.paths import bundled_themes_dir
 
 DEFAULT = "kvchat-dark"
+ANSI = "kvchat-ansi"
+DIM = 0.75  # how much of its color dim text keeps; terminals differ, and many make it too faint to read
 # What a theme that leaves them out gets: readable on dark and light.
 RIBBON_DEFAULTS = {
     "ribbon-sink": "#c792ea",
@@ -28,6 +31,12 @@ _COLORS = {"primary", "secondary", "warning", "error", "success", "accent", "for
     "panel",
     "boost",
 }
+
+
+def suited() -> str:
+    """The theme where none was chosen: a terminal of sixteen colors, and who wants none (NO_COLOR), get their own."""
+    terminal = Console(force_terminal=True)
+    return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 
 def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageError]]:
@@ -54,11 +63,19 @@ def load(path: Path) -> Theme:
     try:
         fields = {"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}
         _check(fields)
-        return Theme(**fields)
+        return _complete(Theme(**fields))
     except OSError as error:
         raise _refused(path, error.strerror or str(error)) from None
     except (ValueError, TypeError) as error:  # TOML and UTF-8 errors are ValueErrors
         raise _refused(path, str(error)) from None
+
+
+def _complete(theme: Theme) -> Theme:
+    """The theme; one of the terminal's colors with the variables that Textual's style sheets need of it."""
+    if not theme.ansi:
+        return theme
+    base = BUILTIN_THEMES["ansi-dark" if theme.dark else "ansi-light"]
+    return dataclasses.replace(theme, variables={**base.variables, **theme.variables})
 
 
 def _check(fields: dict[str, object]) -> None:

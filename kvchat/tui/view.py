@@ -101,11 +101,20 @@ class ChatView(Protocol):
     def show_state(self, state: ChatState) -> None:
         """Show model, mode, parameters and phase."""
 
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        """Show how many questions wait, and whether the user has to release them."""
+
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         """Show a snapshot; None when nothing is stored any more."""
 
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
+
+    def show_models(self) -> None:
+        """Show the models on this machine, of which one can be chosen."""
+
+    def accept_prompt(self) -> None:
+        """Remember what was sent from the prompt: it is not given back."""
 
     def restore_prompt(self, text: str) -> bool:
         """Give a question back to the prompt, unless another has been begun there; whether it was."""

@@ -7,8 +7,10 @@ import torch
 from support.shape_runner import filled
 
 from kvchat.bench import model_shapes
+from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.errors import UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build
 
@@ -49,3 +51,13 @@ def test_shapes_have_the_published_sizes(name, billions, token_bytes):
     assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert config.num_hidden_layers * config.num_key_value_heads * head * 2 * 2 == token_bytes
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [(ModelChoice("x/y"), "exclude each other"), (ModelChoice(quantize="int8"), "not quantized"),
+     (ModelChoice(dtype="int8"), 'no dtype "int8"')],
+)  # fmt: skip
+def test_what_random_weights_cannot_be_is_refused(choice, message):
+    with pytest.raises(UsageError, match=message):
+        model_shapes.choose("tiny", choice, lambda line: None)

@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import passkey
+from kvchat.bench.frame import Frame
+from kvchat.bench.passkey import Settings
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
@@ -36,45 +38,41 @@ def test_the_fact_is_told_once_in_an_earlier_turn_and_asked_for_at_the_end(token
 
 
 def test_the_result_is_plain_data_with_a_row_for_each_variant():
-    variants = ["full", "streaming:budget=64,sink=4", "sync:budget=132", "full"]
+    variants = ("full", "streaming:budget=64,sink=4", "sync:budget=132")
     lines: list[str] = []
-    result = passkey.run(variants, n=1, tokens=300, report=lines.append)
+    result = passkey.run(Settings(variants, cases=1, tokens=300), frame=Frame(report=lines.append))
     assert json.loads(json.dumps(result)) == result
-    assert [row["variant"] for row in result["rows"]] == variants
-    first, streaming, sync, last = result["rows"]
-    assert (
-        (first["recall"], first["read_tokens"])
-        == (last["recall"], last["read_tokens"])
-        == (1.0, pytest.approx(465, abs=15))
-    )
-    assert streaming["read_tokens"] < sync["read_tokens"] < first["read_tokens"]
-    assert len(lines) == 1 + len(variants)
+    assert tuple(row["variant"] for row in result["summary"]) == variants
+    full, streaming, sync = result["summary"]
+    assert (full["right"], full["cases"], full["read_tokens"]) == (1, 1, pytest.approx(465, abs=15))
+    assert streaming["read_tokens"] < sync["read_tokens"] < full["read_tokens"]
+    assert lines[-1].startswith("[3/3] sync")
 
 
 def test_the_command_prints_one_json_object():
     ran = CliRunner().invoke(app, ["bench", "passkey", "--cases", "1", "--tokens", "100", "--mode", "full", "--json"])
     assert ran.exit_code == 0
     assert json.loads(ran.stdout)["rows"][0]["variant"] == "full"
-    assert "1 of 1" in ran.stderr
+    assert "[1/1] full" in ran.stderr
 
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(UsageError, match='no KV mode "fulll"'):
-        passkey.run(["fulll"], n=1, tokens=100)
+        passkey.run(Settings(("fulll",), cases=1, tokens=100))
 
 
 @pytest.mark.slow
 def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
-    rows = passkey.run(["full", "sync", "streaming:budget=512"], n=2, tokens=2000)["rows"]
+    rows = passkey.run(Settings(("full", "sync", "streaming:budget=512"), cases=2, tokens=2000))["summary"]
     assert [row["right"] for row in rows] == [2, 2, 0]
     assert rows[1]["kv_device_bytes"] < 0.53 * rows[0]["kv_device_bytes"]
 
 
 def test_a_question_may_come_inside_an_answer_whose_steps_count():
-    lines: list[str] = []
-    result = passkey.run(["full", "streaming:budget=64,sink=4"], n=1, tokens=300, inside=100, report=lines.append)
-    full, streaming = result["rows"]
+    modes = ("full", "streaming:budget=64,sink=4")
+    result = passkey.run(Settings(modes, cases=1, tokens=300, inside=100))
+    full, streaming = result["summary"]
     assert result["settings"]["inside"] == 100
     assert (full["right"], streaming["right"]) == (1, 0)
-    assert result["settings"]["tokens"] + 40 < full["read_tokens"] < result["settings"]["tokens"] + 100
+    assert full["prompt_tokens"] + 40 < full["read_tokens"] < full["prompt_tokens"] + 120
     assert streaming["read_tokens"] <= 64 + 64

@@ -17,7 +17,8 @@ from kvchat.errors import UsageError
 drawing = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs kvchat[plot]")
 
 RESULT = {
-    "settings": {"model": "tiny", "dtype": "float32"},
+    "experiment": "decode",
+    "model": {"name": "tiny", "dtype": "float32"},
     "environment": {"gpu": None, "processor": "a processor", "threads": 2, "torch": "2", "transformers": "5"},
     "floor_ms": 1.5,
     "rows": [

@@ -9,8 +9,12 @@ import torch
 from typer.testing import CliRunner
 
 from kvchat.bench import prefill
+from kvchat.bench.frame import Frame
+from kvchat.bench.model_choice import ModelChoice
 from kvchat.cli.bench import app
 from kvchat.errors import UsageError
+
+CPU = ModelChoice(device="cpu")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -20,8 +24,8 @@ def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
     monkeypatch.setattr(prefill, "_read", lambda runner, ids: read.append(ids) or plain_read(runner, ids))
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: one_shot.append(ids) or plain_shot(model, ids))
     lines = []
-    settings = prefill.Settings(shape="tiny", device="cpu", lengths=(40, 600), turn=5, rounds=2)
-    result = prefill.run(settings, lines.append)
+    settings = prefill.Settings(shape="tiny", lengths=(40, 600), turn=5, rounds=2)
+    result = prefill.run(settings, CPU, Frame(report=lines.append))
     assert [(row["tokens"], row["chunk"]) for row in result["rows"]] == [(40, 40), (600, 512)]
     for row in result["rows"]:
         assert row["times_one_shot"] == pytest.approx(sum(row["ratios"]) / 2)
@@ -36,15 +40,15 @@ def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
 def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: None)
     lines = []
-    settings = prefill.Settings(shape="tiny", device="cpu", lengths=(40,), rounds=1)
-    (row,) = prefill.run(settings, lines.append)["rows"]
+    settings = prefill.Settings(shape="tiny", lengths=(40,), rounds=1)
+    (row,) = prefill.run(settings, CPU, Frame(report=lines.append))["rows"]
     assert (row["times_one_shot"], row["one_shot_seconds"], row["ratios"]) == (None, None, [])
     assert "does not fit" in lines[0]
 
 
 def test_a_prompt_beyond_the_context_is_refused():
     with pytest.raises(UsageError, match=r"4,000 tokens and a turn of 200 after them are 4,200.*reads 4,096"):
-        prefill.run(prefill.Settings(shape="tiny", device="cpu", lengths=(4000,), turn=200))
+        prefill.run(prefill.Settings(shape="tiny", lengths=(4000,), turn=200), CPU)
 
 
 def test_the_command_gives_json():

@@ -17,14 +17,15 @@ from support.environment import environ
 from support.fake_session import PIECES, FakeSession
 
 import kvchat
-from kvchat import paths
-from kvchat.cli import main
+from kvchat import files, paths
+from kvchat.cli import chat, main
 from kvchat.config.modes import registered
 from kvchat.engine.model import checkpoint
 from kvchat.errors import DoesNotFitError, EngineError
 from kvchat.protocol.messages import Load, Sampling, Turn
-from kvchat.tui import app
+from kvchat.tui import actions, app
 from kvchat.tui.config import AppConfig
+from kvchat.tui.plain import chat as plain
 
 ANSWER = "".join(PIECES)
 
@@ -163,7 +164,7 @@ def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSe
     one.write_text("1\n")
     two.write_text("2\n")
     run("ask", "Which?", "-f", str(one), "--file", str(two))
-    assert prompt(session) == f"File {one}:\n1\n\nFile {two}:\n2\n\nWhich?"
+    assert prompt(session) == f"File {one}:\n```txt\n1\n```\n\nFile {two}:\n```txt\n2\n```\n\nWhich?"
 
 
 @pytest.mark.parametrize("stdin", [None, b"", b" \n"])
@@ -346,27 +347,49 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
 # ---- the application -------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_the_chat_points_to_ask() -> None:
-    with process("-m", "kvchat") as child:
-        out, err = child.communicate(b"hello", timeout=10)
-    assert (child.returncode, out) == (2, b"")
-    assert b"needs a terminal" in err
-    assert b"kvchat ask PROMPT" in err
+@pytest.mark.parametrize(
+    ("arguments", "terminal", "variables", "is_plain"),
+    [
+        ([], True, {}, False),
+        (["chat"], True, {}, False),
+        (["chat", "--plain"], True, {}, True),
+        (["--plain"], True, {}, True),
+        ([], False, {}, True),
+        ([], True, {"TERM": "dumb"}, True),
+        (["chat"], True, {"ACCESSIBLE": "1"}, True),
+        ([], True, {"ACCESSIBLE": "0"}, False),
+    ],
+)
+def test_lines_are_chosen_where_no_screen_can_be_drawn(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    terminal: bool,
+    variables: dict[str, str],
+    is_plain: bool,
+) -> None:
+    monkeypatch.setattr(app, "run", lambda _config: 7)
+    monkeypatch.setattr(plain, "run", lambda _config: 8)
+    monkeypatch.setattr(chat, "_is_terminal", lambda _stream: terminal)
+    monkeypatch.delenv("ACCESSIBLE", raising=False)
+    for name, value in {"TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert run(*arguments).code == (8 if is_plain else 7)
 
 
 def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[AppConfig] = []
     monkeypatch.setattr(app, "run", lambda config: started.append(config) or 7)
-    monkeypatch.setattr(main, "_is_terminal", lambda _stream: True)
+    monkeypatch.setattr(chat, "_is_terminal", lambda _stream: True)
     monkeypatch.setenv("TERM", "xterm")
+    files.write(paths.config_file(), b'[keys]\nmode.next = "f8"\n')
     assert run("--mode", "speculative", "--budget", "256", "--theme", "x", "--system", "Short.").code == 7
     config = started[0]
     assert (config.load.mode, config.load.given) == ("speculative", {})
     assert config.load.mode_params["speculative"] == config.load.mode_params["streaming"] == {"budget": 256}
-    assert (config.theme, config.system) == ("x", "Short.")
+    assert (config.theme, config.system, config.keys) == ("x", "Short.", {"mode.next": "f8"})
     assert (config.log_file, config.history_file) == (paths.log_file(), paths.history_file())
-    monkeypatch.setenv("TERM", "dumb")
-    assert run().code == 2
+    assert config.resolved.origins["ui", "theme"] == "--theme"
 
 
 def test_options_before_a_command_are_refused(run: Run, session: FakeSession) -> None:
@@ -422,6 +445,16 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
     other.write_text("[kv]\nmod = 1\n")
     assert run("config", "validate", str(other)).err.startswith("kvchat: other.toml:2: kv.mod: there is no such")
     assert run("config", "validate", str(tmp_path / "no")).code == 2
+    assert run("config", "validate", str(paths.bundled_profiles_dir() / "8gb.toml")).code == 0
+    other.write_text("[match]\nmemory = [7]\n")
+    assert "match.memory.1: [7] is refused" in run("config", "validate", str(other)).err
+    for text, words in (
+        ('[ui]\ntheme = "kvchat-drak"\n', 'other.toml:2: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?'),
+        ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml: [keys]: The key "ctrl+n" would do two things'),
+        ('[keys]\nmode.nxt = "f8"\n', 'Did you mean "mode.next"?'),
+    ):
+        other.write_text(text)
+        assert words in run("config", "validate", str(other)).err
     paths.config_file().parent.mkdir()
     paths.config_file().write_text("[kv\n")
     for command in ([], ["ask", "hello"], ["config", "show"], ["config", "validate"]):
@@ -429,3 +462,21 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
         assert outcome.code == 2
         assert outcome.err.startswith("kvchat: config.toml:1: ")
     assert run("modes").code == 0
+
+
+def test_keys_lists_the_actions_with_the_keys_of_the_settings(run: Run) -> None:
+    files.write(paths.config_file(), b'[keys]\nmode.next = "f8"\n')
+    listed = {row["id"]: row for row in json.loads(run("keys", "--json").out)}
+    assert set(listed) == set(actions.BY_ID)
+    assert (listed["mode.next"]["keys"], listed["mode.next"]["default_keys"]) == (["f8"], ["f6"])
+    row = next(line for line in run("keys").out.splitlines() if "mode.next " in line)
+    assert row.split()[:3] == ["F8", "mode.next", "/next"]
+
+
+@pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False), ("latin-1", False), ("no", False)])
+def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding: str, can: bool) -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.encoding = encoding
+
+    assert chat._draws(Stream()) is can

@@ -30,14 +30,14 @@ print("tried", len(tried), tried[:3], file=sys.stderr)
 """
 
 
-def run(*arguments: str, limit: int = 0, **variables: str) -> subprocess.CompletedProcess[bytes]:
+def run(*arguments: str, limit: int = 0, given: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
     def restrict() -> None:
         if limit:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     command = [sys.executable, "-m", "kvchat", *arguments]
     env = environ(**variables)
-    return subprocess.run(command, input=b"", capture_output=True, timeout=120, env=env, preexec_fn=restrict)
+    return subprocess.run(command, input=given, capture_output=True, timeout=120, env=env, preexec_fn=restrict)
 
 
 @pytest.mark.parametrize("command", [["modes"], ["doctor"], ["config", "show"]], ids=" ".join)
@@ -54,10 +54,13 @@ def test_an_answer_needs_no_locale_no_home_and_no_terminal() -> None:
     assert result.stdout.strip()
 
 
-def test_the_chat_without_a_terminal_says_so() -> None:
-    result = run()
-    assert result.returncode == 2
-    assert b"The chat needs a terminal" in result.stderr
+def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale() -> None:
+    result = run("chat", given=b"Hello!\n/mode streaming\n", **PLAIN)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.isascii()
+    said = [line.split(b" ")[0] for line in result.stdout.splitlines()[2:]]
+    assert said[:2] == [b"you:", b"model:"]
+    assert said[-1] == b"[full"
 
 
 @pytest.mark.parametrize("mebibytes", [700, 900, 1100])

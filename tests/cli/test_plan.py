@@ -21,7 +21,7 @@ def test_json(capsys):
     made = json.loads(capsys.readouterr().out)
     assert made["weights"]["none"] == 69_232_384
     assert made["modes"]["full"]["device_bytes"] > made["modes"]["speculative"]["device_bytes"] > 0
-    assert made["proposal"] == {"quantize": "none", "mode": "full", "gave_up": []}
+    assert made["proposal"] == {"quantize": "none", "mode": "full", "budget": None, "gave_up": []}
 
 
 @pytest.mark.parametrize("as_json", [False, True])

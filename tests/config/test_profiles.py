@@ -12,12 +12,16 @@ from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from typer.testing import CliRunner
 
 from kvchat import paths
-from kvchat.cli import main
+from kvchat.cli import chat, main
+from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, sources
 from kvchat.config.profiles import Device, Measured, Profile
+from kvchat.config.sources import SettingsSource
+from kvchat.doctor import installation
 from kvchat.errors import UsageError
 from kvchat.tui import app as application
 
+SIZES = (4, 6, 8, 12, 16, 24, 48, 80)
 RTX = Device("NVIDIA GeForce RTX 4060", 7.996, "8.9", 4, 8)
 Install = Callable[..., None]
 
@@ -54,7 +58,11 @@ def own(name: str, text: str) -> Path:
 
 
 def resolved() -> sources.Resolved:
-    return sources.load(environ={}, profiles=profiles.sources)
+    return sources.load(environ={}, profiles=in_force)
+
+
+def in_force(device: str) -> tuple[SettingsSource, ...]:
+    return profiles.find(device).sources
 
 
 def shown(key: str) -> str:
@@ -76,7 +84,7 @@ def test_every_reading_may_be_missing(nvml: Install) -> None:
     readings = ("Name", "MemoryInfo", "CudaComputeCapability", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
     nvml(RTX, missing=tuple(f"nvmlDeviceGet{name}" for name in readings))
     assert profiles.read_gpu() == Device()
-    assert profiles.sources("auto") == ()
+    assert in_force("auto") == ()
     nvml(RTX, missing=("nvmlDeviceGetMemoryInfo",))
     own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
     assert shown("sampling.seed").endswith("(matched: name)")
@@ -120,7 +128,9 @@ def test_a_real_gpu_is_read() -> None:
 @pytest.mark.parametrize(
     ("memory", "name"),
     [
-        (4.0, None),
+        (0.5, None),
+        (2.0, "4gb"),
+        (4.99, "4gb"),
         (5.99, "6gb"),
         (7.996, "8gb"),
         (9.99, "8gb"),
@@ -145,18 +155,22 @@ def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
     nvml(RTX)
     assert resolved().settings.kv.mode == "speculative"
     cpu = sources.flag_source({"--device": ([("model", "device")], "cpu")})
-    assert sources.load(cpu, {}, profiles.sources).settings.kv.mode == "full"
+    assert sources.load(cpu, {}, in_force).settings.kv.mode == "full"
 
 
 def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
     files = sorted(paths.bundled_profiles_dir().glob("*.toml"))
-    assert {f.stem for f in files} == {"cpu", "6gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"}
+    assert {f.stem for f in files} == {
+        "cpu",
+        *(f"{size}gb" for size in SIZES),
+        *(f"rtx{generation}" for generation in (20, 30, 40, 50)),
+    }
     for file in files:
         source = sources.file_source(file)
         assert sources.check(source, Profile).measured == Measured()
         lines = file.read_text().splitlines()
         assert lines[0].startswith("# ")
-        for key in source.values.keys() - {("match", "memory"), ("match", "device")}:
+        for key in (key for key in source.values if key[0] != "match"):
             line = int(source.origins[key].partition(":")[2])
             assert "# " in lines[line - 1], f"{file.name}:{line} gives no reason"
 
@@ -203,7 +217,7 @@ def test_most_keys_win_and_the_order_of_sources_holds(nvml: Install, monkeypatch
     assert shown("kv.streaming.budget").startswith("kv.streaming.budget = 1024   # profiles/6gb.toml:")
     paths.config_file().write_text("[sampling]\ntop_k = 3\n")
     assert shown("sampling.top_k") == "sampling.top_k = 3   # config.toml:2"
-    in_variable = sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=profiles.sources)
+    in_variable = sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=in_force)
     assert in_variable.origins["sampling", "top_k"] == "KVCHAT_SAMPLING_TOP_K"
 
 
@@ -221,28 +235,105 @@ def test_most_keys_win_and_the_order_of_sources_holds(nvml: Install, monkeypatch
     ],
 )
 def test_a_wrong_profile_is_refused_with_its_line(nvml: Install, text: str, message: str) -> None:
-    own("bad.toml", text)
+    file = own("bad.toml", text)
     with pytest.raises(UsageError) as caught:
-        resolved()
+        profiles.read_file(file, None)
     assert str(caught.value).startswith(message)
     assert str(caught.value).endswith("^")
-    ran = CliRunner().invoke(main.app, ["config", "show"])
-    assert isinstance(ran.exception, UsageError)
-    assert ran.exception.exit_code == 2
 
 
-def test_the_application_falls_back_and_says_so(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+WRONG = '[kv]\nmode = "frezee"\n'
+TOLD = 'profiles/bad.toml:2: kv.mode: "frezee" is not one of'
+
+
+def test_one_answer_to_a_wrong_profile(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out, and everybody says so in the same words; who was asked whether it is right says no."""
     nvml(RTX)
-    own("bad.toml", '[kv]\nmode = "frezee"\n')
+    own("bad.toml", WRONG)
     own("good.toml", "[match]\n[sampling]\nseed = 3\n")
+    ran = CliRunner().invoke(main.app, ["config", "show"])
+    assert (ran.exit_code, TOLD in ran.stderr, "sampling.seed = 3" in ran.stdout) == (0, True, True)
+    said: list[str] = []
+    assert load_settings(problem=said.append).settings.sampling.seed == 3
+    check = installation.profiles_in_force("auto")
+    assert (check.state, check.advice) == ("warning", said[0])
     started = []
     monkeypatch.setattr(application, "run", lambda config: started.append(config) or 0)
-    monkeypatch.setattr(main, "_is_terminal", lambda stream: True)
+    monkeypatch.setattr(chat, "_is_terminal", lambda stream: True)
     monkeypatch.setenv("TERM", "xterm")
     assert CliRunner().invoke(main.app, []).exit_code == 0
-    assert started[0].sampling.seed == 3
-    assert started[0].load.mode == "speculative"
-    assert [problem.split(":")[0] for problem in started[0].problems] == ["profiles/bad.toml"]
+    assert (started[0].sampling.seed, started[0].load.mode) == (3, "speculative")
+    assert started[0].problems == tuple(said)
+    assert started[0].profile.startswith("profiles/8gb.toml (matched: memory), profiles/rtx40.toml (matched: name")
+    assert said[0].startswith(TOLD)
+    for command in (["config", "validate"], ["profile", "validate"]):
+        refused = CliRunner().invoke(main.app, command).exception
+        assert isinstance(refused, UsageError)
+        assert (refused.exit_code, str(refused).startswith(TOLD)) == (2, True)
+
+
+def test_a_profile_is_validated_as_one(nvml: Install, tmp_path: Path) -> None:
+    nvml(RTX)
+    elsewhere = tmp_path / "mine.toml"
+    elsewhere.write_text('[match]\nname = "RTX 40*"\n')
+    for file in (elsewhere, own("good.toml", "[sampling]\nseed = 3\n")):
+        for group in ("config", "profile"):
+            assert CliRunner().invoke(main.app, [group, "validate", str(file)]).stdout == f"{file}: good\n"
+
+
+def test_profiles_that_match_equally_are_named(nvml: Install) -> None:
+    nvml(RTX)
+    own("b.toml", "[match]\nmemory = [7, 9]\n[sampling]\nseed = 2\n")
+    own("a.toml", '[match]\nname = ["RTX 4060", "RTX 4070"]\n[sampling]\nseed = 1\n')
+    found = profiles.find("auto")
+    (told,) = found.problems
+    assert told.startswith("profiles/a.toml and profiles/b.toml match this device equally; profiles/a.toml is used.")
+    assert resolved().settings.sampling.seed == 1
+
+
+# ---- kvchat profile --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "generation"),
+    [
+        ("NVIDIA GeForce GTX 1650", "7.5", "rtx20"),
+        ("NVIDIA GeForce RTX 2060 SUPER", "7.5", "rtx20"),
+        ("NVIDIA GeForce RTX 3070 Laptop GPU", "8.6", "rtx30"),
+        ("NVIDIA GeForce RTX 4060 Ti", "8.9", "rtx40"),
+        ("NVIDIA GeForce RTX 5090", "12.0", "rtx50"),
+        ("NVIDIA RTX 4000 Ada Generation", "8.9", None),
+        ("NVIDIA GeForce GTX 1080", "6.1", None),
+    ],
+)
+def test_consumer_cards_of_four_generations_are_known(
+    nvml: Install, name: str, capability: str, generation: str | None
+) -> None:
+    nvml(Device(name, 7.9, capability, 4, 8))
+    names = [file.name for file in profiles.find("auto").in_force]
+    assert names == ["profiles/8gb.toml", *([f"profiles/{generation}.toml"] if generation else [])]
+    assert resolved().settings.model.dtype == ("float16" if generation == "rtx20" else "auto")
+
+
+def run(*words: str) -> list[str]:
+    ran = CliRunner().invoke(main.app, ["profile", *words])
+    assert ran.exit_code == 0, ran.exception
+    return ran.stdout.splitlines()
+
+
+def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Install) -> None:
+    nvml(RTX)
+    own("mine.toml", "[match]\n[sampling]\nseed = 3\n")
+    marked = [line.split()[1] for line in run("list") if line.startswith("●")]
+    assert marked == ["profiles/8gb.toml", "profiles/rtx40.toml", "profiles/mine.toml"]
+    matched = run("match")
+    assert matched[0].startswith("name NVIDIA GeForce RTX 4060, memory 8.0 GiB, compute capability 8.9")
+    assert "profiles/rtx40.toml (matched: name, compute_capability): sets nothing" in matched
+    assert '  kv.mode = "speculative"   # profiles/8gb.toml:6 (matched: memory)' in matched
+    assert any("sampling.seed = 3   # profiles/mine.toml:3 (matched: any GPU)" in line for line in matched)
+    assert 'mode = "speculative"' in "\n".join(run("show", "8gb"))
+    assert len([line for line in run("show") if line.startswith("# /")]) == 3
+    assert "Did you mean" in str(CliRunner().invoke(main.app, ["profile", "show", "8bg"]).exception)
 
 
 # ---- saving ----------------------------------------------------------------------------------------
@@ -255,7 +346,7 @@ def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> Non
     assert file == paths.user_profiles_dir() / "rtx-4060-8gb.toml"
     assert profiles.find("auto").measured == measured
     assert profiles.find("cpu").measured == Measured()
-    assert main._load(resolved().settings).link_bytes_per_s == 11e9
+    assert chat.load_of(resolved().settings).link_bytes_per_s == 11e9
     nvml(Device("NVIDIA GeForce RTX 4060 Ti", 7.996, "8.9", 4, 8))
     assert profiles.find("auto").measured == Measured()
 

@@ -61,6 +61,7 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path
     assert refusal(config, '# first\n[kv]\n  mode = "frezee"\n') == (
         'config.toml:3: kv.mode: "frezee" is not one of full, freeze, streaming, sync, speculative. '
         'Did you mean "freeze"?\n'
+        f"  {config}\n"
         '    mode = "frezee"\n'
         "           ^"
     )

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import pytest
 from support.environment import environ
-from support.fake_session import PIECES, FakeSession
+from support.fake_session import PIECES, FakeLoader, FakeSession
 from support.streams import read_event
 
 from kvchat.engine import mailboxes, worker
+from kvchat.engine.loader import Progress
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
-from kvchat.protocol.figures import Gpu, Snapshot
+from kvchat.protocol.figures import Gpu, MemoryPlan, ModeNeed, Proposal, Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -30,6 +31,8 @@ from kvchat.protocol.messages import (
     Loading,
     Peek,
     Peeked,
+    Plan,
+    Planned,
     Started,
     Stop,
     Switch,
@@ -39,6 +42,10 @@ from kvchat.protocol.messages import (
     Turn,
 )
 
+PLAN = MemoryPlan(
+    "other", "Fake", "cpu", "float32", 4096, {"none": 64}, {"full": ModeNeed(32, {})}, 0, 8, 32, 0, 999, 999,
+    Proposal("none", "full", None, ("nothing",)),
+)  # fmt: skip
 CHAT = Chat((Turn("user", "hello"),))
 
 
@@ -55,12 +62,12 @@ class Clock:
 class Child:
     """A server in a thread, spoken to through pipes."""
 
-    def __init__(self, session: FakeSession, clock: Clock) -> None:
+    def __init__(self, loader: FakeLoader, clock: Clock) -> None:
         stdin, self._stdin = os.pipe()
         self._stdout, stdout = os.pipe()
         self.commands, self.events = os.fdopen(self._stdin, "wb"), os.fdopen(self._stdout, "rb", buffering=0)
         self._ends = os.fdopen(stdin, "rb"), os.fdopen(stdout, "wb")
-        self.server = worker.Server(self._ends[1], session.open, clock)
+        self.server = worker.Server(self._ends[1], loader, clock)
         self._threads = [
             threading.Thread(target=self.server.read, args=(self._ends[0],)),
             threading.Thread(target=self._run),
@@ -108,7 +115,7 @@ def session(clock: Clock) -> FakeSession:
 
 @pytest.fixture
 def child(session: FakeSession, clock: Clock) -> Iterator[Child]:
-    child = Child(session, clock)
+    child = Child(FakeLoader(session), clock)
     child.send(Load("bundled", mode="speculative", given={"speculative": {"budget": 128}}))
     assert [e.stage for e in child.until(Loaded)[:-1]] == ["importing torch", "reading the weights"]
     yield child
@@ -145,7 +152,7 @@ def test_text_comes_in_batches_and_always_before_the_next_event(
 
 def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     output = io.BytesIO()
-    server = worker.Server(output, FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01)).open, clock)
+    server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
     server._do(Load())
     output.seek(0)
     output.truncate()
@@ -250,12 +257,7 @@ def test_errors_become_failures_and_the_server_goes_on(
 
 
 def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
-    def refuse(*_args: object, **_kwargs: object) -> FakeSession:
-        raise DoesNotFitError("Too big.")
-
-    session = FakeSession()
-    session.open = refuse
-    child = Child(session, clock)
+    child = Child(FakeLoader(DoesNotFitError("Too big.")), clock)
     child.send(Load("huge"), CHAT)
     assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
     assert child.until(Failed) == [Failed("No model is loaded.", fatal=True)]
@@ -290,6 +292,7 @@ import os, sys, time, types
 from support.environment import environ
 from support.fake_session import FakeSession
 from kvchat.engine import mailboxes, worker
+from kvchat.engine.loader import Progress
 
 def on_token(session, n):
     print("a library prints")
@@ -350,3 +353,111 @@ def test_the_process_ends_quietly_when_nobody_reads_its_events() -> None:
         process.stdout.close()
         assert process.wait(10) == 0
         assert b"Error" not in process.stderr.read()
+
+
+# ---- another model ---------------------------------------------------------------------------------
+
+FIRST, OTHER = Load("first"), Load("other", mode="streaming")
+
+
+def replaced(*sessions: FakeSession | BaseException, clock: Clock, has_room: bool = True) -> Child:
+    """A child with the first of the sessions loaded, and the others to come."""
+    child = Child(FakeLoader(*sessions, has_room=has_room), clock)
+    child.send(FIRST)
+    child.until(Loaded)
+    return child
+
+
+def stages(events: list[wire.Message]) -> list[str]:
+    return [event.stage for event in events if isinstance(event, Loading)]
+
+
+def test_the_old_model_stays_until_the_new_one_is_ready(clock: Clock) -> None:
+    closed_while_loading = []
+    old, new = FakeSession(), FakeSession()
+    child = replaced(old, new, clock=clock)
+    child.server._loader.while_loading = lambda progress: closed_while_loading.append(old.closed)
+    child.send(OTHER)
+    assert child.until(Loaded)[-1].mode == "streaming"
+    assert (closed_while_loading, old.closed) == ([False], True)
+    child.send(CHAT)
+    child.until(Finished)
+    assert (len(old.asked), len(new.asked)) == (0, 1)
+    child.close()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(clock: Clock) -> None:
+    old = FakeSession()
+    child = replaced(old, DoesNotFitError("Too big."), clock=clock)
+    child.send(OTHER)
+    assert child.until(Failed)[-1] == Failed("Too big.", kind="DoesNotFitError", fatal=False)
+    assert child.until(Loaded)[-1] == old.info
+    child.send(CHAT)
+    child.until(Finished)
+    assert old.asked
+    assert not old.closed
+    child.close()
+
+
+def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(clock: Clock) -> None:
+    old, again = FakeSession(), FakeSession()
+    child = replaced(old, DoesNotFitError("Too big."), again, clock=clock, has_room=False)
+    child.send(OTHER)
+    assert stages(child.until(Failed))[-1] == "unloading fake: both do not fit"
+    assert old.closed
+    assert stages(child.until(Loaded)) == ["loading first again"]
+    assert again.loaded == FIRST
+    child.close()
+
+
+def test_if_the_old_model_does_not_come_back_nothing_is_loaded(clock: Clock) -> None:
+    child = replaced(FakeSession(), *[DoesNotFitError("Too big.")] * 2, clock=clock, has_room=False)
+    child.send(OTHER)
+    assert [child.until(Failed)[-1].fatal for _ in range(2)] == [False, True]
+    child.close()
+
+
+def test_a_load_is_stopped_at_its_next_stage(clock: Clock) -> None:
+    old = FakeSession()
+    child = replaced(old, FakeSession(), clock=clock)
+
+    def loading(progress: Progress) -> None:
+        child.send(Stop())
+        while True:
+            progress("reading")
+            time.sleep(0.001)
+
+    child.server._loader.while_loading = loading
+    child.send(OTHER)
+    assert child.until(Failed)[-1] == Failed("Loading other was stopped.")
+    assert child.until(Loaded)[-1] == old.info
+    child.close()
+
+
+def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
+    code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
+        "worker.main()",
+        "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(60)\nworker.main()",
+    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
+    with process:
+        send(process, FIRST)
+        receive(process, Loading)
+        began = time.monotonic()
+        send(process, Stop())
+        assert receive(process, Failed) == Failed("Loading first was stopped.", fatal=True)
+        assert time.monotonic() - began < 30
+        assert process.stdin
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
+def test_a_plan_is_answered_and_a_refusal_of_one_fails_nothing(child: Child) -> None:
+    child.server._loader.planned = PLAN
+    child.send(Plan(OTHER))
+    assert child.until(Planned)[-1] == Planned("other", PLAN)
+    child.server._loader.planned = DoesNotFitError("Too long.")
+    child.send(Plan(OTHER), CHAT)
+    assert child.until(Planned)[-1] == Planned("other", None, "Too long.")
+    child.until(Finished)

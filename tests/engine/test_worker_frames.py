@@ -16,15 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.environment import environ
-from support.fake_session import FakeSession
+from support.fake_session import FakeLoader, FakeSession
 from support.frames import bodies, framed, fuzzed
 from support.streams import read_event
 
 from kvchat.engine import mailboxes, session, worker
-from kvchat.engine.model import load
+from kvchat.engine.loader import EngineLoader, Loader, Progress
+from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import ModelError
 from kvchat.protocol import wire
+from kvchat.protocol.figures import MemoryPlan
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -33,6 +35,7 @@ from kvchat.protocol.messages import (
     Finished,
     Load,
     Peek,
+    Plan,
     Prefilled,
     Sampling,
     Stop,
@@ -44,14 +47,24 @@ COMMANDS = get_args(Command)
 EVENTS = get_args(Event)
 
 
+class FuzzedLoader(EngineLoader):
+    """Sessions are real; the names of models, which are nonsense here, are planned for without looking for them."""
+
+    def fits_beside(self, load: Load, progress: Progress) -> bool:
+        return True
+
+    def plan(self, asked: Plan, progress: Progress) -> MemoryPlan:
+        raise ModelError("There is no such model.")
+
+
 class Engine:
     """A server on pipes in a thread; ``talk`` sends frames and returns what comes until they are done."""
 
-    def __init__(self, open_session: object) -> None:
+    def __init__(self, loader: Loader) -> None:
         commands, self._commands = os.pipe()
         self._events, events = os.pipe()
         self._ends = os.fdopen(commands, "rb"), os.fdopen(events, "wb")
-        self.server = worker.Server(self._ends[1], open_session)  # type: ignore[arg-type]
+        self.server = worker.Server(self._ends[1], loader)
         self.events = os.fdopen(self._events, "rb")
         self._threads = [
             threading.Thread(target=self.server.read, args=(self._ends[0],)),
@@ -88,15 +101,15 @@ def engine(model: LoadedModel) -> Iterator[Engine]:
     """With real sessions; only the reading of files is left out."""
 
     def load_model(name: str, device: str, dtype: str, *_args: object, **_kwargs: object) -> LoadedModel:
-        load.resolve_device(device)
-        load.resolve_dtype(dtype, model.model.config, model.device)
+        resolve_device(device)
+        resolve_dtype(dtype, model.model.config, model.device)
         if name != "bundled":
             raise ModelError("There is no such model.")
         return model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "load_model", load_model)
-        engine = Engine(session.open_session)
+        engine = Engine(FuzzedLoader())
         yield engine
         engine.close()
 
@@ -115,7 +128,7 @@ def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, body: byte
 @fuzzed
 @given(stream=st.binary(max_size=64) | st.lists(bodies(COMMANDS), max_size=3).map(lambda found: framed(*found)[:-1]))
 def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(stream: bytes) -> None:
-    server, log = worker.Server(io.BytesIO(), FakeSession().open), io.StringIO()
+    server, log = worker.Server(io.BytesIO(), FakeLoader(FakeSession())), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", log)
         server.read(io.BytesIO(stream))
@@ -143,7 +156,7 @@ def test_more_commands_than_memory_should_hold_end_the_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mailboxes, "MAX_WAITING_BYTES", 1000 * mailboxes.COMMAND_BYTES)
-    server = worker.Server(io.BytesIO(), FakeSession().open)
+    server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
     server.read(io.BytesIO(wire.encode(Stop()) * 2000))
     assert server._inbox.closed
     assert capsys.readouterr().err.startswith("kvchat: 98")
@@ -168,7 +181,7 @@ def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pyt
                 server._inbox.put(command, 1)
 
     fake = FakeSession(on_token=send_at_two)
-    server = worker.Server(output, fake.open)
+    server = worker.Server(output, FakeLoader(fake))
     server._do(Load(mode="full"))
     fake.switch = fake.text = types.MethodType(lambda *_args, **_kwargs: 1 / 0, fake)  # type: ignore[method-assign]
     server._do(Chat((Turn("user", "hello"),)))

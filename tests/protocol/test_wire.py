@@ -42,7 +42,7 @@ def filled(hint: Any) -> Any:
         return (filled(typing.get_args(hint)[0]),) * 2
     if typing.get_origin(hint) is dict:
         _, values = typing.get_args(hint)
-        return {"full": filled(values)} if typing.get_args(values) else {"budget": 512, "tau": 0.5, "list": [1]}
+        return {"budget": 512, "tau": 0.5, "list": [1]} if values is Any else {"full": filled(values)}
     return {int: 7, float: 0.5, str: "ü", bool: True}[hint]
 
 

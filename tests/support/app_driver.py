@@ -28,6 +28,11 @@ def notes(app: KvchatApp) -> list[str]:
     return texts(app.chat.query(Note))
 
 
+def toasts(app: KvchatApp) -> str:
+    """All that is told in passing and still on the screen."""
+    return "\n".join(notice.message for notice in app._notifications)
+
+
 def prompt(app: KvchatApp) -> Prompt:
     return app.chat.query_one(Prompt)
 

@@ -1,4 +1,7 @@
-"""A session without a model that answers given pieces, one per token, with the interface of ``kvchat.Session``."""
+"""A session without a model that answers given pieces, one per token, with the interface of ``kvchat.Session``.
+
+And what makes sessions, with the interface of ``kvchat.engine.loader.Loader``.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import KvchatError
-from kvchat.protocol.figures import Snapshot, Stats
+from kvchat.protocol.figures import MemoryPlan, Snapshot, Stats
 from kvchat.protocol.messages import (
     Event,
     Finished,
     Load,
     Loaded,
+    Plan,
     Prefilled,
     Rebuilt,
+    Resumed,
     Sampling,
     Started,
     Switched,
@@ -39,6 +44,7 @@ class FakeSession:
         self.pieces, self.on_token, self.failure, self.error = pieces, on_token, failure, error
         self.mode = "full"
         self.params: dict[str, Any] = {}
+        self.resumed: list[tuple[str, tuple[Turn, ...]]] = []
         self.token_ids: list[int] = []
         self.asked: list[tuple[tuple[Turn, ...], Sampling]] = []
         self.switches: list[dict[str, Any]] = []
@@ -58,8 +64,19 @@ class FakeSession:
     def info(self) -> Loaded:
         return Loaded("fake", "Fake", 1, "cpu", "float32", 4096, 2, 2, 32, 64, self.mode, self.params, self.notes)
 
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+        self.resumed.append((conversation, tuple(turns)))
+        yield Resumed(conversation, 7, 0.5, "disk")
+
+    def forget(self, conversation: str) -> None:
+        self.resumed = [one for one in self.resumed if one[0] != conversation]
+
     def answer(
-        self, turns: Sequence[Turn], sampling: Sampling, between: Callable[[int], None] | None = None
+        self,
+        turns: Sequence[Turn],
+        sampling: Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
     ) -> Iterator[Event]:
         self.cancelled.clear()
         self.asked.append((tuple(turns), sampling))
@@ -111,3 +128,36 @@ class FakeSession:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeLoader:
+    """Gives ``sessions`` one after the other, the last one again and again; an error among them is raised.
+
+    ``while_loading(progress)`` runs in between; ``has_room`` is the answer to ``fits_beside``, ``planned`` to ``plan``.
+    """
+
+    def __init__(
+        self,
+        *sessions: FakeSession | BaseException,
+        while_loading: Callable[[Callable[[str], None]], None] = lambda progress: None,
+        has_room: bool = True,
+        planned: MemoryPlan | KvchatError | None = None,
+    ) -> None:
+        self.sessions = list(sessions)
+        self.while_loading, self.has_room, self.planned = while_loading, has_room, planned
+
+    def open_session(self, load: Load, progress: Callable[[str], None]) -> FakeSession:
+        session = self.sessions.pop(0) if len(self.sessions) > 1 else self.sessions[0]
+        self.while_loading(progress)
+        if isinstance(session, BaseException):
+            raise session
+        return session.open(load, progress)
+
+    def fits_beside(self, load: Load, progress: Callable[[str], None]) -> bool:
+        return self.has_room
+
+    def plan(self, asked: Plan, progress: Callable[[str], None]) -> MemoryPlan:
+        if isinstance(self.planned, KvchatError):
+            raise self.planned
+        assert self.planned is not None
+        return self.planned

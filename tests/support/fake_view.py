@@ -114,8 +114,10 @@ class FakeView:
         self.page_texts: list[tuple[int, str]] = []
         self.prompt = self.clipboard = ""
         self.shown: list[tuple[list[str], list[str], str | None]] = []
+        self.are_models_shown = False
         self.chosen: str | None = None
         self.edited: str | None = None
+        self.queue: tuple[int, bool] = (0, False)
         self.while_mounting: Hook | None = None
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
@@ -152,11 +154,20 @@ class FakeView:
         if self.phases[-1:] != [state.phase]:
             self.phases.append(state.phase)
 
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        self.queue = (waiting, is_held)
+
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         self.snapshots.append(snapshot)
 
     def show_page_text(self, start: int, text: str) -> None:
         self.page_texts.append((start, text))
+
+    def show_models(self) -> None:
+        self.are_models_shown = True
+
+    def accept_prompt(self) -> None:
+        self.prompt = ""
 
     def restore_prompt(self, text: str) -> bool:
         is_empty = not self.prompt

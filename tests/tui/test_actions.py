@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.app_driver import prompt, typed
+from support.app_driver import prompt, toasts, typed
 from textual.widgets import Static
 
 from kvchat.errors import UsageError
-from kvchat.tui.actions import ACTIONS, BY_ID, COMMANDS, check_keys, describe_keys, is_command, parse_command
+from kvchat.tui.actions import ACTIONS, ALIASES, BY_ID, COMMANDS, check_keys, describe_keys, is_command, parse_command
 from kvchat.tui.palette import choices
 from kvchat.tui.screens.help import HelpScreen, key_rows
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.ribbon import Ribbon
-from kvchat.tui.widgets.transcript import Welcome
+from kvchat.tui.widgets.welcome import Welcome
 
 SLASH = (
-    "stop mode next previous budget sink window set system pin regen continue edit undo branch rebuild new last title"
-    " fork delete restore export import stats copy code thinking theme panels restart help chats quit"
+    "stop queue mode next previous budget sink window set system pin regen continue edit undo branch rebuild new "
+    "last open title fork delete restore export import stats copy code editor file thinking theme panels restart "
+    "help settings chats quit model plan profile"
 )
 
 
@@ -58,6 +59,24 @@ def test_commands_are_split_from_their_arguments():
 
 
 @pytest.mark.parametrize(
+    ("typed", "id"),
+    [("mo", "mode"), ("bu", "budget"), ("exit", "quit"), ("ex", "export"), ("cle", "new"), ("?", "help")],
+)
+def test_the_beginning_of_a_name_or_an_alias_will_do(typed, id):
+    assert parse_command(f"/{typed} x") == (BY_ID[id], "x")
+
+
+def test_a_beginning_of_several_names_them():
+    with pytest.raises(UsageError, match=r'"re" is the beginning of several: rebuild, regen, restart, restore\.'):
+        parse_command("/re")
+
+
+def test_aliases_hide_no_command():
+    assert not set(ALIASES) & set(COMMANDS)
+    assert len(ALIASES) == sum(len(action.aliases) for action in ACTIONS)
+
+
+@pytest.mark.parametrize(
     ("keys", "reason"),
     [
         ({"mode.nxet": "f9"}, 'Did you mean "mode.next"'),
@@ -78,22 +97,22 @@ def test_two_actions_can_trade_their_keys():
 
 
 async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
-    config = replace(config, keys={"mode.next": "f8", "help": "f2"})
+    config = replace(config, keys={"mode.next": "f8", "help": "f12"})
     async with running(config) as (app, pilot, until):
         assert "F8 changes" in str(app.chat.query_one(Welcome).content)
         hints = app.chat.query_one(KeyHints).render().plain
         assert " F8 mode " in hints
-        assert " F2 help" in hints
+        assert " F12 help" in hints
         assert "F6" not in hints
         await pilot.press("f6")
         await pilot.press("f8")
         await until(lambda: app.controller.state.mode == "freeze")
         docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
         assert docs["/next"].endswith("  F8")
-        await pilot.press("f2")
+        await pilot.press("f12")
         await until(lambda: isinstance(app.screen, HelpScreen) and app.screen.query(Static))
         assert ("F8", BY_ID["mode.next"].doc) in key_rows(app.keys)
-        await pilot.press("f2")
+        await pilot.press("f12")
         await until(lambda: app.screen is app.chat)
         app.rebind({})
         await until(lambda: " F6 mode " in app.chat.query_one(KeyHints).render().plain)
@@ -122,10 +141,10 @@ async def test_refused_keys_leave_the_defaults(running, config):
         await until(lambda: app.controller.state.mode == "freeze")
 
 
-async def test_a_key_that_is_refused_is_a_toast_and_a_command_an_error(running):
+async def test_what_is_refused_is_a_toast(running):
     async with running() as (app, pilot, until):
         await pilot.press("f5")
-        await until(lambda: any("There is no question yet" in notice.message for notice in app._notifications))
+        await until(lambda: "There is no question yet" in toasts(app))
+        typed(app, "/undo x")
+        await until(lambda: toasts(app).count("There is no question yet") == 2)
         assert not app.chat.query("Problem")
-        typed(app, "/regen")
-        await until(lambda: app.chat.query("Problem"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from support.app_driver import finished, press, prompt, typed
+from support.app_driver import finished, press, prompt, toasts, typed
 from support.hostile import forbidden_in, hostile
 from textual.widgets import Static
 
@@ -127,7 +127,7 @@ async def test_a_waiting_question_is_given_back_when_the_engine_stays_down(runni
         assert not app.chat.query(Question)
         await pilot.press("f6")
         await until(lambda: app._notifications)
-        assert "not loaded" in next(iter(app._notifications)).message
+        assert "not loaded" in toasts(app)
 
 
 async def test_the_engine_is_restarted_by_command(running):

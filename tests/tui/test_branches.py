@@ -139,3 +139,21 @@ async def test_while_the_engine_works_branches_wait(talk, branches):
     assert talk.phase is Phase.PREFILL
     with pytest.raises(UsageError, match="busy"):
         await branches.undo()
+
+
+async def test_an_answer_is_edited_and_gone_on_from_as_a_sibling(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(done("hi"))
+    first = chat.controller.state.conversation.leaf
+    chat.view.chosen, chat.view.prompt = first.id, ""
+    chat.controller.branches.edit()
+    assert (chat.view.prompt, chat.controller.state.edits_answer) == ("hi", True)
+    chat.view.prompt = ""
+    await chat.ask("Hello")
+    assert [turn.content for turn in chat.client.sent[-1].turns] == ["one", "Hello"]
+    await chat.controller.handle(Text(" you", 1))
+    await chat.controller.handle(Finished("eos", " you", Stats(generated_tokens=1)))
+    assert chat.turns == ["one", "Hello you"]
+    assert [message.text for message in chat.controller.state.conversation.siblings(first.id)] == ["hi", "Hello you"]
+    assert chat.view.answers[-1].text == "Hello you"

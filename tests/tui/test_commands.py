@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from support.app_driver import finished, notes, texts, typed
+from support.app_driver import finished, notes, prompt, texts, toasts, typed
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
@@ -57,7 +59,7 @@ async def test_every_mode_is_listed_and_can_be_entered(running, mode):
 
 async def test_mode_parameters_by_command(running):
     async with running() as (app, _pilot, until):
-        typed(app, "/mode speculative tau=0.7")
+        typed(app, "/mo spec ta=0.7")
         await until(lambda: app.controller.state.params.get("tau") == 0.7)
         typed(app, "/budget 1024")
         await until(lambda: app.controller.state.params["budget"] == 1024)
@@ -75,15 +77,19 @@ async def test_sampling_by_command(running):
         typed(app, "/set temperature 0.2")
         await until(lambda: app.controller.state.sampling.temperature == 0.2)
         typed(app, "/set temprature 1")
-        await until(lambda: app.chat.query(Problem))
-        assert 'Did you mean "temperature"?' in app.chat.query_one(Problem).error.detail
+        await until(lambda: 'Did you mean "temperature"?' in toasts(app))
+        typed(app, "/set")
+        await until(lambda: any(re.search("temperature +0.2 +a number from 0", note) for note in notes(app)))
+        typed(app, "/set temp")
+        await until(lambda: "temperature is 0.2. It takes a number from 0 to 100." in toasts(app))
+        assert not app.chat.query(Problem)
 
 
 async def test_unknown_command_names_the_nearest(running):
     async with running() as (app, _pilot, until):
         typed(app, "/hepl")
-        await until(lambda: app.chat.query(Problem))
-        assert 'Did you mean "help"?' in app.chat.query_one(Problem).error.detail
+        await until(lambda: 'Did you mean "help"?' in toasts(app))
+        assert not app.chat.query(Problem)
 
 
 async def test_system_stats_theme_copy_panels(running):
@@ -118,3 +124,13 @@ async def test_a_budget_given_in_full_counts_from_the_next_mode_on(running):
         await until(lambda: app.controller.state.mode == "streaming")
         assert app.controller.state.params["budget"] == 96
         assert app.controller.state.later == {}
+
+
+async def test_a_file_is_begun_with_by_command(running, tmp_path):
+    path = tmp_path / "a file.txt"
+    async with running() as (app, _pilot, until):
+        typed(app, f"/file {path}")
+        await until(lambda: f"{path} cannot be read: No such file" in toasts(app))
+        path.write_text("of words")
+        typed(app, f"/file {path}")
+        await until(lambda: prompt(app).text == f'@"{path}" ')

@@ -20,7 +20,7 @@ DONE = Finished("eos", "hi", Stats(generated_tokens=1))
 
 async def test_starting_loads_the_model(chat):
     await chat.controller.start()
-    assert chat.client.sent == [chat.controller.load]
+    assert chat.client.sent == [chat.controller.models.in_use]
     assert chat.phase is Phase.LOADING
     await chat.load()
     assert chat.phase is Phase.READY
@@ -53,26 +53,68 @@ async def test_a_question_is_sent_with_the_whole_conversation(chat):
     await chat.controller.handle(DONE)
     await chat.ask("two")
     turns = (Turn("system", "be brief"), Turn("user", "one"), Turn("assistant", "hi"), Turn("user", "two"))
-    assert chat.client.sent[-1] == Chat(turns, chat.controller.state.sampling)
+    assert chat.client.sent[-1] == Chat(turns, chat.controller.state.sampling, chat.controller.state.conversation.id)
     assert chat.phase is Phase.PREFILL
 
 
-async def test_one_question_is_queued_and_a_second_refused(chat):
-    await chat.ask("one")
-    assert chat.view.questions[0].queued
-    with pytest.raises(UsageError, match="already waiting"):
-        await chat.ask("two")
+async def test_questions_are_queued_and_sent_in_order(chat):
+    for text in ("one", "two", "three"):
+        await chat.ask(text)
+    assert [question.queued for question in chat.view.questions] == [True] * 3
     await chat.load()
-    assert not chat.view.questions[0].queued
+    assert (chat.turns, chat.view.queue) == (["one"], (2, False))
+    await chat.controller.handle(DONE)
+    await chat.controller.handle(DONE)
+    assert (chat.turns, chat.view.queue) == (["one", "hi", "two", "hi", "three"], (0, False))
+
+
+async def test_a_stop_holds_the_queue_until_it_is_released_and_a_new_question_goes_first(chat):
+    await chat.load()
+    for text in ("one", "two", "three"):
+        await chat.ask(text)
+    chat.controller.stop()
+    await chat.controller.handle(Text("a", 1))
+    await chat.controller.handle(Finished("stopped", "a", Stats(generated_tokens=1)))
+    assert (chat.phase, chat.turns, chat.view.queue) == (Phase.READY, ["one", "a"], (2, True))
+    await chat.ask("now")
+    await chat.controller.handle(DONE)
+    assert (chat.turns[2:], chat.view.queue) == (["now", "hi"], (2, True))
+    await chat.controller.release_queue()
+    assert (chat.turns[4:], chat.view.queue) == (["two"], (1, False))
+
+
+async def test_the_last_queued_question_is_taken_back_unless_another_text_is_begun(chat):
+    with pytest.raises(UsageError, match="No question is queued"):
+        await chat.controller.take_back()
+    for text in ("one", "two"):
+        await chat.ask(text)
+    await chat.controller.take_back()
+    assert (chat.view.prompt, chat.view.questions[1].removed, chat.view.queue) == ("two", True, (1, False))
+    with pytest.raises(UsageError, match="another text"):
+        await chat.controller.take_back()
+    await chat.load()
     assert chat.turns == ["one"]
-    assert chat.controller.answers.queued is None
+
+
+async def test_an_engine_that_fails_holds_what_is_queued(chat):
+    await chat.load()
+    for text in ("one", "two", "three"):
+        await chat.ask(text)
+    await chat.controller.handle(Crashed(1, ()))
+    await chat.load()
+    assert (chat.turns, chat.view.prompt, chat.view.queue) == ([], "one", (2, True))
+    await chat.controller.handle(Crashed(1, ()))
+    assert (chat.phase, chat.view.queue) == (Phase.DOWN, (2, True))
+    await chat.controller.release_queue()
+    await chat.load()
+    assert chat.turns == ["two"]
 
 
 async def test_an_engine_that_becomes_ready_while_a_question_is_mounted_answers_it(chat):
     chat.view.while_mounting = chat.load
     await chat.ask("one")
     assert [type(command) for command in chat.client.sent] == [Chat]
-    assert chat.controller.answers.queued is None
+    assert not chat.controller.answers.queue
 
 
 async def test_an_engine_that_ends_while_a_question_is_mounted_gives_it_back(chat):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, finished, notes, texts, typed
+from support.app_driver import answers, finished, notes, texts, toasts, typed
 
 from kvchat.conversations.store import ConversationStore
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.messages import Problem, Question
-from kvchat.tui.widgets.transcript import Welcome
+from kvchat.tui.widgets.messages import Question
+from kvchat.tui.widgets.welcome import Welcome
 
 
 @pytest.fixture
@@ -20,10 +20,6 @@ def config(config, tmp_path):
 
 def questions(app):
     return texts(app.chat.query(Question))
-
-
-def toasts(app):
-    return [notice.message for notice in app._notifications]
 
 
 async def test_a_conversation_survives_the_application(running, config):
@@ -71,7 +67,7 @@ async def test_a_new_conversation_keeps_the_one_before_and_its_partial_answer(ru
 async def test_titles_copies_and_deleting(running, config):
     async with running(config) as (app, _pilot, until):
         typed(app, "/delete")
-        await until(lambda: any("nothing to delete" in str(p.error) for p in app.chat.query(Problem)))
+        await until(lambda: "nothing to delete" in toasts(app))
         typed(app, "hello")
         await until(lambda: finished(app))
         typed(app, "/title A greeting")
@@ -83,34 +79,34 @@ async def test_titles_copies_and_deleting(running, config):
         await until(lambda: questions(app) == ["❯ hello"])
         typed(app, "/delete")
         await until(lambda: app.chat.query(Welcome))
-        await until(lambda: any("“A greeting” is deleted" in toast for toast in toasts(app)))
+        await until(lambda: "“A greeting” is deleted" in toasts(app))
         typed(app, "/restore")
         await until(lambda: questions(app) == ["❯ hello"])
         typed(app, "/restore")
-        await until(lambda: any("Nothing has been deleted" in str(p.error) for p in app.chat.query(Problem)))
+        await until(lambda: "Nothing has been deleted" in toasts(app))
 
 
 async def test_export_and_import(running, config, tmp_path):
     async with running(config) as (app, _pilot, until):
         typed(app, f"/export {tmp_path}/empty.md")
-        await until(lambda: any("nothing to export" in str(p.error) for p in app.chat.query(Problem)))
+        await until(lambda: "nothing to export" in toasts(app))
         typed(app, "hello")
         await until(lambda: finished(app))
         for name in ("a.md", "a.html", "a.json"):
             typed(app, f"/export {tmp_path / name}")
             await until((tmp_path / name).exists)
         typed(app, f"/export {tmp_path}/a.md")
-        await until(lambda: any("exists" in str(p.error) for p in app.chat.query(Problem)))
+        await until(lambda: "exists" in toasts(app))
         typed(app, f"/export {tmp_path}/a.pdf")
-        await until(lambda: any(".html" in str(p.error) for p in app.chat.query(Problem)))
+        await until(lambda: ".html" in toasts(app))
         typed(app, f"/export {tmp_path}/a\0.md")
-        await until(lambda: any("null byte" in str(p.error) for p in app.chat.query(Problem)))
+        await until(lambda: "null byte" in toasts(app))
         first = app.controller.state.conversation
         typed(app, f"/import {tmp_path}/a.json")
         await until(lambda: app.controller.state.conversation.id != first.id)
         assert app.controller.state.conversation.turns == first.turns
         typed(app, f"/import {tmp_path}/a.md")
-        await until(lambda: any("no conversation of kvchat" in str(p.error) for p in app.chat.query(Problem)))
+        await until(lambda: "no conversation of kvchat" in toasts(app))
 
 
 async def test_branches_by_command(running, config):

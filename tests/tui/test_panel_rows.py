@@ -86,7 +86,7 @@ def test_without_a_gpu_one_line_says_so():
 def test_every_label_is_explained():
     full = snapshot(
         params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
-        recall_ms_p95=2.0, gpu=Gpu("H200"),
+        recall_ms_p95=2.0, gpu=Gpu("H200"), kv_parked_bytes=1,
     )  # fmt: skip
     shown = [context_rows(full), context_rows(snapshot(total=1)), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.segment import Segment
+from rich.style import Style
 from support import start_app
 from support.environment import environ
 from support.hostile import forbidden_in, hostile
 from support.pty_run import PtyRun
+from textual.color import Color
 
-from kvchat.tui.terminal import InputDecoder
+from kvchat.tui.terminal import InputDecoder, ReadableDim
 
 pytestmark = [pytest.mark.terminal, pytest.mark.skipif(not shutil.which("ps"), reason="no ps")]
 
@@ -233,3 +236,12 @@ def test_escape_pressed_right_after_enter_gives_the_question_back(in_pty: PtyRun
     in_pty.until("stopped")
     in_pty.type(b"\x11")
     assert in_pty.finish() == 0
+
+
+def test_dim_text_keeps_most_of_its_color_and_the_rest_is_left_alone():
+    black, white = Color.parse("#000000"), Style.parse("dim #ffffff on #000000")
+    others = [Style.parse(text) for text in ("#ffffff on #000000", "dim", "dim red on #000000", "dim on #000000")]
+    segments = [Segment("a", white), Segment("b"), *(Segment("c", style) for style in others)]
+    dimmed, *rest = ReadableDim(0.75).apply(segments, black)
+    assert (dimmed.style.color.triplet.hex, dimmed.style.dim) == ("#bfbfbf", False)
+    assert rest == segments[1:]

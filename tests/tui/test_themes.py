@@ -2,20 +2,106 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from textual.color import Color
 
 from kvchat.errors import UsageError
 from kvchat.paths import bundled_themes_dir
-from kvchat.tui.themes import DEFAULT, RIBBON_DEFAULTS, load, load_all
+from kvchat.tui.themes import ANSI, DEFAULT, DIM, RIBBON_DEFAULTS, load, load_all, suited
+
+BUNDLED, PROBLEMS = load_all(())
+COLORED = [theme for theme in BUNDLED.values() if not theme.ansi]
+SURFACES = ("background", "surface", "panel")
+TEXT = ("foreground", "primary", "secondary", "accent", "success", "warning", "error")
+
+
+def luminance(color):
+    """Relative luminance by WCAG 2.1."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in color.rgb)]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_bundled_themes_are_complete():
-    themes, problems = load_all(())
-    assert not problems
-    assert {DEFAULT, "kvchat-light", "kvchat-contrast"} <= set(themes)
-    assert not themes["kvchat-light"].dark
-    for theme in themes.values():
+    assert not PROBLEMS
+    assert len(BUNDLED) >= 6
+    assert {DEFAULT, ANSI} <= set(BUNDLED)
+    assert {theme.dark for theme in COLORED} == {True, False}
+    for theme in BUNDLED.values():
         assert set(theme.variables) >= set(RIBBON_DEFAULTS)
+
+
+def test_contrast_is_measured_as_wcag_does():
+    assert contrast(Color.parse("#000"), Color.parse("#fff")) == pytest.approx(21)
+    assert contrast(Color.parse("#777"), Color.parse("#fff")) == pytest.approx(4.48, abs=0.01)
+
+
+@pytest.mark.parametrize("theme", COLORED, ids=lambda theme: theme.name)
+def test_every_text_can_be_read_on_every_surface(theme):
+    for surface in map(Color.parse, (getattr(theme, name) for name in SURFACES)):
+        text = {name: Color.parse(getattr(theme, name)) for name in TEXT}
+        text["muted"] = surface.blend(surface.get_contrast_text(1), 0.6)  # Textual's $text-muted is "auto 60%"
+        text["dim"] = surface.blend(text["foreground"], DIM)
+        faint = {name: round(ratio, 2) for name, color in text.items() if (ratio := contrast(color, surface)) < 4.5}
+        assert not faint, surface.hex
+    assert theme.to_color_system().generate()["text-muted"] == "auto 60%"
+
+
+@pytest.mark.parametrize("theme", COLORED, ids=lambda theme: theme.name)
+def test_every_part_of_the_ribbon_stands_out_from_the_background(theme):
+    background = Color.parse(theme.background)
+    colors = {name: Color.parse(theme.variables[name]) for name in RIBBON_DEFAULTS}
+    assert not {name: color.hex for name, color in colors.items() if contrast(color, background) < 3}
+
+
+def test_the_ansi_theme_leaves_all_colors_to_the_terminal():
+    theme = BUNDLED[ANSI]
+    used = [getattr(theme, name) for name in (*SURFACES, *TEXT)] + [theme.variables[name] for name in RIBBON_DEFAULTS]
+    assert all(color.startswith("ansi_") for color in used)
+
+
+async def test_an_own_theme_of_the_terminals_colors_needs_no_variables(running, config, tmp_path):
+    (tmp_path / "mine.toml").write_text('primary = "ansi_green"\nansi = true\ndark = false\n')
+    async with running(replace(config, theme_dirs=(tmp_path,), theme="mine")) as (app, pilot, until):
+        await pilot.press("f2")
+        await until(lambda: app.screen is not app.chat)
+        assert (app.theme, app.native_ansi_color) == ("mine", True)
+
+
+@pytest.mark.parametrize(
+    ("term", "others", "name"),
+    [
+        ("xterm", {}, ANSI),
+        ("linux", {}, ANSI),
+        ("xterm-256color", {}, DEFAULT),
+        ("xterm", {"COLORTERM": "truecolor"}, DEFAULT),
+        ("xterm-256color", {"NO_COLOR": "1"}, ANSI),
+    ],
+)
+def test_a_terminal_of_few_colors_gets_its_own_theme(monkeypatch, term, others, name):
+    for variable in ("COLORTERM", "NO_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"TERM": term, **others}.items():
+        monkeypatch.setenv(variable, value)
+    assert suited() == name
+
+
+async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with running(replace(config, theme=ANSI)) as (app, _pilot, _until):
+        strips = app.screen._compositor.render_strips()
+        for line_filter in app.get_line_filters():
+            strips = [strip.apply_filter(line_filter, Color(0, 0, 0)) for strip in strips]
+        styles = [segment.style for strip in strips for segment in strip if segment.style]
+        colors = [color for style in styles for color in (style.color, style.bgcolor)]
+        assert colors
+        assert all(color is None or color.is_default for color in colors)
 
 
 @pytest.mark.parametrize(

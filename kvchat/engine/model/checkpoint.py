@@ -7,20 +7,18 @@ weight is read, and only the hub needs the network.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvchat import units
+from kvchat.engine.model.hub import Progress, download
 from kvchat.errors import ModelError
 from kvchat.paths import bundled_model_dir
-
-Progress = Callable[[str], None]
 
 BUNDLED = "bundled"
 INDEX = "model.safetensors.index.json"
@@ -28,7 +26,6 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 CONFIGURATION = ["config.json"]
 GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
 MAX_TEXT_BYTES = 2**28  # the largest tokenizers have a tenth of it
 TAIL_BYTES = 2**16
@@ -71,7 +68,8 @@ def locate(name: str, progress: Progress) -> ModelLocation:
     except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
         raise ModelError(f'"{name[:80]}" cannot be opened.', f"{error}"[:300], "Check the path.") from error
     if location.gguf and not (location.folder / location.gguf).is_file():
-        raise ModelError(f"{name} is not there.", f"The repository has no file {location.gguf}.", "Check the spelling.")
+        why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is no file."
+        raise ModelError(f"{name} is not there.", why, "Check the spelling.")
     if not location.gguf and not (location.folder / "config.json").is_file():
         raise ModelError(f"{_where(location)} is no model.", "It has no config.json.", _format_hint(location.folder))
     return location
@@ -85,7 +83,7 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     """
     if location.gguf:
         return _complete_gguf(location)
-    folder = _download(location.name, DOWNLOADED, progress) if location.on_hub else location.folder
+    folder = download(location.name, DOWNLOADED, progress) if location.on_hub else location.folder
     _check_kinds(folder)
     weights = _weights(folder, _where(location))
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
@@ -121,13 +119,17 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
         return ModelLocation(name, folder.parent, gguf=folder.name)
     if folder.is_file():
         raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer, or GGUF.")
+    if name and os.path.lexists(folder):
+        raise ModelError(
+            f"{name} is no file.", "It is a pipe, a socket, a device or a link to nothing.", "Give a file."
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise ModelError(f'There is no folder "{name}".', "", "Check the path.")
     progress(f"Looking for {name} on the hub")
     repository, colon, file = name.partition(":")
     if colon and file.endswith(GGUF):
-        return ModelLocation(name, _download(repository, [file], progress), on_hub=True, gguf=file)
-    return ModelLocation(name, _download(name, CONFIGURATION, progress), on_hub=True)
+        return ModelLocation(name, download(repository, [file], progress), on_hub=True, gguf=file)
+    return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
 
 
 def _where(location: ModelLocation) -> str:
@@ -211,55 +213,3 @@ def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
             stream.seek(max(0, size - TAIL_BYTES))
             digest.update(f"{file.name} {size} ".encode() + stream.read())
     return digest.hexdigest()[:12]
-
-
-# ---- the hub ---------------------------------------------------------------------------------------
-
-
-def _download(name: str, patterns: list[str], progress: Progress) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(progress)
-        )
-    except errors.HFValidationError as error:
-        raise ModelError(
-            f'"{name}" is no model.', "It is neither a folder nor the name of a hub repository."
-        ) from error
-    except errors.GatedRepoError as error:
-        hint = f"Accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`."
-        raise ModelError(f"{name} is gated.", "Its owner asks for an agreement first.", hint) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"The hub has no model {name}.",
-            "There is no folder of that name either.",
-            "Check the spelling; a private model needs `hf auth login`.",
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{name} cannot be downloaded.",
-            "The hub cannot be reached, and the model is not (completely) in the local cache.",
-            f'Check the network and HF_HUB_OFFLINE, or give a folder. The model "{BUNDLED}" needs neither.',
-        ) from error
-    except OSError as error:
-        raise ModelError(f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200]) from error
-    return Path(folder)
-
-
-def _reporter(progress: Progress) -> type:
-    """A tqdm class that draws nothing and reports the bytes downloaded once a second."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    class Reporter(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # only the hub's own class knows it
-            super().__init__(*args, **(kwargs | {"file": io.StringIO(), "mininterval": 1.0}))
-
-        def display(self, *_: Any, **__: Any) -> None:
-            if self.unit == "B" and self.total:
-                with contextlib.suppress(OSError):
-                    progress(f"Downloading {units.size(self.n)} of {units.size(self.total)}")
-
-    return Reporter

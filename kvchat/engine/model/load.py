@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from logging import CRITICAL, getLogger
 from typing import Any
 
 import torch
 
 from kvchat.engine.model import attention_hook, quantization, supported, text_part
-from kvchat.engine.model.checkpoint import Checkpoint, ModelLocation, Progress, complete, locate, read_json
-from kvchat.engine.model.device import resolve_device, resolve_dtype
+from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
+from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.fusion import swap
+from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
@@ -28,12 +26,6 @@ from kvchat.errors import DoesNotFitError, KvchatError, ModelError
 from kvchat.units import size
 
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
-LOUD = (
-    "bitsandbytes",
-    "torchao",
-    "torch.utils._pytree",
-)  # say which kernels they lack, and what they are going to drop
-INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,30 +80,26 @@ def load_model(
         UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
-    on = resolve_device(device)
-    location = locate(name, progress)
     with quiet():
-        config = read_config(location)
-        model_class, text_config = supported.model_class(config)
-        precision = resolve_dtype(dtype, config, on)
-        quantized = quantization.resolve(quantize, config, precision, on)
-        checkpoint = complete(location, progress)
-        _check_layers(config, checkpoint)
-        _check_fits(checkpoint, on, quantized.share)
+        described = describe(name, device, dtype, progress)
+        quantized = quantization.resolve(quantize, described.config, described.dtype, described.device)
+        checkpoint = complete(described.location, progress)
+        _check_layers(described.config, checkpoint)
+        _check_fits(checkpoint, described.device, quantized.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
         progress("Loading the weights")
         try:
-            model = _model(model_class, text_config, checkpoint, precision, on, quantized)
+            model = _model(described, checkpoint, quantized)
             progress("Testing the model")
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
         except torch.OutOfMemoryError as error:
-            raise _does_not_fit(checkpoint, on) from error
+            raise _does_not_fit(checkpoint, described.device) from error
         except KvchatError:
             raise
         except Exception as error:
             raise supported.unreadable(checkpoint.name, "the model", error) from error
-    return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(config)])))
+    return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(described.config)])))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
@@ -135,41 +123,6 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def read_config(location: ModelLocation) -> Any:
-    """transformers' configuration of a located model.
-
-    Raises:
-        ModelError: transformers cannot read it.
-    """
-    from transformers import AutoConfig
-
-    if location.gguf:
-        return _gguf_config(location)
-    read_json(location.folder / "config.json")  # its message for a damaged file is better
-    try:
-        return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the hub's checks of a field's type have errors of their own
-        raise supported.unreadable(location.name, "its config.json", error) from error
-
-
-def _gguf_config(location: ModelLocation) -> Any:
-    from transformers import AutoConfig
-
-    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise ModelError(
-            f"{location.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
-        )
-    try:
-        config = AutoConfig.from_pretrained(
-            location.folder, gguf_file=location.gguf, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # the gguf package raises anything for a damaged file
-        raise supported.unreadable(location.name, "the GGUF file", error) from error
-    config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
-    return config
-
-
 def _gguf(checkpoint: Checkpoint) -> dict[str, str]:
     return {"gguf_file": checkpoint.gguf} if checkpoint.gguf else {}
 
@@ -189,26 +142,20 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
-def _model(
-    model_class: Any,
-    config: Any,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantized: Quantization,
-) -> Any:
+def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
     else. Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
     """
     attention_hook.register()
+    device = described.device
     in_place = bool(quantized.method) and importlib.util.find_spec("accelerate") is not None
     placement = {"device_map": {"": device}} if in_place else {}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the bar over a GGUF file's tensors has no switch
-            model, info = model_class.from_pretrained(
+            model, info = described.model_class.from_pretrained(
                 checkpoint.folder,
-                config=config,
-                dtype=dtype,
+                config=described.text_config,
+                dtype=described.dtype,
                 attn_implementation=attention_hook.NAME,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -312,28 +259,3 @@ def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
         f"Its weights take {size(found.weight_bytes, 2)}, and {size(free, 2)} of {size(total, 2)} are free.",
         "Choose a smaller model, or free memory on the GPU.",
     )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """transformers neither logs nor draws bars inside this block: the screen belongs to the application."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    loggers = [getLogger(name) for name in LOUD]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(CRITICAL)
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        for logger, before in zip(loggers, levels, strict=True):
-            logger.setLevel(before)
-        if bars:
-            logging.enable_progress_bar()

@@ -10,33 +10,38 @@ from typing import ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal
 from textual.content import Content
 from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widget import MountError, Widget
-from textual.widgets import Static
 
-from kvchat.errors import KvchatError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
+from kvchat.tui import external_editor, questions
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.arguments import Surroundings
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.history import PromptHistory
+from kvchat.tui.mentions import Part
 from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
-from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
+from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
+from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import NewLines, Transcript, Welcome
+from kvchat.tui.widgets.transcript import Transcript, TranscriptPane
+from kvchat.tui.widgets.welcome import Welcome, example
 
 QUIT_WINDOW_S = 2.0
 
@@ -55,10 +60,11 @@ class ChatScreen(Screen[None]):
     AUTO_FOCUS = "Prompt"
     BINDINGS: ClassVar[list[BindingType]] = bindings("chat")
 
-    def __init__(self, config: AppConfig, client: EngineClient, keys: Mapping[str, str]) -> None:
+    def __init__(self, config: AppConfig, client: EngineClient, keys: Mapping[str, str], themes: Sequence[str]) -> None:
         super().__init__()
         self.controller = ChatController(config, client, self)
         self._keys = keys
+        self._themes = themes
         self._resume = config.resume
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
@@ -66,16 +72,14 @@ class ChatScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield ModeBar()
         with Horizontal(id="body"):
-            with Vertical(id="conversation"):
-                yield Transcript()
-                yield NewLines()
+            yield TranscriptPane()
             yield KvColumn()
             yield DetailColumn()
         yield Ribbon()
         yield StatusBar()
-        yield Prompt(self._history)
+        yield Composer(self._history, self._surroundings, self._key)
         yield KeyHints()
-        yield Static(id="too-small")
+        yield TooSmall(id="too-small")
 
     async def on_mount(self) -> None:
         self.show_state(self.controller.state)
@@ -84,30 +88,34 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._open_archive(), name="conversations")
         self.call_after_refresh(self.controller.start)
 
-    def on_resize(self) -> None:
-        size = self.app.size
-        text = f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it"
-        self.query_one("#too-small", Static).update(text)
-
     # ---- what the user asks for ------------------------------------------------------------------
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Run a command, or ask a question."""
         text = message.text
-        if not text.strip():
+        if self.query(Welcome) and (asked := example(text, self.controller.models.in_use.model)):
+            await self.controller.ask(asked)
+        elif not text.strip() and self.controller.answers.queue.is_held:
+            await self.controller.release_queue()
+        elif not text.strip():
             self.toast("There is nothing to send yet: type a question first.", severity="warning")
         elif is_command(text):
-            self._accept_prompt()
+            self.accept_prompt()
             await self.run_command(text.strip())
         else:
             try:
-                await self.controller.ask(text.removeprefix("/") if text.startswith("//") else text)
+                await self.controller.ask(questions.compose(message.parts, self.controller.state))
             except KvchatError as refused:
                 self.query_one(Prompt).give_back()
                 self.toast(str(refused), severity="warning")
 
+    async def on_prompt_took_back(self) -> None:
+        """Give the question queued last back; another text may have been begun meanwhile."""
+        with self._refusals_as_toasts():
+            await self.controller.take_back()
+
     async def run_command(self, line: str) -> None:
-        """Run a slash command; a refusal is shown in the transcript."""
+        """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript."""
         try:
             action, argument = parse_command(line)
             if action.run:
@@ -115,15 +123,14 @@ class ChatScreen(Screen[None]):
             else:
                 namespace, _, name = action.action.rpartition(".")
                 await self.app.run_action((namespace, name, (argument,) if action.usage else ()), self)
+        except UsageError as error:
+            self.toast(str(error), severity="warning", timeout=8)
         except KvchatError as error:
             self.add_error(error)
 
     def begin_command(self, line: str) -> None:
         """Type the beginning of a command into the prompt."""
-        prompt = self.query_one(Prompt)
-        prompt.load_text(line)
-        prompt.move_cursor(prompt.document.end)
-        prompt.focus()
+        self.query_one(Prompt).begin(line)
 
     async def action_run(self, id: str) -> None:
         """Run an action of the table by its key; a refusal is a toast."""
@@ -132,11 +139,19 @@ class ChatScreen(Screen[None]):
         with self._refusals_as_toasts():
             await run(self.controller, "")
 
-    def action_stop(self) -> None:
-        """Stop the answer, or the editing of a question, and focus the prompt."""
-        self.controller.stop()
+    async def action_stop(self) -> None:
+        """Stop the answer, the loading of a model or the editing of a question, and focus the prompt."""
+        await self.controller.stop_work()
         self.controller.branches.stop_editing()
         self.query_one(Prompt).focus()
+
+    async def action_ask_example(self, typed: str) -> None:
+        """Ask a question of the first screen."""
+        await self.on_prompt_sent(Prompt.Sent((Part(typed),)))
+
+    def action_editor(self) -> None:
+        """Write the prompt in the user's own editor."""
+        self.run_worker(self._edit_outside(), group="editor", exclusive=True)
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
@@ -184,12 +199,6 @@ class ChatScreen(Screen[None]):
         else:
             self._transcript.scroll_page_down(animate=False)
 
-    def on_transcript_below(self, message: Transcript.Below) -> None:
-        self.query_one(NewLines).show(message.lines)
-
-    def on_new_lines_clicked(self) -> None:
-        self.action_newest()
-
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         self.controller.peek(message.start, message.end)
 
@@ -207,7 +216,7 @@ class ChatScreen(Screen[None]):
         await self._transcript.replace_below(below, widgets or ([] if below else [self._welcome()]))
 
     async def add_question(self, text: str, queued: bool) -> Question:
-        self._accept_prompt()
+        self.accept_prompt()
         await self._transcript.query(Welcome).remove()
         return await self._transcript.add(Question(text, queued))
 
@@ -234,9 +243,12 @@ class ChatScreen(Screen[None]):
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
-        bar.info, bar.phase, bar.stage = state.info, state.phase, state.stage
+        bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
         bar.mode, bar.params = state.mode, state.params
-        self.query_one(Prompt).border_title = "editing: Enter asks on a new branch, Esc ends it" if state.edited else ""
+        self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
+
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        self.query_one(Composer).show_queue(waiting, is_held)
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         if snapshot is None:
@@ -249,6 +261,15 @@ class ChatScreen(Screen[None]):
 
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
+
+    def show_models(self) -> None:
+        self.app.push_screen(ModelsScreen(self.controller))
+
+    def accept_prompt(self) -> None:
+        try:
+            self.query_one(Prompt).accept()
+        except OSError as error:
+            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)
@@ -271,25 +292,24 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._transcript.add(widget), group="messages")
 
     def _welcome(self) -> Welcome:
-        return Welcome(
-            f"Ask something. Everything stays stored; {self._key('mode.next')} changes how much of it the model reads,"
-            f" even during an answer. {self._key('help')} lists all keys and commands."
-        )
+        return Welcome(self.controller.models.in_use.model, self._key)
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self.controller.state, self._themes, self.app.theme)
 
     def _key(self, id: str) -> str:
         return describe_keys(BY_ID[id], self._keys)
 
-    def _accept_prompt(self) -> None:
-        try:
-            self.query_one(Prompt).accept()
-        except OSError as error:
-            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
+    async def _edit_outside(self) -> None:
+        prompt = self.query_one(Prompt)
+        with self._refusals_as_toasts():
+            prompt.replace_all(await external_editor.edit_suspended(self.app, prompt.expanded()))
 
     async def _open_archive(self) -> None:
         latest = await self.controller.open_archive(self._resume)
         if latest is not None:
             for welcome in self.query(Welcome):
-                welcome.offer(latest.title, self._key("last"))
+                welcome.offer(latest.title)
         await self.controller.keep()
 
     async def _listen(self) -> None:

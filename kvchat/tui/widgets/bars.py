@@ -7,6 +7,7 @@ from collections import deque
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
+from textual.widgets import Static
 
 from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
@@ -44,6 +45,7 @@ class ModeBar(Widget):
 
     phase: reactive[Phase] = reactive(Phase.LOADING)
     stage: reactive[str] = reactive("")
+    download: reactive[str] = reactive("")
     info: reactive[Loaded | None] = reactive(None)
     mode: reactive[str] = reactive("")
     params: reactive[Params] = reactive(dict)
@@ -67,7 +69,8 @@ class ModeBar(Widget):
     def _state(self, wide: bool) -> Content:
         dot, style, word = DOTS[self.phase]
         text = self.stage if self.phase is Phase.LOADING and self.stage else word
-        return Content.assemble("  ", (dot, f"bold {style}"), f" {text} " if wide else " ")
+        download = (f"  ↓ {self.download}" if wide else "  ↓", "$accent") if self.download else ""
+        return Content.assemble(download, "  ", (dot, f"bold {style}"), f" {text} " if wide else " ")
 
 
 class StatusBar(Widget):
@@ -135,3 +138,12 @@ class KeyHints(Widget):
                 break
             line += word
         return line
+
+
+class TooSmall(Static):
+    """Covers everything in a terminal that is too small."""
+
+    def on_resize(self) -> None:
+        """Say what the terminal lacks."""
+        size = self.app.size
+        self.update(f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it")

@@ -5,20 +5,23 @@ from __future__ import annotations
 from textual.content import Content
 from textual.widgets import Static
 
+from kvchat.conversations.attachments import folded
 from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.units import count, figure, size
+from kvchat.tui.state import describe_switch
+from kvchat.units import count, size
 
-SHOWN_CHARACTERS = 4000
+SHOWN_CHARACTERS = 2000
+SHOWN_LINES = 12
 COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
 SETTLED_TOKENS = 64
 TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 
 
 class Question(Static):
-    """A question of the user; a very long one shows its beginning and its size."""
+    """A question of the user; files in it are folded, a very long one shows its beginning and its size."""
 
     DEFAULT_CSS = """
     Question { margin: 1 1 0 1; color: $accent; text-style: bold; }
@@ -44,10 +47,19 @@ class Question(Static):
             self.update(self._content())
 
     def _content(self) -> Content:
-        shown = visible(self.text[:SHOWN_CHARACTERS])
-        more = f" … ({size(len(self.text.encode('utf-8', 'replace')))})" if len(self.text) > SHOWN_CHARACTERS else ""
-        body = shown.replace("\n", "\n  ") + more + ("  (queued)" if self.queued else "")
-        return Content.assemble(f"❯ {body}", (f"  {self._footer}" if self._footer else "", "dim not bold"))
+        body = visible(_shortened(folded(self.text))).replace("\n", "\n  ")
+        return Content.assemble(
+            f"❯ {body}{'  (queued)' if self.queued else ''}",
+            (f"  {self._footer}" if self._footer else "", "dim not bold"),
+        )
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a long text and how long it is."""
+    shown = "\n".join(text[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
+    if shown == text:
+        return text
+    return f"{shown} … ({count(text.count(chr(10)) + 1)} lines, {size(len(text.encode('utf-8', 'replace')))})"
 
 
 class Note(Static):
@@ -95,18 +107,7 @@ class SwitchNote(Note):
             self.update(self._line(self._tokens / (now - self._begun)))
 
     def _line(self, after: float | None) -> str:
-        s = self.switched
-        name = s.mode if s.before == s.mode else f"{s.before} -> {s.mode}"
-        parts = [name, *(f"{key} {value}" for key, value in s.params.items() if key == "budget" and value)]
-        parts.append(f"{count(s.total)} tok")
-        speeds = [figure(speed) for speed in (self._before, after) if speed is not None]
-        if speeds:
-            parts.append(" -> ".join(speeds) + " tok/s")
-        if s.moved_bytes:
-            parts.append(f"moved {size(s.moved_bytes)}")
-        if s.reduced_tokens:
-            parts.append(f"{count(s.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
-        return f"── {' · '.join(parts)} ──"
+        return f"── {describe_switch(self.switched, self._before, after)} ──"
 
 
 class Problem(Static):

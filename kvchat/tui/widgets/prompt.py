@@ -1,8 +1,13 @@
-"""The prompt: Enter sends, Ctrl+J is a newline, Up and Down walk the history at the edges, large pastes fold."""
+"""The prompt: Enter sends, Ctrl+J is a newline, Up and Down walk the history at the edges, large pastes fold.
+
+While the list above it is open, Up and Down choose in it, Tab takes a suggestion and Esc closes it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,12 +16,17 @@ from textual.binding import BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+from kvchat.conversations.attachments import pieces
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
 from kvchat.tui.history import PromptHistory
-from kvchat.units import size
+from kvchat.tui.mentions import Part
+from kvchat.tui.widgets.suggestions import SuggestionList
+from kvchat.units import count, size
 
 FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would block for many seconds
+FOLD_LINES = 24  # two prompts full: more cannot be looked over while writing
+STEPS = {"up": -1, "down": 1}
 
 
 class Prompt(TextArea):
@@ -24,6 +34,7 @@ class Prompt(TextArea):
 
     The receiver answers each ``Sent`` by ``accept`` or ``give_back``, but one of white space, which stays as it is.
     Control characters become visible marks before they are in the text: what is sent is what was shown.
+    ``has_queue`` says whether questions wait.
     """
 
     DEFAULT_CSS = """
@@ -35,24 +46,35 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user sends this text, pastes expanded."""
+        """The user sends this, pastes in full."""
 
-        text: str
+        parts: tuple[Part, ...]
 
-    def __init__(self, history: PromptHistory, id: str | None = None) -> None:
-        super().__init__(
-            id=id, soft_wrap=True, show_line_numbers=False, tab_behavior="focus", highlight_cursor_line=False
-        )
+        @property
+        def text(self) -> str:
+            """All parts as one text."""
+            return "".join(part.text for part in self.parts)
+
+    class TookBack(Message):
+        """The user wants the question queued last back."""
+
+    def __init__(self, history: PromptHistory, suggestions: SuggestionList, suggest: Callable[[], None]) -> None:
+        """``suggest`` brings the list of suggestions up to date with the text."""
+        super().__init__(soft_wrap=True, show_line_numbers=False, tab_behavior="focus", highlight_cursor_line=False)
         # A blinking cursor repaints twice a second: more than 1 % of a core while nothing happens.
         self.set_reactive(TextArea.cursor_blink, False)
-        self.placeholder = "Ask something…   (/ for commands)"
+        self.placeholder = "Ask something…   (/ commands, @ file)"
         self.prompts = history
+        self._suggestions = suggestions
+        self._suggest = suggest
+        self._recalled = ""
+        self.has_queue = False
         self._pastes: dict[str, str] = {}
         self._sent: deque[tuple[str, dict[str, str]]] = deque()
 
     def action_send(self) -> None:
         """Post the text, folded pastes in full."""
-        self.post_message(self.Sent(self.expanded()))
+        self.post_message(self.Sent(_parts(self.text, self._pastes)))
         if self.text.strip():
             self._sent.append((self.text, self._pastes))
             self._pastes = {}
@@ -65,6 +87,21 @@ class Prompt(TextArea):
     def expanded(self) -> str:
         """The text with every folded paste in full."""
         return _expanded(self.text, self._pastes)
+
+    @property
+    def begun(self) -> str:
+        """What is typed before the cursor, to be completed; empty inside a line, and in a text of the history."""
+        row, column = self.cursor_location
+        if self.text == self._recalled or self.document[row][column:].strip():
+            return ""
+        return self.document.get_text_range((0, 0), (row, column))
+
+    def take_suggestion(self) -> None:
+        """Put the suggestion highlighted in place of what it completes."""
+        suggestion, offer = self._suggestions.suggestion, self._suggestions.offer
+        if suggestion and offer:
+            row, column = self.cursor_location
+            self.replace(suggestion.text, (row, column - len(offer.typed)), (row, column))
 
     def accept(self) -> None:
         """Remember the text sent first in the history; nothing was sent by keys where the application asks by itself.
@@ -94,10 +131,24 @@ class Prompt(TextArea):
         self.insert(self._fold(visible(text)))
         return True
 
+    def begin(self, text: str) -> None:
+        """Type the beginning of a text."""
+        self.load_text(text)
+        self.move_cursor(self.document.end)
+        self.focus()
+
+    def replace_all(self, text: str) -> None:
+        """Put another text in place of the one there is."""
+        self.load_text("")
+        self.restore(text)
+        self.move_cursor(self.document.end)
+
     def action_cursor_up(self, select: bool = False) -> None:
-        """Up, or the older prompt at the first line."""
+        """Up, or the older prompt at the first line; of an empty prompt first the question queued last."""
         if select or not self.cursor_at_first_line:
             super().action_cursor_up(select)
+        elif self.has_queue and not self.text:
+            self.post_message(self.TookBack())
         elif (entry := self.prompts.older(self.text)) is not None:
             self._show(entry)
 
@@ -111,10 +162,31 @@ class Prompt(TextArea):
     async def _on_key(self, event: events.Key) -> None:
         """Send and newline in the order of the keys; a binding would run after keys that were typed later."""
         active = self.screen.active_bindings.get(event.key)
-        if active is not None and (active.binding.id or "").startswith("prompt."):
+        id = (active.binding.id or "") if active is not None else ""
+        if self._steer(event.key, id):
+            event.stop()
+            event.prevent_default()
+        elif active is not None and id.startswith("prompt."):
             event.stop()
             event.prevent_default()
             await self.run_action(active.binding.action)
+
+    def _steer(self, key: str, id: str) -> bool:
+        """Give a key to the open list of suggestions; whether it was for it."""
+        if key not in ("tab", *STEPS) and id not in ("stop", "prompt.send"):
+            return False
+        self._suggest()
+        if not self._suggestions.display:
+            return False
+        if id == "stop":
+            self._suggestions.close()
+        elif key in STEPS and self._suggestions.is_open:
+            self._suggestions.move(STEPS[key])
+        elif (key == "tab" and self._suggestions.is_open) or (id == "prompt.send" and self._suggestions.takes_enter):
+            self.take_suggestion()
+        else:
+            return False
+        return True
 
     async def _on_paste(self, event: events.Paste) -> None:
         """Insert a paste literally; a large one as a placeholder that is expanded when sent."""
@@ -124,23 +196,38 @@ class Prompt(TextArea):
         self._replace_via_keyboard(self._fold(visible(text)), *self.selection)
 
     def _fold(self, text: str) -> str:
-        if len(text) <= FOLD_CHARACTERS:
+        """``text`` with labels for the files in it, and as one label where it is long."""
+        found = list(pieces(text))
+        if any(piece.name for piece in found):
+            return "".join(self._label(piece.label, piece.text) if piece.name else piece.text for piece in found)
+        lines = text.count("\n") + 1
+        if len(text) <= FOLD_CHARACTERS and lines <= FOLD_LINES:
             return text
-        label = f"[pasted {_megabytes(len(text))}]"
+        words = f"[pasted {_megabytes(len(text))}" + (f", {count(lines)} lines]" if lines > 1 else "]")
+        return self._label(words, text)
+
+    def _label(self, label: str, text: str) -> str:
         while self._pastes.get(label, text) != text:
             label = label[:-1] + "+]"
         self._pastes[label] = text
         return label
 
     def _show(self, text: str) -> None:
+        self._recalled = text
         self.load_text(text)
         self.move_cursor(self.document.end)
 
 
+def _parts(text: str, pastes: dict[str, str]) -> tuple[Part, ...]:
+    """What was typed and what was pasted, in turn."""
+    if not pastes:
+        return (Part(text),)
+    chunks = re.split("(" + "|".join(map(re.escape, sorted(pastes, key=len, reverse=True))) + ")", text)
+    return tuple(Part(pastes.get(chunk, chunk), is_typed=chunk not in pastes) for chunk in chunks if chunk)
+
+
 def _expanded(text: str, pastes: dict[str, str]) -> str:
-    for label, paste in pastes.items():
-        text = text.replace(label, paste)
-    return text
+    return "".join(part.text for part in _parts(text, pastes))
 
 
 def _megabytes(characters: int) -> str:

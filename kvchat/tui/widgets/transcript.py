@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.messages import Question
@@ -91,8 +91,9 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def add(self, widget: W) -> W:
-        """Mount at the end, but before questions that still wait."""
-        waiting = next((question for question in self.query(Question) if question.queued), None)
+        """Mount at the end, but before questions that still wait, unless it is one of them."""
+        is_waiting = isinstance(widget, Question) and widget.queued
+        waiting = next((one for one in self.query(Question) if one.queued), None) if not is_waiting else None
         with self.app.batch_update():
             await self.mount(widget, before=waiting)
         if isinstance(widget, Question):
@@ -185,15 +186,19 @@ class NewLines(Static):
         self.post_message(self.Clicked())
 
 
-class Welcome(Static):
-    """The text of an empty conversation."""
+class TranscriptPane(Vertical):
+    """The transcript with the chip for new lines under it."""
 
-    DEFAULT_CSS = "Welcome { margin: 1 2; color: $text-muted; }"
+    DEFAULT_CSS = "TranscriptPane { width: 1fr; }"
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text, markup=False)
-        self.text = text
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+        yield NewLines()
 
-    def offer(self, title: str, key: str) -> None:
-        """Offer to go on with the conversation of this title."""
-        self.update(f"{self.text}\n\n{key} goes on with “{visible(title)}”.")
+    def on_transcript_below(self, message: Transcript.Below) -> None:
+        """Tell how much is below."""
+        self.query_one(NewLines).show(message.lines)
+
+    def on_new_lines_clicked(self) -> None:
+        """Go there."""
+        self.query_one(Transcript).jump_to_end()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import time
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 
-from kvchat.engine.model import checkpoint, load
+from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
@@ -141,10 +144,23 @@ def test_a_gguf_file_is_not_quantized_again(file):
 
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(description.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"not installed: gguf, accelerate.*pip install 'kvchat\[gguf\]'"):
         load_model(str(tmp_path), "cpu", "auto", silent)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("nothing"), Path.mkdir]
+)
+@pytest.mark.parametrize("of", [lambda path: path, lambda path: path.parent, lambda path: "x.gguf"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, make, of):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "x.gguf")
+    began = time.monotonic()
+    with pytest.raises(ModelError):
+        load_model(str(of(tmp_path / "x.gguf")), "cpu", "auto", silent)
+    assert time.monotonic() - began < 1
 
 
 def test_of_several_files_one_must_be_given(tmp_path):

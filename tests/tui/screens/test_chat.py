@@ -14,7 +14,8 @@ from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import Transcript, Welcome
+from kvchat.tui.widgets.transcript import Transcript
+from kvchat.tui.widgets.welcome import Welcome
 
 
 async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
@@ -117,24 +118,31 @@ async def test_new_conversation_forgets_and_drops_what_still_comes(running):
         assert not answers(app)
 
 
-async def test_a_prompt_waits_while_the_model_loads_and_while_it_answers(running):
+async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
     async with running(ready=False) as (app, _pilot, until):
         typed(app, "hello")
         await until(lambda: finished(app))
         typed(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        queue = app.controller.answers.queue
         typed(app, "next")
-        await until(lambda: app.controller.answers.queued)
+        await until(lambda: len(queue) == 1)
         typed(app, "third")
-        await until(lambda: any("already waiting" in notice.message for notice in app._notifications))
-        assert prompt(app).text == "third"
+        await until(lambda: len(queue) == 2)
+        assert texts(app.chat.query(Question))[-2:] == ["❯ next  (queued)", "❯ third  (queued)"]
+        press(app, "up")
+        await until(lambda: prompt(app).text == "third" and len(app.chat.query(Question)) == 3)
+        prompt(app).insert(" at last")
+        press(app, "enter")
+        await until(lambda: len(queue) == 2)
+        assert "2 queued, ↑ takes" in str(prompt(app).border_subtitle)
         press(app, "escape")
-        await until(lambda: finished(app, 3))
-        assert [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"] == [
-            "hello",
-            "hold",
-            "next",
-        ]
+        await until(lambda: finished(app, 2))
+        assert "2 held: Enter sends them" in str(prompt(app).border_subtitle)
+        press(app, "enter")
+        await until(lambda: finished(app, 4))
+        asked = [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"]
+        assert asked == ["hello", "hold", "next", "third at last"]
 
 
 async def test_what_the_engine_refuses_is_shown_and_given_back(running):

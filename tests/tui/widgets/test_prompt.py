@@ -9,7 +9,7 @@ from support.app_driver import finished, prompt
 from textual import events
 
 from kvchat.errors import UsageError
-from kvchat.tui.widgets.prompt import FOLD_CHARACTERS, Prompt
+from kvchat.tui.widgets.prompt import FOLD_CHARACTERS, FOLD_LINES, Prompt
 
 
 def paste(app, text: str) -> Prompt:
@@ -32,12 +32,24 @@ async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
         begun = time.monotonic()
         prompt = paste(app, text)
         await until(lambda: prompt.text)
-        assert prompt.text == "[pasted 5.0 MB]"
+        assert prompt.text == "[pasted 5.0 MB, 312,501 lines]"
         assert time.monotonic() - begun < 5
         prompt.insert(" what is this?")
         await pilot.press("enter")
         await until(lambda: app.controller.state.conversation.stats)
         assert app.controller.state.conversation.turns[0].content == text + " what is this?"
+
+
+async def test_many_lines_fold_although_they_are_few_characters(running):
+    async with running() as (app, _pilot, until):
+        prompt = paste(app, "x\n" * FOLD_LINES)
+        await until(lambda: prompt.text)
+        assert prompt.text == "[pasted 48 B, 25 lines]"
+        assert prompt.expanded() == "x\n" * FOLD_LINES
+        prompt.load_text("")
+        paste(app, "x\n" * (FOLD_LINES - 1))
+        await until(lambda: prompt.text)
+        assert prompt.text == "x\n" * (FOLD_LINES - 1)
 
 
 async def test_two_large_pastes_of_one_size_stay_apart(running):

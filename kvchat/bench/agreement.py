@@ -1,0 +1,143 @@
+"""How well a mode agrees with full attention: both decode the same text, and their next-token distributions compare.
+
+Teacher-forced: after an exactly read context every token of the text is decoded by a step in the mode, so that what
+differs is what the steps read. KL divergence is that of the mode's distribution from full's, in nats. The attention
+mass covered is the share of the attention over all stored tokens, with the mode's own queries, that falls on those the
+mode read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from kvchat.bench.environment import fingerprint
+from kvchat.bench.frame import Frame, Row
+from kvchat.bench.identity import Experiment, Result, methods, model_identity
+from kvchat.bench.intervals import mean, quantile, wilson
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.texts import Passage, passages
+from kvchat.bench.variant import parsed
+from kvchat.bench.walk import Walk
+from kvchat.config.modes import FullParameters
+
+STANDARD = ("streaming", "speculative", "freeze", "sync")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: ``tokens`` decoded tokens after ``context``, on ``passages`` passages of ``texts``.
+
+    No texts are the shipped books; the parts of a text are joined.
+    """
+
+    modes: tuple[str, ...]
+    context: int = 2048
+    tokens: int = 400
+    passages: int | None = None
+    texts: tuple[str, ...] = ()
+
+
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+    """Measure and return plain data, ready for JSON: a row for each passage and variant, ``summary`` for each variant.
+
+    Raises:
+        UsageError: no text is long enough; KvchatError: the model cannot be loaded, or all modes refuse.
+    """
+    frame, found = frame or Frame(), methods(settings.modes)
+    model = choice.load(frame.report)
+    size = settings.context + settings.tokens
+    texts = passages(settings.texts, size, model.tokenizer, joined=True)[: settings.passages]
+    experiment = Experiment(
+        "agreement",
+        "KL divergence from full attention in nats, top-1 agreement and attention mass covered, token by token",
+        asdict(settings),
+        found,
+        model_identity(model),
+        fingerprint(model.device),
+    )
+    forced = Forced(Walk(model), settings, texts)
+    result = frame.measure(
+        experiment,
+        [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
+        lambda cell: [forced.row(cell["passage"], cell["variant"])],
+        lambda row: f"{row['text']}: {row['variant']:<48} KL {mean(row['kl']):.4f}",
+    )
+    return frame.finish(result, [summarized(result["rows"], variant) for variant in dict.fromkeys(settings.modes)])
+
+
+class Forced:
+    """Decodes passages in full, once each, and in the variants."""
+
+    def __init__(self, walk: Walk, settings: Settings, texts: Sequence[Passage]) -> None:
+        self._walk = walk
+        self._settings = settings
+        self._texts = texts
+        self._exact: tuple[int, Tensor] | None = None
+
+    def row(self, number: int, variant: str) -> Row:
+        """Decode passage ``number`` in a variant; lists by token, shares covered by layer and KV head.
+
+        Raises:
+            KvchatError: the mode refuses.
+        """
+        text, walk, exact = self._texts[number], self._walk, self._of_full(number)
+        context = self._settings.context
+        walk.begin(text.ids[:context], parsed(variant), self._settings.tokens)
+        divergences, same, read, covered = [], [], [], []
+        for token, its in zip(text.ids[context:], exact, strict=True):
+            logits = walk.step(token)
+            divergences.append(divergence(its, logits))
+            same.append(bool(its.argmax() == logits.argmax()))
+            read.append(walk.tokens_read())
+            covered.append(walk.covered())
+        shares = torch.stack(covered)
+        return {
+            "text": text.text,
+            "kl": [round(each, 6) for each in divergences],
+            "same_top": same,
+            "read_mean": mean(read),
+            "covered": [[round(share, 4) for share in layer] for layer in shares.mean(0).tolist()],
+            "covered_along": [round(share, 4) for share in shares.mean((1, 2)).tolist()],
+        }
+
+    def _of_full(self, number: int) -> Tensor:
+        """Full's logits after each decoded token, ``[tokens, vocab]``; the last passage's are kept."""
+        if self._exact is None or self._exact[0] != number:
+            ids, context = self._texts[number].ids, self._settings.context
+            self._walk.begin(ids[:context], FullParameters(), self._settings.tokens)
+            self._exact = number, torch.stack([self._walk.step(token) for token in ids[context:]])
+        return self._exact[1]
+
+
+def divergence(exact: Tensor, approximate: Tensor) -> float:
+    """KL(exact || approximate) in nats of the distributions of two logit vectors ``[vocab]``; never below 0."""
+    p, q = (logits.double().log_softmax(-1) for logits in (exact, approximate))
+    return max(0.0, float((p.exp() * (p - q)).sum()))
+
+
+def summarized(rows: Sequence[Row], variant: str) -> Row:
+    """All passages of one variant as one row."""
+    mine = [row for row in rows if row["variant"] == variant and "refused" not in row]
+    if not mine:
+        return {"variant": variant, "refused": next(row["refused"] for row in rows if row["variant"] == variant)}
+    divergences = [each for row in mine for each in row["kl"]]
+    same = [each for row in mine for each in row["same_top"]]
+    layers = torch.tensor([row["covered"] for row in mine]).mean(0)
+    return {
+        "variant": variant,
+        "decoded": len(divergences),
+        "kl_mean": mean(divergences),
+        "kl_median": quantile(divergences, 0.5),
+        "kl_99": quantile(divergences, 0.99),
+        "kl_999": quantile(divergences, 0.999),
+        "same_top": mean(same),
+        "same_top_interval": wilson(sum(same), len(same)),
+        "read_mean": mean(row["read_mean"] for row in mine),
+        "covered": float(layers.mean()),
+        "covered_least": float(layers.min()),
+        "covered_heads": [[round(share, 4) for share in layer] for layer in layers.tolist()],
+    }

@@ -1,0 +1,130 @@
+"""FreeKV (speculative mode): Figure 3 and the share of heads corrected by tau, which is what Figure 3 decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvchat.bench.agreement import Forced, summarized
+from kvchat.bench.agreement import Settings as AgreementSettings
+from kvchat.bench.frame import Row
+from kvchat.bench.paper.study import Lab, Part, Study, rounded, row
+from kvchat.bench.texts import passages
+from kvchat.config.modes import FullParameters
+from kvchat.protocol.messages import Sampling
+
+TAUS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+ACCURACY_TAUS = (-2.0, 0.5, 0.8, 0.9, 2.0)
+SHOWN = 4  # heads whose C is drawn over time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``tokens`` generated after ``context`` tokens of book text; ``budget`` for what the corrections are worth."""
+
+    tokens: int = 500
+    context: int = 1000
+    budget: int = 512
+    forced: int = 150
+
+
+def _variants(settings: Settings) -> list[str]:
+    return ["full", *(_at(settings, tau) for tau in ACCURACY_TAUS)]
+
+
+def _at(settings: Settings, tau: float) -> str:
+    return f"speculative:budget={settings.budget},tau={tau:g}"
+
+
+def _similarities(lab: Lab) -> Tensor:
+    """C of every step, layer and query head, ``[steps, layers, H_q]``, over a generation in full."""
+    (text, *_) = passages((), lab.settings.context, lab.model.tokenizer, joined=True)
+    logits = lab.walk.begin(text.ids, FullParameters(), lab.settings.tokens)
+    before, found = lab.walk.queries.clone(), []
+    for _ in lab.generate(logits, lab.settings.tokens, Sampling(temperature=0.7, seed=0)):
+        now = lab.walk.queries.clone()
+        found.append(torch.cosine_similarity(before, now, dim=-1))
+        before = now
+    return torch.stack(found).cpu()
+
+
+def _figure_3a(lab: Lab) -> list[Row]:
+    by_head = _similarities(lab).mean(0)
+    measured = {
+        "lowest head": float(by_head.min()),
+        "mean": float(by_head.mean()),
+        "heads above 0.9": float((by_head > 0.9).float().mean()),
+        "heads above 0.84": float((by_head > 0.84).float().mean()),
+    }
+    published = {"lowest head": "above 0.84", "heads above 0.9": "most", "heads above 0.84": 1.0}
+    return [row("mean C of each head", measured, published, matrix=rounded(by_head))]
+
+
+def _figure_3c(lab: Lab) -> list[Row]:
+    similar = _similarities(lab).flatten(1)
+    outliers = similar < similar.mean(0) - 2 * similar.std(0)
+    chosen = torch.linspace(0, similar.shape[1] - 1, SHOWN).round().long()
+    heads = lab.model.q_heads
+    lines = {f"layer {head // heads}, head {head % heads}": rounded(similar[:, head]) for head in chosen.tolist()}
+    measured = {
+        "steps with an outlier head": float(outliers.any(1).float().mean()),
+        "heads that are outliers, mean of steps": float(outliers.float().mean()),
+    }
+    return [
+        row("C over time", measured, {"steps with an outlier head": "certain steps, other ones by head"}, lines=lines)
+    ]
+
+
+def _corrections(lab: Lab) -> list[Row]:
+    """Of every KV head, in layers that retrieve: its group's mean C below tau."""
+    similar = _similarities(lab)
+    grouped = similar.view(*similar.shape[:2], lab.model.kv_heads, -1).mean(-1)[:, 1:]
+    shares = {tau: float((grouped < tau).float().mean()) for tau in TAUS}
+    published = {0.8: {"used for": "LongBench v2"}, 0.9: {"used for": "long reasoning"}}
+    return [row(f"tau {tau:g}", {"head-steps corrected": share}, published.get(tau)) for tau, share in shares.items()]
+
+
+def _accuracy(lab: Lab) -> list[Row]:
+    """What corrections are worth: agreement with full from never to always correcting."""
+    settings = AgreementSettings((), lab.settings.context, lab.settings.forced)
+    size = settings.context + settings.tokens
+    forced = Forced(lab.walk, settings, passages((), size, lab.model.tokenizer, joined=True)[:1])
+    found = []
+    for tau in ACCURACY_TAUS:
+        variant = _at(lab.settings, tau)
+        made = summarized([{**forced.row(0, variant), "variant": variant}], variant)
+        names = ("kl_mean", "same_top", "covered", "read_mean")
+        found.append(row(f"tau {tau:g}", {name: made[name] for name in names}))
+    return found
+
+
+PARTS = {
+    "figure-3a": Part(
+        "Figure 3a: cosine of adjacent queries, mean of a generation by head",
+        "13,000 tokens of Llama-3.1-8B and DeepSeek-R1-Qwen-14B there. The bundled model's queries turn much more, so "
+        "that a published tau corrects nearly every head of it.",
+        _figure_3a,
+        drawn=True,
+    ),
+    "figure-3c": Part(
+        "Figure 3c: C over a generation",
+        "An outlier is a step more than two standard deviations below its head's mean; the paper shows a plot only.",
+        _figure_3c,
+        drawn=True,
+    ),
+    "corrections": Part(
+        "Share of head-steps corrected, by tau",
+        "Not published as a table; the first layer retrieves nothing and is left out. tau that corrects nearly "
+        "everything is synchronous retrieval.",
+        _corrections,
+    ),
+    "accuracy": Part(
+        "What corrections are worth: agreement with full by tau",
+        "tau -2 never corrects, 2 always. The paper compares task scores of large models, which a 17M model cannot be "
+        "asked for.",
+        _accuracy,
+    ),
+}
+STUDY = Study("freekv", "similarity of adjacent queries and what is corrected", PARTS, _variants)

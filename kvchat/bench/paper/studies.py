@@ -1,0 +1,36 @@
+"""The papers that are studied, and the sizes of a study as a person gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from kvchat.bench.paper import asr_kf_egr, freekv, lazy_pruning, synckv
+from kvchat.bench.paper.study import Study
+from kvchat.errors import UsageError, did_you_mean
+
+STUDIES: dict[str, tuple[Study, type]] = {
+    module.STUDY.name: (module.STUDY, module.Settings) for module in (asr_kf_egr, lazy_pruning, synckv, freekv)
+}
+
+
+def chosen(paper: str, given: Sequence[str]) -> tuple[Study, Any]:
+    """The study of a paper, and its settings with what was ``given`` as ``KEY=VALUE``.
+
+    Raises:
+        UsageError: an unknown paper or key, or a value that is no whole number above 0.
+    """
+    if paper not in STUDIES:
+        raise UsageError(f'There is no paper "{paper}".', did_you_mean(paper, STUDIES))
+    study, settings = STUDIES[paper]
+    known = [field.name for field in fields(settings)]
+    sizes = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in known:
+            raise UsageError(f'{paper} has no size "{name}".', did_you_mean(name, known))
+        if not value.isdecimal() or not int(value):
+            raise UsageError(f'--set "{text}" is refused.', "The value must be a whole number above 0.")
+        sizes[name] = int(value)
+    return study, settings(**sizes)

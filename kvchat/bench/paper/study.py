@@ -1,0 +1,123 @@
+"""What the studies of all papers share: parts, each a table or figure, with the published figures beside the measured.
+
+A part's rows have ``row``, a label; ``measured`` and ``published``, figures by name; and where the part is a figure
+``lines`` (by name) or a ``matrix``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvchat.bench.environment import fingerprint
+from kvchat.bench.frame import Frame, Row
+from kvchat.bench.identity import Experiment, Result, methods, model_identity
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.walk import Walk
+from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.engine.model.load import LoadedModel
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.protocol.messages import Sampling
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table or figure: what the paper shows, what differs here, its measurement, and whether it is a picture."""
+
+    title: str
+    differs: str
+    measure: Callable[[Lab], Sequence[Row]]
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What a part works with; ``settings`` are those of the paper's study."""
+
+    walk: Walk
+    settings: Any
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model that walks."""
+        return self.walk.model
+
+    def generate(self, logits: Tensor, tokens: int, sampling: Sampling) -> Iterator[int]:
+        """Sample ``tokens`` tokens and store each; what they did can be looked at between two of them."""
+        sampler = Sampler(sampling, self.model.vocab, self.model.device)
+        for _ in range(tokens):
+            token = read(sampler(logits))
+            logits = self.walk.step(token)
+            yield token
+
+
+@dataclass(frozen=True)
+class Study:
+    """A paper: its parts by name, and the variants that they measure."""
+
+    name: str
+    title: str
+    parts: Mapping[str, Part]
+    variants: Callable[[Any], Sequence[str]]
+
+    def check(self, only: Sequence[str], drawn: bool = False) -> None:
+        """Check names of parts, and where they are to be ``drawn`` that one can be.
+
+        Raises:
+            UsageError
+        """
+        for part in only:
+            if part not in self.parts:
+                raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
+        pictures = [name for name, part in self.parts.items() if part.drawn]
+        if drawn and only and not set(only) & set(pictures):
+            raise UsageError("These parts have no picture.", f"{', '.join(pictures)} have one.")
+
+    def run(
+        self, settings: Any, choice: ModelChoice = ModelChoice(), frame: Frame | None = None, only: Sequence[str] = ()
+    ) -> Result:
+        """Measure the parts, or those named ``only``; return plain data, ready for JSON, a row for each line.
+
+        Raises:
+            UsageError: an unknown part; KvchatError: the model cannot be loaded, or every part is refused.
+        """
+        self.check(only)
+        frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
+        model = choice.load(frame.report)
+        lab = Lab(Walk(model), settings)
+        chosen = [name for name in self.parts if not only or name in only]
+        experiment = Experiment(
+            f"paper {self.name}",
+            self.title,
+            asdict(settings) | {"parts": chosen},
+            found,
+            model_identity(model),
+            fingerprint(model.device),
+            {"parts": {name: _words(self.parts[name]) for name in chosen}},
+        )
+        cells = [{"part": name} for name in chosen]
+        result = frame.measure(experiment, cells, lambda cell: self.parts[cell["part"]].measure(lab), _line)
+        return frame.finish(result, result["rows"])
+
+
+def _words(part: Part) -> dict[str, str]:
+    return {"title": part.title, "differs": part.differs}
+
+
+def row(label: str, measured: Mapping[str, Any], published: Mapping[str, Any] | None = None, **figure: Any) -> Row:
+    """A row of a part."""
+    return {"row": label, "measured": dict(measured), "published": dict(published or {}), **figure}
+
+
+def rounded(values: Tensor) -> list[Any]:
+    """The values with three digits, nested as the tensor is."""
+    found: list[Any] = (values.double() * 1000).round().div(1000).tolist()
+    return found
+
+
+def _line(made: Row) -> str:
+    figures = (f"{name} {value:.4g}" for name, value in made["measured"].items() if isinstance(value, int | float))
+    return f"{made['part']:<14} {made['row']:<36} {', '.join(figures)}"

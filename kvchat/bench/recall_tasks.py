@@ -1,0 +1,145 @@
+"""Questions whose answers stand in a long text: what is told, where, and what is asked.
+
+A case is a conversation of about a given length whose filler sentences hide the facts at a given depth (0: at the
+beginning, 1: at the end). What several facts are told of is spread over the whole text, and the one that is asked for
+stands at the depth. All wording is of the kind that the bundled model was trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvchat.engine.synthetic_text import sentences
+from kvchat.protocol.messages import Turn
+
+NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
+CHAIN = 3  # variables
+FILLER_TURNS = 4  # between a system prompt's rule and its check
+RULE = "tulip"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversation that ends with the question, and everything that the answer must contain."""
+
+    turns: tuple[Turn, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a task is drawn from: length in tokens, depth from 0 to 1, number of keys, and the seeded draw itself."""
+
+    tokens: int
+    depth: float
+    keys: int
+    random_: random.Random
+    tokenizer: Any
+
+    def number(self) -> str:
+        """Five digits."""
+        return str(self.random_.randrange(10_000, 100_000))
+
+    def filler(self, tokens: int) -> list[str]:
+        """Sentences of about so many tokens."""
+        text, found, length = sentences(self.random_.randrange(2**32)), list[str](), 0
+        while length < tokens:
+            found.append(next(text))
+            length += len(self.tokenizer.encode(f" {found[-1]}", add_special_tokens=False))
+        return found
+
+
+def case(task: str, tokens: int, depth: float, keys: int, seed: str, tokenizer: Any) -> Case:
+    """The case of a task; the same for the same ``seed``."""
+    return TASKS[task](Draw(tokens, depth, keys, random.Random(f"{seed}/{task}/{tokens}/{depth}"), tokenizer))
+
+
+def _passkey(draw: Draw) -> Case:
+    """One number."""
+    number = draw.number()
+    return _document(draw, f"The passkey is {number}. Remember it.", "What is the passkey?", (number,))
+
+
+def _keys(draw: Draw) -> Case:
+    """Several keys are told, one is asked for."""
+    names, numbers = _pairs(draw)
+    others = [_value(name, number) for name, number in zip(names[1:], numbers[1:], strict=True)]
+    question = f"What is the value of {names[0]}?"
+    return _document(draw, _value(names[0], numbers[0]), question, numbers[:1], others)
+
+
+def _values(draw: Draw) -> Case:
+    """One key has several values, all are asked for."""
+    name, numbers = draw.random_.choice(NAMES), tuple(draw.number() for _ in range(draw.keys))
+    others = [_value(name, number) for number in numbers[1:]]
+    return _document(draw, _value(name, numbers[0]), f"What are all the values of {name}?", numbers, others)
+
+
+def _all(draw: Draw) -> Case:
+    """Several keys are told and all are asked for in one answer."""
+    names, numbers = _pairs(draw)
+    others = [_value(name, number) for name, number in zip(names[1:], numbers[1:], strict=True)]
+    question = f"What are the values of {', '.join(names[:-1])} and {names[-1]}?"
+    return _document(draw, _value(names[0], numbers[0]), question, numbers, others)
+
+
+def _chain(draw: Draw) -> Case:
+    """A variable is set from a variable that is set from a number."""
+    names, number = draw.random_.sample(NAMES, CHAIN), draw.number()
+    told = [f"Let {names[0]} = {number}."]
+    told += [f"Let {name} = {before}." for before, name in itertools.pairwise(names)]
+    return _document(draw, " ".join(told), f"What is the value of {names[-1]}?", (number,))
+
+
+def _name(draw: Draw) -> Case:
+    """The system prompt gives the model a name, which is asked for after turns about something else."""
+    name = draw.random_.choice(NAMES)
+    return _conversation(draw, f"Your name is {name}.", "What is your name?", name)
+
+
+def _rule(draw: Draw) -> Case:
+    """The system prompt has a rule for every answer, which is checked after turns about something else."""
+    return _conversation(draw, f"End every answer with the word {RULE}.", "Tell me a story.", RULE)
+
+
+TASKS: dict[str, Callable[[Draw], Case]] = {
+    "passkey": _passkey,
+    "keys": _keys,
+    "values": _values,
+    "all": _all,
+    "chain": _chain,
+    "name": _name,
+    "rule": _rule,
+}
+WITHOUT_DEPTH = ("name", "rule")  # a system prompt stands at the beginning
+
+
+def _pairs(draw: Draw) -> tuple[list[str], tuple[str, ...]]:
+    return draw.random_.sample(NAMES, draw.keys), tuple(draw.number() for _ in range(draw.keys))
+
+
+def _value(name: str, number: str) -> str:
+    return f"The value of {name} is {number}."
+
+
+def _document(draw: Draw, told: str, question: str, answers: tuple[str, ...], others: Sequence[str] = ()) -> Case:
+    """A text that holds what is ``told`` at the depth and ``others`` anywhere, then the question as another turn."""
+    text = draw.filler(draw.tokens)
+    length = len(text)
+    places = [(draw.depth, told), *((draw.random_.random(), sentence) for sentence in others)]
+    for depth, sentence in sorted(places, reverse=True):  # from the end, so that places stay
+        text.insert(round(depth * length), sentence)
+    return Case((Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", question)), answers)
+
+
+def _conversation(draw: Draw, system: str, question: str, answer: str) -> Case:
+    filler = [
+        turn
+        for _ in range(FILLER_TURNS)
+        for turn in (Turn("user", " ".join(draw.filler(draw.tokens // FILLER_TURNS))), Turn("assistant", "I see."))
+    ]
+    return Case((Turn("system", system), *filler, Turn("user", question)), (answer,))

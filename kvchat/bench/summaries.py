@@ -1,0 +1,208 @@
+"""The tables of each experiment's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvchat import units
+from kvchat.bench.identity import Result, outdated
+from kvchat.bench.table import Column, Table, figure, interval, share, size, tabulated, variant
+from kvchat.errors import UsageError
+
+Row = Mapping[str, Any]
+
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "agreement": (
+        Column("mode", variant),
+        Column("KL mean", figure("kl_mean", 4)),
+        Column("median", figure("kl_median", 4)),
+        Column("99 %", figure("kl_99", 3)),
+        Column("99.9 %", figure("kl_999", 3)),
+        Column("same top token", share("same_top", 1)),
+        Column("95 %", interval("same_top_interval")),
+        Column("mass covered", share("covered", 1)),
+        Column("least of a head", share("covered_least", 1)),
+        Column("tokens read", figure("read_mean")),
+    ),
+    "passkey": (
+        Column("mode", variant),
+        Column("recalled", lambda row: f"{row['right']} of {row['cases']}"),
+        Column("95 %", interval("interval")),
+        Column("tokens read", figure("read_tokens")),
+        Column("K/V on the device", size("kv_device_bytes")),
+    ),
+    "perplexity": (
+        Column("mode", variant),
+        Column("perplexity", figure("perplexity", 2)),
+        Column("over full", lambda row: f"{100 * (row['ratio'] - 1):+.1f} %"),
+        Column("std. error", share("ratio_standard_error", 1)),
+        Column("tokens read", figure("read_mean")),
+        Column("fewer", lambda row: units.percent(1 - row["read_share"])),
+        Column("read at the end", figure("read_end")),
+        Column("times full's time", figure("wall_ratio", 2)),
+    ),
+    "decode": (
+        Column("mode", variant),
+        Column("context", figure("context")),
+        Column("ms", lambda row: row["failed"] if "failed" in row else units.figure(row["ms"], "", 2)),
+        Column("tokens/s", figure("tokens_per_s", 1)),
+        Column("times as fast", lambda row: _ratios(row)),
+        Column("K/V on the device", size("kv_device_bytes")),
+        Column("moved a token", size("moved_bytes")),
+    ),
+    "prefill": (
+        Column("tokens", figure("tokens")),
+        Column("seconds", figure("seconds", 3)),
+        Column("times one forward", figure("times_one_shot", 2)),
+        Column("peak", size("peak_bytes")),
+        Column("one forward's peak", size("one_shot_peak_bytes")),
+    ),
+    "sweep": (
+        Column("mode", variant),
+        Column("KL mean", figure("kl_mean", 4)),
+        Column("99 %", figure("kl_99", 3)),
+        Column("same top token", share("same_top", 1)),
+        Column("mass covered", share("covered", 1)),
+        Column("facts found", lambda row: f"{row['right']} of {row['cases']}"),
+        Column("95 %", interval("recall_interval")),
+        Column("tokens read", figure("read_mean")),
+    ),
+    "long-run": (
+        Column("tokens stored", figure("stored")),
+        Column("step", figure("ms", 1, "ms")),
+        Column("K/V on the device", size("kv_device_bytes")),
+        Column("K/V on the host", size("kv_host_bytes")),
+    ),
+}
+
+
+def tables(result: Result) -> list[Table]:
+    """The tables of a result, with what it was measured on.
+
+    Raises:
+        UsageError: the experiment is unknown, its rows are not of today's kind, or cells are missing.
+    """
+    name = result["experiment"]
+    if "summary" not in result:
+        raise UsageError(
+            f"The result of {name} is not complete.",
+            f"{len(result['rows'])} rows of {result.get('cells', 'some')} cells were measured.",
+            "The command that began it measures the others.",
+        )
+    try:
+        return _noted(_tables(name, result), [_measured(result), *_older(result)])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"The result of {name} cannot be read.", f"{type(error).__name__}: {error}.", "Measure it again."
+        ) from None
+
+
+def _noted(made: list[Table], notes: Sequence[str]) -> list[Table]:
+    """What is true of all of a result's tables stands below the last."""
+    return [*made[:-1], replace(made[-1], notes=(*made[-1].notes, *notes))] if made else []
+
+
+def _tables(name: str, result: Result) -> list[Table]:
+    title, rows = f"{name}: {result['what']}", result["summary"]
+    if "parts" in result:
+        return _parts(result)
+    if name in PIVOTS:
+        return PIVOTS[name](title, rows)
+    if name not in COLUMNS:
+        raise UsageError(f'There is no table of "{name}".')
+    return [tabulated(title, COLUMNS[name], rows)]
+
+
+def _recall(title: str, rows: list[Row]) -> list[Table]:
+    """A table for each task: a line for each variant, a column for each length; depths are summed."""
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        mine = [row for row in rows if row["task"] == task]
+        lengths = sorted({row["tokens"] for row in mine})
+        lines = [
+            (variant({"variant": name}), *(_right(mine, variant=name, tokens=length) for length in lengths))
+            for name in dict.fromkeys(row["variant"] for row in mine)
+        ]
+        heads = ("mode", *(f"{length:,} tokens" for length in lengths))
+        found.append(Table(f"{title}: {task}", heads, tuple(lines)))
+    return found
+
+
+def _turns(title: str, rows: list[Row]) -> list[Table]:
+    return [_grid(title, rows, "variant", "turn")]
+
+
+def _switches(title: str, rows: list[Row]) -> list[Table]:
+    return [_grid(f"{title} (lines: told, columns: asked)", rows, "told", "asked")]
+
+
+def _parts(result: Result) -> list[Table]:
+    """A table for each part: the measured figures, and the published ones beside those that have any."""
+    found = []
+    for name, words in result["parts"].items():
+        rows = [row for row in result["summary"] if row["part"] == name]
+        if refused := [row["refused"] for row in rows if "refused" in row]:
+            found.append(Table(words["title"], ("",), ((refused[0],),)))
+            continue
+        measured, published = (
+            dict.fromkeys(key for row in rows for key in row[of]) for of in ("measured", "published")
+        )
+        columns = [Column("", lambda row: row["row"])]
+        for key in (*measured, *(key for key in published if key not in measured)):
+            columns += [Column(key, _of("measured", key))] if key in measured else []
+            columns += [Column(f"{key}, published", _of("published", key))] if key in published else []
+        found.append(tabulated(words["title"], columns, rows, words["differs"]))
+    return found
+
+
+def _of(side: str, key: str) -> Callable[[Row], str]:
+    """A cell with a figure of the one or the other side; an empty one where there is none."""
+
+    def cell(row: Row) -> str:
+        value = row[side].get(key)
+        return value if isinstance(value, str) else "" if value is None else f"{value:,.4g}"
+
+    return cell
+
+
+def _grid(title: str, rows: list[Row], line: str, column: str) -> Table:
+    """Right answers by two coordinates."""
+    columns = list(dict.fromkeys(row[column] for row in rows))
+    lines = tuple(
+        (variant({"variant": name}), *(_right(rows, **{line: name, column: each}) for each in columns))
+        for name in dict.fromkeys(row[line] for row in rows)
+    )
+    heads = (line, *(variant({"variant": each}) if isinstance(each, str) else str(each) for each in columns))
+    return Table(title, heads, lines)
+
+
+PIVOTS: dict[str, Callable[[str, list[Row]], list[Table]]] = {
+    "recall": _recall,
+    "turns": _turns,
+    "switches": _switches,
+}
+
+
+def _right(rows: list[Row], **place: Any) -> str:
+    mine = [row for row in rows if place.items() <= row.items()]
+    return f"{sum(row['right'] for row in mine)} of {sum(row['cases'] for row in mine)}"
+
+
+def _ratios(row: Row) -> str:
+    others = {name: ratio for name, ratio in row.get("times_as_fast", {}).items() if name != row["variant"]}
+    return ", ".join(f"{ratio:.2f} {name}" for name, ratio in others.items())
+
+
+def _measured(result: Result) -> str:
+    """Command, model and machine."""
+    model, e = result["model"], result["environment"]
+    weights = f"{model['name']} in {model['dtype']}" + (f", {model['weights']}" if model["weights"] else "")
+    device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
+    command = f"`{result['command']}`; " if result.get("command") else ""
+    return f"{command}{weights}; {device}; torch {e['torch']}, transformers {e['transformers']}."
+
+
+def _older(result: Result) -> tuple[str, ...]:
+    return (f"Older than the code: {reason}.",) if (reason := outdated(result)) else ()

@@ -1,0 +1,59 @@
+"""Passages of book text that the bundled model was not trained on, or of a person's own texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvchat.errors import UsageError
+
+BOOKS = Path(__file__).parent / "books"
+BREAK = "\n* * *\n"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive ids of a text."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def passages(texts: Sequence[str], size: int, tokenizer: Any, joined: bool = False) -> list[Passage]:
+    """Cut the files ``texts`` (none: the shipped books) into passages of ``size`` ids.
+
+    A line of three asterisks separates parts, an empty line paragraphs; a single line break is a space. No passage
+    goes beyond a part, unless the parts are ``joined``.
+
+    Raises:
+        UsageError: a file cannot be read, or no text is long enough.
+    """
+    files = [Path(name) for name in texts] or sorted(BOOKS.glob("*.txt"))
+    found = [passage for file in files for passage in _passages(file, size, tokenizer, joined)]
+    if not found:
+        raise UsageError(
+            "The text is too short to measure on.",
+            f"A passage has {size:,} tokens; none of the texts has that many in one piece.",
+            "Give a longer text, or fewer tokens.",
+        )
+    return found
+
+
+def _passages(file: Path, size: int, tokenizer: Any, joined: bool) -> Iterator[Passage]:
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    size -= len(begin)
+    text = _read(file)
+    for part in [text.replace(BREAK, "\n")] if joined else text.split(BREAK):
+        ids = tokenizer.encode(re.sub(r"(?<!\n)\n(?!\n)", " ", part.strip()), add_special_tokens=False)
+        for start in range(0, len(ids) - size + 1, size):
+            yield Passage(file.stem, (*begin, *ids[start : start + size]))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read.", f"{error}.") from None

@@ -1,0 +1,115 @@
+"""A model that walks through a text token by token in any mode, and what its attention did at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import FullParameters, ModeParameters
+from kvchat.engine import calibration
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.memory_errors import explained
+from kvchat.engine.model import dense_attention
+from kvchat.engine.model.load import LoadedModel
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv import inspect
+from kvchat.kv.modes import build
+from kvchat.kv.modes.sync_heads import Calibration
+
+
+class Walk:
+    """One text in the K/V of one model; each look at the last step waits for the device."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.runner = ModelRunner(model, build(FullParameters(), geometry_of(model), traits_of(model)))
+        self._state = self.runner.kv.state
+        self._calibration: Calibration | None = None
+        self._prompt: list[int] = []
+
+    @property
+    def total(self) -> int:
+        """Tokens stored."""
+        return self.runner.kv.total
+
+    def begin(self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0) -> Tensor:
+        """Store the prompt, exactly, and nothing else, then enter a mode; the next token's logits ``[vocab]``.
+
+        Raises:
+            DoesNotFitError: the prompt and ``more`` tokens are longer than the model's context, or memory is short.
+            UsageError: the mode refuses its parameters, or needs a calibration that so short a prompt does not give.
+        """
+        if len(prompt) + more > self.model.context:
+            raise DoesNotFitError(
+                "The text does not fit the model.",
+                f"{len(prompt) + more:,} tokens are needed; {self.model.name} reads {self.model.context:,}.",
+                "Take less context.",
+            )
+        # The K/V of a prompt are exact in every mode: of one that is stored only the last token is read again.
+        kept = len(prompt) - 1 if self._prompt == list(prompt) else 0
+        self._prompt = []
+        self.runner.truncate(kept)
+        logits = [made for _, made in self.runner.prefill(prompt[kept:])][-1]
+        assert logits is not None
+        self.enter(parameters, prompt)
+        self._prompt = list(prompt)
+        return logits
+
+    def enter(self, parameters: ModeParameters, prompt: Sequence[int] = ()) -> None:
+        """Enter a mode; sync is calibrated on the ``prompt`` where the model has no calibration.
+
+        Raises:
+            KvchatError: as ``begin``.
+        """
+        if parameters.name == "sync" and self._calibration is None:
+            self._calibration = calibration.find(self.model.revision) or calibration.on_prompt(self.model, prompt)
+        mode = build(parameters, geometry_of(self.model), traits_of(self.model, self._calibration))
+        with torch.inference_mode(), explained(self.runner.kv, f"entering the {mode.name} mode"):
+            self.runner.kv.switch(mode)
+        if mode.needs_calibration:
+            raise UsageError(
+                "The model's heads are not calibrated.",
+                f"{len(prompt):,} tokens are too few to calibrate them on.",
+                "Take a longer context, or run `kvchat calibrate` first.",
+            )
+
+    def step(self, token: int) -> Tensor:
+        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``, float32."""
+        return self.runner.step(token)
+
+    # ---- looks
+
+    @property
+    def queries(self) -> Tensor:
+        """The last token's rotated queries, ``[layers, H_q, d_k]`` in float32."""
+        return self._state.query.float()
+
+    def attended(self, layer: int) -> Tensor:
+        """Which stored tokens the last token's attention read, bool ``[H, total]``."""
+        return inspect.attended(self._state, layer)
+
+    def tokens_read(self) -> float:
+        """Stored tokens that the last token read, mean over layers and KV heads."""
+        counts = inspect.attended_counts(self._state).sum().item()
+        return counts / (self.model.layers * self.model.kv_heads)
+
+    def weights(self, layer: int) -> Tensor:
+        """How attention over all stored tokens would weigh them with the last token's queries, ``[H, group, total]``.
+
+        By the query heads of each KV head, whatever the mode reads.
+        """
+        spec = self._state.specs[layer]
+        assert spec is not None
+        with torch.inference_mode():
+            keys, _ = self._state.host.dense(layer, self.total)
+            shares = dense_attention.weights(self._state.query[layer][:, None], keys, spec)[:, 0]
+            return shares.view(len(keys), -1, self.total)
+
+    def covered(self) -> Tensor:
+        """The share of all attention that falls on what was read, ``[layers, H]``: 1 where everything was."""
+        return torch.stack([self._covered(layer, self.weights(layer).mean(1)) for layer in range(self.model.layers)])
+
+    def _covered(self, layer: int, weights: Tensor) -> Tensor:
+        return (weights * self.attended(layer)).sum(1) / weights.sum(1)

@@ -1,0 +1,60 @@
+"""Whether a model's weights fit this machine, as far as the headers of its files tell; ``kvchat plan`` is exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvchat import nvml
+from kvchat.catalog.models import FoundModel
+from kvchat.config import profiles
+from kvchat.kv.memory import available
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Bytes an element of quantized weights takes, with their constants.
+QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+
+
+@dataclass(frozen=True)
+class Room:
+    """Free memory in bytes of the device that the settings name, "cpu" or "cuda"."""
+
+    device: Literal["cpu", "cuda"]
+    free: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes that the weights take once loaded. ``quantize`` is the least that makes them fit, None: nothing does."""
+
+    needed: int
+    quantize: str | None
+
+
+def room(device: str, released: int = 0) -> Room:
+    """What is free on ``device`` (as in the settings), with the ``released`` bytes that the model in use takes."""
+    if profiles.read_gpu(device) is not None:
+        reader = nvml.visible_gpu(int(device.partition(":")[2] or 0))
+        usage = reader.usage() if reader else nvml.GpuUsage()
+        if usage.total is not None and usage.used is not None:
+            return Room("cuda", usage.total - usage.used + released)
+    return Room("cpu", available.host_free() + released)
+
+
+def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
+    """How the weights fit, loaded in ``dtype`` (as in the settings); None where they could not be read."""
+    weights = found.weights
+    if weights is None:
+        return None
+    usable = available.usable(there.free)
+    if found.quantization:
+        return Fit(weights.nbytes, "none" if weights.nbytes <= usable else None)
+    needed = weights.elements * _item_bytes(weights.dtype, dtype, there)
+    by_choice = {"none": needed, **{name: int(weights.elements * item) for name, item in QUANTIZED.items()}}
+    return Fit(needed, next((name for name, bytes_ in by_choice.items() if bytes_ <= usable), None))
+
+
+def _item_bytes(own: str, dtype: str, there: Room) -> int:
+    if dtype == "auto":
+        dtype = "float32" if there.device == "cpu" else own
+    return ITEM_BYTES.get(dtype, 2)  # what is unpacked becomes bfloat16

@@ -1,0 +1,150 @@
+"""The models on this machine: the bundled one, folders, GGUF files and the cache of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvchat import paths
+from kvchat.catalog.headers import Weights, read_gguf, read_safetensors
+from kvchat.errors import ModelError
+
+BUNDLED = "bundled"
+CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
+INDEX = "model.safetensors.index.json"
+MAX_CONFIG_BYTES = 2**22
+MAX_DEPTH = 3  # the folder given, its publishers, their models
+MAX_FOLDERS = 2000
+HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.gguf)?")
+# A GGUF file that is not a model of its own: a part of one, or the tower of a multimodal one.
+SPLIT, TOWER = re.compile(r"-\d{5}-of-\d{5}\.gguf$"), "mmproj"
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model on this machine. ``name`` is what loads it, ``kind`` is bundled, folder, GGUF or hub.
+
+    ``quantization`` is the method by which the checkpoint is quantized; of a GGUF file ``weights.dtype`` says that.
+    ``weights`` is None where there is a ``problem``.
+    """
+
+    name: str
+    kind: str
+    weights: Weights | None = None
+    quantization: str = ""
+    problem: str = ""
+
+
+def find(folders: Iterable[Path]) -> list[FoundModel]:
+    """The bundled model, those in ``folders`` and those in the hub's cache; one that is damaged has a ``problem``."""
+    bundled = _of_folder(BUNDLED, "bundled", paths.bundled_model_dir())
+    found = [bundled, *(model for folder in folders for model in in_folder(folder)), *in_hub_cache()]
+    return list({model.name: model for model in found}.values())
+
+
+def in_folder(folder: Path) -> Iterator[FoundModel]:
+    """The models in a folder and in those below it; nothing where it cannot be read."""
+    top = folder.expanduser()
+    for visited, (place, inner, files) in enumerate(os.walk(top), 1):
+        here = Path(place)
+        yield from (_of_gguf(str(here / name), "GGUF", here / name) for name in sorted(files) if _is_model(name))
+        is_model = CONFIG in files and any(here.glob(WEIGHTS))
+        if is_model:
+            yield _of_folder(str(here), "folder", here)
+        deep = len(here.relative_to(top).parts) >= MAX_DEPTH or visited >= MAX_FOLDERS
+        inner[:] = [] if deep or is_model else sorted(name for name in inner if not name.startswith("."))
+
+
+def in_hub_cache() -> Iterator[FoundModel]:
+    """The models that the Hugging Face hub's library has downloaded, to the folder that its variables name."""
+    from huggingface_hub import constants, errors, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (errors.CacheNotFound, OSError):
+        return
+    for repository in sorted(repositories, key=lambda one: one.repo_id.lower()):
+        if repository.repo_type != "model" or not repository.revisions:
+            continue
+        newest = max(repository.revisions, key=lambda one: ("main" in one.refs, one.last_modified))
+        here = newest.snapshot_path
+        if (here / CONFIG).exists():
+            yield _of_folder(repository.repo_id, "hub", here)
+        for name in sorted(file.file_name for file in newest.files if _is_model(file.file_name)):
+            yield _of_gguf(f"{repository.repo_id}:{name}", "hub", here / name)
+
+
+def at(path: Path) -> FoundModel | None:
+    """The model in a folder or GGUF file that was typed, under the name as typed; None where there is nothing."""
+    here = path.expanduser()
+    try:
+        if here.suffix == GGUF and here.exists():
+            return _of_gguf(str(path), "GGUF", here)
+        return _of_folder(str(path), "folder", here) if (here / CONFIG).exists() else None
+    except (OSError, ValueError):
+        return None
+
+
+def is_here(name: str) -> bool:
+    """Whether the model ``name`` needs no download; a path needs none, even if nothing is there."""
+    return not is_hub_name(name) or any(model.name == name and not model.problem for model in in_hub_cache())
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` is that of a repository on the hub, or REPOSITORY:FILE for a GGUF file of one."""
+    return name != BUNDLED and bool(HUB_NAME.fullmatch(name)) and not os.path.lexists(os.path.expanduser(name))
+
+
+def _is_model(file: str) -> bool:
+    return file.endswith(GGUF) and not file.startswith(TOWER)
+
+
+def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
+    try:
+        config = _config(folder)
+        weights = read_safetensors(_files(folder))
+    except ModelError as error:
+        return FoundModel(name, kind, problem=str(error))
+    own = config.get("quantization_config")
+    return FoundModel(name, kind, weights, str(own.get("quant_method", "")) if isinstance(own, dict) else "")
+
+
+def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
+    if SPLIT.search(file.name):
+        return FoundModel(name, kind, problem="It is a part of a model; kvchat reads a GGUF model from one file.")
+    try:
+        return FoundModel(name, kind, read_gguf(file))
+    except ModelError as error:
+        return FoundModel(name, kind, problem=str(error))
+
+
+def _config(folder: Path) -> dict[str, object]:
+    file = folder / CONFIG
+    try:
+        if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(CONFIG)
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError("Its config.json cannot be read.") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _files(folder: Path) -> list[Path]:
+    """The weight files, all of those that an index names.
+
+    Raises:
+        ModelError: some are missing.
+    """
+    try:
+        named = json.loads((folder / INDEX).read_bytes())["weight_map"].values() if (folder / INDEX).is_file() else ()
+        files = sorted({folder / Path(str(name)).name for name in named}) or sorted(folder.glob(WEIGHTS))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"Its {INDEX} cannot be read.") from error
+    missing = [file for file in files if not file.exists()]
+    if missing or not files:
+        raise ModelError(f"{len(missing) or 'All'} of its weight files are missing.")
+    return files

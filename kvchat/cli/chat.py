@@ -1,0 +1,101 @@
+"""``kvchat`` and ``kvchat chat``: the application, on the whole screen or line by line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvchat import paths
+from kvchat.cli.profile import load_settings
+from kvchat.config import modes, profiles
+from kvchat.config.schema import Settings
+from kvchat.config.sources import SettingsSource
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import Keeping, Load
+
+
+def chat(flags: SettingsSource, resume: bool, plain: bool) -> int:
+    """Run the application until the user leaves; the exit code.
+
+    ``plain`` has it line by line, which it also is without a terminal or on one that can only print.
+    """
+    problems: list[str] = []
+    resolved = load_settings(flags, problems.append)
+    from kvchat.tui.config import AppConfig
+
+    chosen = resolved.settings
+    config = AppConfig(
+        load=replace(load_of(chosen), keeping=_keeping(chosen)),
+        sampling=chosen.sampling.sampling(),
+        system=chosen.model.system or None,
+        theme=chosen.ui.theme,
+        theme_dirs=(paths.user_themes_dir(),),
+        keys=chosen.keys.given(),
+        log_file=paths.log_file(),
+        history_file=paths.history_file() if chosen.ui.history else None,
+        database=paths.database() if chosen.ui.conversations else None,
+        resume=resume,
+        model_folders=tuple(map(Path, chosen.model.folders)),
+        profile=profiles.find(chosen.model.device).describe(),
+        problems=(*problems, *modes.problems()),
+        resolved=resolved,
+        config_file=paths.config_file(),
+    )
+    if plain or prefers_lines():
+        from kvchat.tui.plain.chat import run as run_plain
+
+        return run_plain(config)
+    from kvchat.tui import themes
+    from kvchat.tui.app import run
+
+    if ("ui", "theme") not in resolved.origins:
+        config = replace(config, theme=themes.suited())
+    return run(config)
+
+
+def prefers_lines() -> bool:
+    """Whether there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines."""
+    if os.environ.get("TERM") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0"):
+        return True
+    return not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _draws(sys.stdout))
+
+
+def load_of(chosen: Settings) -> Load:
+    """What the engine is to load."""
+    model, kv = chosen.model, chosen.kv
+    return Load(
+        model.name,
+        model.device,
+        model.dtype,
+        kv.mode,
+        mode_params=mode_params_of(chosen),
+        quantize=model.quantize,
+        fast=model.fast,
+        link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
+    )
+
+
+def mode_params_of(chosen: Settings) -> dict[str, Params]:
+    """The parameters set for each mode that has some."""
+    return {mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))}
+
+
+def _keeping(chosen: Settings) -> Keeping:
+    """K/V tell what was said: they are on disk only where the conversations are."""
+    folder = str(paths.saved_kv_dir()) if chosen.ui.conversations else ""
+    return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), folder)
+
+
+def _draws(stream: Any) -> bool:
+    """Whether the stream's encoding has the signs that a screen is drawn with."""
+    try:
+        return bool("╭─▓".encode(stream.encoding or "ascii"))
+    except (LookupError, UnicodeEncodeError):
+        return False
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()

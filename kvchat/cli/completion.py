@@ -1,0 +1,77 @@
+"""What a shell completes: the words that options take, from the settings' schema, the modes and the themes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvchat import paths
+from kvchat.config import modes
+from kvchat.config.schema import Settings
+from kvchat.config.sources import Key
+from kvchat.config.validation_errors import choices, field_at
+
+Offer = tuple[str, str]
+Completer = Callable[[str], list[Offer]]
+PROGRAM, VARIABLE = "kvchat", "_KVCHAT_COMPLETE"
+
+
+def script(shell: str) -> str:
+    """What the shell has to read for it to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer lists no exports
+
+    return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
+
+
+def words_of(key: Key) -> Completer:
+    """Make a completer for a setting that takes one of few words."""
+
+    def complete(incomplete: str) -> list[Offer]:
+        field = field_at(Settings, key)
+        words = choices(field) if field else ()
+        return [(word, "") for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+def complete_device(incomplete: str) -> list[Offer]:
+    """The devices that every machine may have."""
+    return [(word, "") for word in ("auto", "cpu", "cuda") if word.startswith(incomplete)]
+
+
+def complete_mode(incomplete: str) -> list[Offer]:
+    """The KV modes."""
+    return [(info.name, info.title) for info in modes.mode_infos() if info.name.startswith(incomplete)]
+
+
+def complete_param(incomplete: str) -> list[Offer]:
+    """``KEY=`` of all modes, and after it the words that the parameter takes in any mode."""
+    name, equals, _ = incomplete.partition("=")
+    if not equals:
+        docs = {f"{p.name}=": p.doc for info in modes.mode_infos() for p in info.params}
+        return [(key, doc) for key, doc in docs.items() if key.startswith(incomplete)]
+    having = [info.name for info in modes.mode_infos() if name in [p.name for p in info.params]]
+    words = {f"{name}={word}": mode for mode in having for word, _ in words_of(("kv", mode, name))("")}
+    return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[Offer]:
+    """The bundled model and those in the hub's cache; a path is completed by the shell."""
+    from kvchat.catalog import models
+
+    return [(model.name, model.kind) for model in models.find(()) if model.name.startswith(incomplete)]
+
+
+def complete_profile(incomplete: str) -> list[Offer]:
+    """The bundled profiles and the person's own."""
+    return _files_in(paths.bundled_profiles_dir(), paths.user_profiles_dir(), incomplete)
+
+
+def complete_theme(incomplete: str) -> list[Offer]:
+    """The bundled themes and the person's own."""
+    return _files_in(paths.bundled_themes_dir(), paths.user_themes_dir(), incomplete)
+
+
+def _files_in(bundled: Path, own: Path, incomplete: str) -> list[Offer]:
+    names = {path.stem for folder in (bundled, own) for path in folder.glob("*.toml")}
+    return [(name, "") for name in sorted(names) if name.startswith(incomplete)]

@@ -1,0 +1,117 @@
+"""``kvchat profile``: which profiles there are, which are in force, whether one is right; the settings with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvchat import paths
+from kvchat.cli.completion import complete_profile
+from kvchat.cli.output import echo, note
+from kvchat.config import profiles, sources
+from kvchat.config.profiles import ProfileFile
+from kvchat.config.sources import Resolved, SettingsSource
+from kvchat.errors import UsageError, did_you_mean
+
+app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_args_is_help=True)
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+
+
+def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
+    """The settings in force, with the profiles; ``problem`` is called with what is wrong with the user's profiles."""
+
+    def in_force(device: str) -> Iterable[SettingsSource]:
+        found = profiles.find(device)
+        for text in found.problems:
+            problem(text)
+        return found.sources
+
+    return sources.load(flags, profiles=in_force)
+
+
+@app.command("list")
+def list_profiles(device: Device = "auto") -> None:
+    """List all profiles; those in force are marked."""
+    in_force = profiles.find(device).in_force
+    for file in profiles.all_files(device, lambda error: note(str(error))):
+        used = any(file.path == one.path for one in in_force)
+        echo(f"{'●' if used else ' '} {file.name:<24} {_whose(file):<8} {_wanted(file)}")
+
+
+@app.command()
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(help="such as 8gb, or a file; the profiles in force", autocompletion=complete_profile),
+    ] = "",
+) -> None:
+    """Print a profile as it is written, without NAME those in force."""
+    files = [_named(name)] if name else [file.path for file in profiles.find("auto").in_force]
+    for file in files:
+        echo(f"# {file}\n{file.read_text('utf-8', 'replace').rstrip()}\n")
+
+
+@app.command()
+def match(device: Device = "auto") -> None:
+    """Say which profiles are in force for this device and why, and what each value they set comes from."""
+    gpu, found = profiles.read_gpu(device), profiles.find(device)
+    echo("no GPU" if gpu is None else ", ".join(_readings(vars(gpu))))
+    for file in found.in_force:
+        echo(f"{file.name} ({file.why}){'' if file.source.values.keys() - _head(file) else ': sets nothing'}")
+    for line in load_settings(problem=note).lines():
+        if "# profiles/" in line:
+            echo(f"  {line}")
+
+
+@app.command()
+def validate(files: Annotated[list[Path] | None, typer.Argument(help="instead of your own profiles")] = None) -> None:
+    """Check profiles; exit code 2 if one is wrong."""
+    for file in files or sorted(paths.user_profiles_dir().glob("*.toml")):
+        if not file.exists():
+            raise UsageError(f"There is no file {file}.")
+        profiles.read_file(file, None)
+        echo(f"{file}: good")
+    if not files and (problems := profiles.find("auto").problems):
+        note("\n".join(problems))
+
+
+def _whose(file: ProfileFile) -> str:
+    return "bundled" if file.path.parent == paths.bundled_profiles_dir() else "own"
+
+
+def _wanted(file: ProfileFile) -> str:
+    given = file.profile.match.model_dump(exclude_unset=True, exclude_none=True)
+    return ", ".join(_readings(given)) or "any GPU"
+
+
+def _readings(values: dict[str, object]) -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, float):
+            value = f"{value:.1f} GiB"
+        elif name == "memory" and isinstance(value, tuple):
+            value = f"{value[0]:g} to {value[1]:g} GiB"
+        elif isinstance(value, tuple):
+            value = " | ".join(map(str, value))
+        yield f"{name.replace('_', ' ')} {'n/a' if value is None else value}"
+
+
+def _head(file: ProfileFile) -> set[tuple[str, ...]]:
+    return {key for key in file.source.values if key[0] in profiles.HEAD}
+
+
+def _named(name: str) -> Path:
+    """The file of a profile by its name or path."""
+    known = {
+        file.stem: file
+        for folder in (paths.bundled_profiles_dir(), paths.user_profiles_dir())
+        for file in folder.glob("*.toml")
+    }
+    if Path(name).is_file():
+        return Path(name)
+    stem = Path(name).name.removesuffix(".toml")
+    if stem not in known:
+        raise UsageError(f'There is no profile "{name}".', did_you_mean(stem, known))
+    return known[stem]

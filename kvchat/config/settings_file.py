@@ -1,0 +1,111 @@
+"""Changing config.toml: what a person wrote there keeps its comments, its order and its place.
+
+A key that is there gets another value in its place. A new one takes the place of the comment that ``kvchat config
+init`` wrote for it, else the line below its table's header, else a table of its own at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomlkit
+
+from kvchat import files
+from kvchat.config.sources import KEYS, Key, check, file_source, flatten
+from kvchat.errors import UsageError
+
+Table = MutableMapping[str, Any]
+
+
+def save(path: Path, changes: Mapping[Key, Any]) -> None:
+    """Write ``changes`` into the settings file, which need not exist; None takes a key out of it.
+
+    Raises:
+        UsageError: the file is not TOML, has a wrong value, or cannot be read or written; it is as it was.
+    """
+    check(file_source(path))
+    text = path.read_text("utf-8") if path.exists() else ""
+    for key, value in changes.items():
+        text = _without(text, key) if value is None else _with(text, key, _plain(value))
+    try:
+        files.write(path, text.encode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _with(text: str, key: Key, value: Any) -> str:
+    document = tomlkit.parse(text)
+    if found := _find(document, key):
+        table, name = found
+        table[name] = value
+        return tomlkit.dumps(document)
+    wanted = {**flatten(tomli.loads(text)), key: value}
+    for inserted in (_in_place_of_comment(text, key, value), _below_header(text, key, value)):
+        if _reads_as(inserted, wanted):
+            return inserted
+    table = document
+    for name in key[:-1]:
+        table = table.setdefault(name, tomlkit.table())
+    table[key[-1]] = value
+    return tomlkit.dumps(document)
+
+
+def _without(text: str, key: Key) -> str:
+    document = tomlkit.parse(text)
+    if found := _find(document, key):
+        table, name = found
+        del table[name]
+    return tomlkit.dumps(document)
+
+
+def _find(document: Table, key: Key) -> tuple[Table, str] | None:
+    """The table that has the key, and its name there: an action's id may be written without quotation marks."""
+    spelled = [key, (KEYS, *key[1].split("."))] if key[0] == KEYS else [key]
+    for *parents, name in spelled:
+        table: Any = document
+        for parent in parents:
+            table = table.get(parent, {}) if isinstance(table, MutableMapping) else {}
+        if isinstance(table, MutableMapping) and name in table:
+            return table, name
+    return None
+
+
+def _in_place_of_comment(text: str, key: Key, value: Any) -> str:
+    """``text`` with the comment ``# name = …`` in the key's table made a setting."""
+    header = re.search(rf"^\[{re.escape('.'.join(key[:-1]))}\][^\n]*\n", text, re.MULTILINE)
+    if not header:
+        return text
+    end = re.compile(r"^\[", re.MULTILINE).search(text, header.end())
+    section = text[header.end() : end.start() if end else len(text)]
+    comment = re.compile(rf"^# ?{re.escape(key[-1])} =[^\n]*$", re.MULTILINE)
+    assigned = comment.sub(lambda _: _assignment(key, value), section, count=1)
+    return text[: header.end()] + assigned + text[header.end() + len(section) :]
+
+
+def _below_header(text: str, key: Key, value: Any) -> str:
+    """``text`` with the setting below its table's header; without one, with such a table at the end."""
+    name = ".".join(key[:-1])
+    header = re.search(rf"^\[{re.escape(name)}\][^\n]*$", text, re.MULTILINE)
+    if header:
+        return f"{text[: header.end()]}\n{_assignment(key, value)}{text[header.end() :]}"
+    gap = "\n\n" if text.strip() else ""
+    return f"{text.rstrip()}{gap}[{name}]\n{_assignment(key, value)}\n"
+
+
+def _assignment(key: Key, value: Any) -> str:
+    return tomlkit.dumps({key[-1]: value}).strip()
+
+
+def _reads_as(text: str, wanted: Mapping[Key, Any]) -> bool:
+    try:
+        return flatten(tomli.loads(text)) == wanted
+    except tomli.TOMLDecodeError:
+        return False

@@ -1,0 +1,89 @@
+"""Files in a question: read whole or refused, sent in a fence that names the file, shown as one line."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.units import size
+
+MAX_BYTES = 2**24  # of a file, while no model says how much it reads
+BYTES_PER_TOKEN = 8  # more than any tokenizer packs into a token of text on average
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+_FENCED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
+
+
+class Piece(NamedTuple):
+    """A part of a question: ``name`` is the file whose fenced ``text`` it is, empty for what was written."""
+
+    text: str
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """The file in a few words: ``[notes.txt · 4.2 KiB]``."""
+        body = _FENCED.fullmatch(self.text)
+        return f"[{self.name} · {size(len((body[3] if body else self.text).encode('utf-8', 'replace')))}]"
+
+
+def read(path: Path, limit: int = MAX_BYTES) -> str:
+    """The text of a regular file of at most ``limit`` bytes.
+
+    Raises:
+        UsageError: there is none, it cannot be read, or it is no text in UTF-8.
+        DoesNotFitError: it is larger.
+    """
+    try:
+        raw = _read(path, limit + 1)
+    except OSError as error:
+        raise UsageError(f"The file {path} cannot be read: {error.strerror}.") from None
+    if len(raw) > limit:
+        raise DoesNotFitError(f"The file {path} is too large.", f"At most {size(limit)} fit.", "Take a part of it.")
+    if b"\0" in raw:
+        raise UsageError(f"The file {path} is no text.", f"Byte {raw.index(0):,} is NUL.", "Only text can be sent.")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        detail = f"Byte {error.start:,} is 0x{raw[error.start]:02x}."
+        raise UsageError(f"The file {path} is not UTF-8.", detail, "Convert it to UTF-8.") from None
+
+
+def fenced(name: str, text: str) -> str:
+    """``text`` as it is sent: under its name, in a fence longer than any in it."""
+    longest = max(map(len, re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    language = Path(name).suffix[1:]
+    name = name.replace("\n", "\N{SYMBOL FOR NEWLINE}")
+    end = "" if text.endswith("\n") or not text else "\n"
+    return f"File {name}:\n{fence}{language if language.isalnum() else ''}\n{text}{end}{fence}"
+
+
+def pieces(question: str) -> Iterator[Piece]:
+    """Split a question into the files that were fenced into it and what was written."""
+    end = 0
+    for found in _FENCED.finditer(question):
+        if found.start() > end:
+            yield Piece(question[end : found.start()])
+        yield Piece(found[0], found[1])
+        end = found.end()
+    if end < len(question):
+        yield Piece(question[end:])
+
+
+def folded(question: str) -> str:
+    """A question with a label in place of each file, a line each."""
+    lines = (piece.label if piece.name else piece.text.strip("\n") for piece in pieces(question))
+    return "\n".join(filter(None, lines)) if _FENCED.search(question) else question
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """The first ``limit`` bytes; opening a pipe or a device would wait for it."""
+    if not stat.S_ISREG(kind := path.stat().st_mode):
+        found = KINDS.get(stat.S_IFMT(kind), "a device")
+        raise UsageError(f"{path} is {found}, not a file.", hint="Only the text of a regular file can be sent.")
+    with path.open("rb") as file:
+        return file.read(limit)

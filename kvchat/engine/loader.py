@@ -1,0 +1,63 @@
+"""What the server needs of a session, and of what makes sessions; the real one imports torch with its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from kvchat.protocol import figures, messages
+from kvchat.protocol.messages import Event, Load, Plan
+
+Progress = Callable[[str], None]
+
+
+class Session(Protocol):
+    """What the server needs of ``kvchat.Session``."""
+
+    @property
+    def info(self) -> messages.Loaded: ...
+    def answer(
+        self,
+        turns: Sequence[messages.Turn],
+        sampling: messages.Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
+    ) -> Iterator[Event]: ...
+    def resume(self, conversation: str, turns: Sequence[messages.Turn]) -> Iterator[Event]: ...
+    def forget(self, conversation: str) -> None: ...
+    def rebuild(self) -> Iterator[Event]: ...
+    def cancel(self) -> None: ...
+    def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
+    def snapshot(self) -> figures.Snapshot: ...
+    def text(self, start: int, end: int) -> str: ...
+    def close(self) -> None: ...
+
+
+class Loader(Protocol):
+    """What the server needs to make sessions; each method may raise ``KvchatError``."""
+
+    def open_session(self, load: Load, progress: Progress) -> Session: ...
+    def fits_beside(self, load: Load, progress: Progress) -> bool: ...
+    def plan(self, asked: Plan, progress: Progress) -> figures.MemoryPlan: ...
+
+
+class EngineLoader:
+    """kvchat's own sessions and plans."""
+
+    def open_session(self, load: Load, progress: Progress) -> Session:
+        """As ``kvchat.engine.session.open_session``."""
+        from kvchat.engine.session import open_session
+
+        return open_session(load, progress)
+
+    def fits_beside(self, load: Load, progress: Progress) -> bool:
+        """As ``kvchat.engine.plan.fits_beside``."""
+        from kvchat.engine.plan import fits_beside
+
+        return fits_beside(load, progress)
+
+    def plan(self, asked: Plan, progress: Progress) -> figures.MemoryPlan:
+        """As ``kvchat.engine.plan.plan_of``."""
+        from kvchat.engine.plan import plan_of
+
+        return plan_of(asked, progress)

@@ -1,0 +1,109 @@
+"""What a model says of itself before its weights are read: where it lies, its configuration, how it would be run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from logging import CRITICAL, getLogger
+from typing import Any
+
+import torch
+
+from kvchat.engine.model import supported
+from kvchat.engine.model.checkpoint import ModelLocation, locate, read_json
+from kvchat.engine.model.device import resolve_device, resolve_dtype
+from kvchat.engine.model.hub import Progress
+from kvchat.errors import ModelError
+
+LOUD = (
+    "bitsandbytes",
+    "torchao",
+    "torch.utils._pytree",
+)  # say which kernels they lack, and what they are going to drop
+INSTALL_GGUF = "pip install 'kvchat[gguf]'"
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDescription:
+    """A model that kvchat can run, and how: transformers' class for its text, device and dtype.
+
+    ``config`` is that of the whole checkpoint, ``text_config`` the one to build the class with.
+    """
+
+    location: ModelLocation
+    config: Any
+    model_class: Any
+    text_config: Any
+    device: torch.device
+    dtype: torch.dtype
+
+
+def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDescription:
+    """Locate the model ``name`` and read its configuration, of a hub repository without its weights.
+
+    Raises:
+        ModelError: it cannot be found or read, or kvchat cannot run it; UsageError: no such device or dtype.
+    """
+    on = resolve_device(device)
+    location = locate(name, progress)
+    config = _read_config(location)
+    model_class, text_config = supported.model_class(config)
+    return ModelDescription(location, config, model_class, text_config, on, resolve_dtype(dtype, config, on))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers neither logs nor draws bars inside this block: the screen belongs to the application."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    loggers = [getLogger(name) for name in LOUD]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(CRITICAL)
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _read_config(location: ModelLocation) -> Any:
+    from transformers import AutoConfig
+
+    if location.gguf:
+        return _gguf_config(location)
+    read_json(location.folder / "config.json")  # its message for a damaged file is better
+    try:
+        return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the hub's checks of a field's type have errors of their own
+        raise supported.unreadable(location.name, "its config.json", error) from error
+
+
+def _gguf_config(location: ModelLocation) -> Any:
+    from transformers import AutoConfig
+
+    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ModelError(
+            f"{location.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            location.folder, gguf_file=location.gguf, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the gguf package raises anything for a damaged file
+        raise supported.unreadable(location.name, "the GGUF file", error) from error
+    config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
+    return config

@@ -1,0 +1,52 @@
+"""Downloads a model in a process of its own, ``python -m kvchat.engine.model.download NAME``; a chat goes on meanwhile.
+
+Each line on stdout is a JSON object: ``{"stage": TEXT}`` while it works, at last ``{"done": NAME}`` or ``{"error":
+[TITLE, DETAIL, HINT]}``. Ending the process leaves what has come: the next download of the model goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from kvchat.engine.model.checkpoint import complete, locate
+from kvchat.engine.model.hub import Progress
+from kvchat.engine.parent import end_with_parent
+from kvchat.errors import KvchatError
+
+
+def download(name: str, progress: Progress) -> None:
+    """Download the model ``name``, unless its configuration shows that kvchat cannot run it.
+
+    Raises:
+        ModelError: there is no such model, it is gated, it cannot be run, or the hub cannot be reached.
+    """
+    location = locate(name, progress)  # a wrong name is refused before torch is imported
+    progress("Checking the model")
+    from kvchat.engine.model.description import describe, quiet
+
+    if not location.gguf:
+        with quiet():
+            describe(name, "cpu", "auto", lambda stage: None)
+    complete(location, progress)
+
+
+def main() -> None:
+    """Download the model named on the command line."""
+    end_with_parent()
+    name = sys.argv[1]
+    try:
+        download(name, lambda stage: _say(stage=stage))
+        _say(done=name)
+    except KvchatError as error:
+        _say(error=[error.title, error.detail, error.hint])
+
+
+def _say(**fields: Any) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A text in the user's own editor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from textual.app import App, SuspendNotSupported
+
+from kvchat.errors import UsageError
+
+DEFAULTS = ("nano", "vim", "vi", "emacs")
+
+
+def edit(text: str) -> str:
+    """``text`` as the editor left it; it blocks until the editor ends, which has the terminal meanwhile.
+
+    The text lies in a file of mode 0600 that is removed afterwards.
+
+    Raises:
+        UsageError: there is no editor, it fails, or what it left is no text.
+    """
+    command = _command()
+    descriptor, name = tempfile.mkstemp(prefix="kvchat-", suffix=".md")
+    path = Path(name)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(text.encode("utf-8", "replace"))
+        code = subprocess.run([*command, name], check=False).returncode
+        if code:
+            raise UsageError(f"The editor {command[0]} ended with exit code {code}.", "The text is as it was.")
+        return path.read_bytes().decode().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        detail = error.strerror if isinstance(error, OSError) else "It left bytes that are not UTF-8"
+        raise UsageError(
+            f"The editor {command[0]} failed: {detail}.", "The text is as it was.", "VISUAL and EDITOR name another."
+        ) from None
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+async def edit_suspended(app: App[None], text: str) -> str:
+    """``edit`` while the application leaves the terminal alone; an answer in progress goes on, nothing is drawn.
+
+    Raises:
+        UsageError: as ``edit``, or this terminal cannot be left.
+    """
+    try:
+        with app.suspend(), app.batch_update(), _interrupts_left_to_editor():
+            # An error would not let Textual take the terminal back.
+            edited = (await asyncio.gather(asyncio.to_thread(edit, text), return_exceptions=True))[0]
+    except SuspendNotSupported:
+        raise UsageError("An editor cannot be run in this terminal.", hint="Write in the prompt.") from None
+    if isinstance(edited, BaseException):
+        raise edited
+    return edited
+
+
+@contextmanager
+def _interrupts_left_to_editor() -> Iterator[None]:
+    """Ctrl+C reaches both processes; only the editor is meant. Only in the main thread."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _command() -> list[str]:
+    for variable in ("VISUAL", "EDITOR"):
+        if given := os.environ.get(variable, "").strip():
+            try:
+                return shlex.split(given)
+            except ValueError as error:
+                raise UsageError(f"{variable}={given} cannot be read.", f"{error}.", "Close the quotation.") from None
+    found = next(filter(shutil.which, DEFAULTS), None)
+    if found is None:
+        raise UsageError("There is no editor.", f"Looked for {', '.join(DEFAULTS)}.", "Name one in EDITOR.")
+    return [found]

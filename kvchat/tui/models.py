@@ -1,0 +1,183 @@
+"""The model in use, the one being loaded in its place, and a download."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from kvchat.catalog import models as catalog
+from kvchat.config.schema import checked_model
+from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.messages import Load, Plan, Planned, Stop
+from kvchat.tui.client import EngineClient
+from kvchat.tui.config import AppConfig
+from kvchat.tui.downloads import Download
+from kvchat.tui.plan_table import plan_lines
+from kvchat.tui.state import ChatState, Phase
+from kvchat.tui.view import ChatView
+from kvchat.units import count, size
+
+ANSWER_POLL_S = 0.2
+OPTIONS = ("quantize", "dtype", "device")
+
+
+class Models:
+    """``in_use`` is what a restart loads. ``restart`` replaces the engine by a fresh one."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        state: ChatState,
+        client: EngineClient,
+        view: ChatView,
+        restart: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.in_use = config.load
+        self.folders = config.model_folders
+        self.profile = config.profile
+        self._base = config.load
+        self._state, self._client, self._view, self._restart = state, client, view, restart
+        self._asked: Load | None = None
+        self._is_kept = False
+        self._stops = 0
+        self._download = Download(config.download_command)
+        self._downloading: asyncio.Task[None] | None = None
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    async def choose(self, name: str, options: dict[str, Any]) -> None:
+        """Load another model, which reads the conversation with the next question; from the hub after a download.
+
+        Raises:
+            UsageError: an unknown option or value, an answer is under way, or another model is being loaded.
+        """
+        load = self._load(name, options)
+        if await asyncio.to_thread(catalog.is_here, load.model):
+            self._require_idle()
+            await self._begin(load)
+        elif self._downloading is not None:
+            raise UsageError("Another model is being downloaded.", hint="Esc stops that; it can be gone on with later.")
+        else:
+            self._downloading = asyncio.create_task(self._fetch(load))
+
+    def load_in_use(self) -> None:
+        """Have a fresh engine load the model in use, in the present mode."""
+        self._send(self.in_use)
+
+    def take(self) -> bool:
+        """A model has been loaded; whether it is the one asked for, not the old one that stays."""
+        if self._is_kept:
+            self._is_kept = False
+            return False
+        asked, self._asked = self._asked or self.in_use, None
+        if asked != self.in_use:
+            self._state.is_stored = False
+            self._view.show_snapshot(None)
+        self.in_use = asked
+        return True
+
+    def give_up(self, is_fatal: bool) -> bool:
+        """Something failed; whether the model in use reports itself next, because another one could not be loaded."""
+        was_loading, self._asked = self._asked is not None, None
+        self._is_kept = was_loading and not is_fatal
+        return self._is_kept
+
+    async def stop(self) -> None:
+        """Stop what is being loaded or downloaded.
+
+        The first model of all stops when asked twice. An engine that does not stop is ended, and the model that was in
+        use loaded by a fresh one.
+        """
+        if self._asked is None or self._state.phase is not Phase.LOADING:
+            self.stop_download()
+            return
+        self._stops += 1
+        name, others = self._asked.model, self._state.info is not None
+        if self._stops == 2 - others:
+            self._client.send(Stop())
+            self._view.toast(f"Loading {name} is being stopped; Esc once more ends the engine.")
+        elif self._stops > 2 - others:
+            self._asked = None
+            await self._restart()
+        else:
+            self._view.toast(f"Esc once more stops loading {name}.")
+
+    async def _begin(self, load: Load) -> None:
+        if self._state.phase is Phase.DOWN:
+            self.in_use = load
+            await self._restart()
+        else:
+            self._send(load)
+
+    def _send(self, load: Load) -> None:
+        self._asked, self._stops = load, 0
+        self._state.enter_phase(Phase.LOADING, f"loading {load.model}")
+        self._view.show_state(self._state)
+        self._client.send(replace(load, mode=self._state.mode, given=self._state.given))
+
+    def _load(self, name: str, options: dict[str, Any]) -> Load:
+        return replace(self._base, **checked_model({"name": name, **options}, OPTIONS))
+
+    def _require_idle(self) -> None:
+        if self._state.phase.busy:
+            raise UsageError("An answer is under way.", hint="Esc stops it; then choose the model.")
+        if self._state.phase is Phase.LOADING:
+            raise UsageError("A model is being loaded.", hint="Esc stops that; then choose another one.")
+
+    # ---- downloading -----------------------------------------------------------------------------
+
+    def stop_download(self) -> None:
+        """Stop the download in progress; what has come is kept."""
+        self._download.stop()
+
+    async def _fetch(self, load: Load) -> None:
+        """Download a model, wait for the answer in progress, if there is one, and load it."""
+        try:
+            if await self._download.run(load.model, self._show_download):
+                while self._state.phase.busy or self._state.phase is Phase.LOADING:
+                    await asyncio.sleep(ANSWER_POLL_S)
+                await self._begin(load)
+            else:
+                self._view.toast(f"The download is stopped; /model {load.model} goes on with it.", timeout=10)
+        except KvchatError as error:
+            self._view.add_error(error)
+        finally:
+            self._downloading = None
+            self._show_download("")
+
+    def _show_download(self, stage: str) -> None:
+        self._state.download = stage
+        self._view.show_state(self._state)
+
+    # ---- planning --------------------------------------------------------------------------------
+
+    def plan(self, name: str, context: int | None) -> None:
+        """Ask what a model would take, by default the one in use.
+
+        Raises:
+            UsageError: no engine runs.
+        """
+        if self._state.phase is Phase.DOWN:
+            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+        load = self._load(name, {}) if name else self.in_use
+        load = replace(load, given=self._state.given)
+        self._view.toast(f"What {load.model} takes is being worked out.")
+        self._client.send(Plan(load, context))
+
+    def show_plan(self, planned: Planned) -> None:
+        """Show a plan as a table, with what was measured beside it for the model in use."""
+        if planned.plan is None:
+            self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
+            return
+        measured = self._measured() if planned.model == self.in_use.model else {}
+        self._view.add_note("\n".join(plan_lines(planned.plan, measured)))
+        if measured and (snapshot := self._state.snapshot):
+            device, host = size(snapshot.kv_device_bytes, 2), size(snapshot.kv_host_bytes, 2)
+            self._view.add_note(f"Measured for {count(snapshot.total)} tokens: K/V read {device}, stored {host}.")
+
+    def _measured(self) -> dict[str, int]:
+        """Bytes of what is there for good once the model is loaded, by the keys of the table's rows."""
+        snapshot, info = self._state.snapshot, self._state.info
+        return {f"weights {info.weights or 'none'}": snapshot.weight_bytes} if snapshot and info else {}

@@ -1,0 +1,1 @@
+"""The application line by line: for screen readers, pipes and terminals that can only print."""

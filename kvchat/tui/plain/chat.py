@@ -1,0 +1,232 @@
+"""``kvchat chat --plain``: questions and commands by lines, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+
+from kvchat.config.modes import mode_infos
+from kvchat.config.sources import KEYS, dotted
+from kvchat.errors import KvchatError, UsageError
+from kvchat.tui import questions
+from kvchat.tui.actions import COMMANDS, is_command, parse_command
+from kvchat.tui.client import EngineClient
+from kvchat.tui.config import AppConfig
+from kvchat.tui.controller import ChatController
+from kvchat.tui.mentions import Part
+from kvchat.tui.plain.lines import LineReader, LineWriter
+from kvchat.tui.plain.view import PlainView
+from kvchat.tui.screens.conversations import describe_age
+from kvchat.tui.settings import SettingsEditor
+from kvchat.tui.state import Phase
+from kvchat.units import count
+
+PROMPT = "> "
+WELCOME = "kvchat, line by line. /help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves."
+INTERRUPTED = 130
+
+
+def run(config: AppConfig) -> int:
+    """Chat on stdin and stdout until stdin ends; the exit code. No engine outlives it."""
+    return asyncio.run(_run(config))
+
+
+async def _run(config: AppConfig) -> int:
+    is_typed = sys.stdin is not None and sys.stdin.isatty()
+    lines = LineWriter(sys.stdout, sys.stderr, PROMPT if is_typed else "")
+    client = EngineClient(config.engine_command, config.log_file)
+    chat = PlainChat(config, client, lines, is_typed)
+    try:
+        return await chat.run(LineReader(0 if sys.stdin is None else sys.stdin.fileno()))
+    finally:
+        client.kill()
+
+
+class PlainChat:
+    """One conversation after the other on lines. ``is_typed``: by a person at a terminal, who may interrupt.
+
+    What comes through a pipe waits for the answer before it; then the exit code says whether all went well.
+    """
+
+    theme = "none"
+    theme_names = ()
+
+    def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
+        self.keys: dict[str, str] = {}
+        self.view = PlainView(lines, not is_typed, config.model_folders)
+        self.chat = ChatController(config, client, self.view)
+        self._config = config
+        self._client = client
+        self._lines = lines
+        self._is_typed = is_typed
+        self._settings = SettingsEditor(config, self.chat, self)
+        self._left = asyncio.Event()
+        self._is_taking = False
+        self._exit_code: int | None = None
+        self._own: Mapping[str, Callable[[str], Awaitable[None]]] = {
+            "help": self._help,
+            "settings": self._list_settings,
+            "conversations": self._list_conversations,
+            "stop": self._stop,
+            "quit": self._quit,
+        }
+
+    async def run(self, reader: LineReader) -> int:
+        """Read, ask and answer until the lines end or the user leaves; the exit code."""
+        self._lines.line(WELCOME)
+        for problem in self._config.problems:
+            self._lines.problem(problem)
+        self._handle_signals()
+        await self.chat.open_archive(self._config.resume)
+        background = [asyncio.create_task(self.chat.listen()), asyncio.create_task(self.chat.keep())]
+        await self.chat.start()
+        reading = asyncio.create_task(self._read(reader))
+        leaving = asyncio.create_task(self._left.wait())
+        await asyncio.wait({reading, leaving, *background}, return_when=asyncio.FIRST_COMPLETED)
+        self._lines.end()
+        await self.chat.close()
+        await self._client.close()
+        for task in (reading, leaving, *background):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        if self._exit_code is not None:
+            return self._exit_code
+        return 0 if self._is_typed else min(self.view.problems, 1)
+
+    # ---- the settings' look at what it can change ------------------------------------------------
+
+    def use_theme(self, name: str) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: lines have no colors.
+        """
+        raise UsageError("Lines have no colors.")
+
+    def rebind(self, keys: Mapping[str, str]) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: lines have no keys.
+        """
+        raise UsageError("Lines have no keys.")
+
+    # ---- lines -----------------------------------------------------------------------------------
+
+    async def _read(self, reader: LineReader) -> None:
+        asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
+        try:
+            async for line in reader:
+                self._lines.entered()
+                if not self._is_typed:
+                    await self._until(self._is_idle)
+                self._is_taking = True
+                await self._take(line)
+                self._is_taking = False
+                self._lines.changed.set()
+                if self._left.is_set():
+                    return
+                if not self._is_typed:
+                    await self._until(self._is_idle)
+        finally:
+            if asking:
+                asking.cancel()
+
+    async def _take(self, line: str) -> None:
+        """Run a command or ask a question; a refusal is a line."""
+        if not line.strip():
+            return
+        try:
+            if is_command(line):
+                await self._run_command(line.strip())
+            else:
+                await self.chat.ask(questions.compose([Part(line)], self.chat.state))
+        except KvchatError as error:
+            self.view.add_error(error)
+
+    async def _run_command(self, line: str) -> None:
+        action, argument = parse_command(line)
+        state, done = self.chat.state, self.view.switches
+        before = (state.wanted, dict(state.pending))
+        if action.run:
+            await action.run(self.chat, argument)
+        elif action.id in self._own:
+            await self._own[action.id](argument)
+        else:
+            raise UsageError(f"/{action.command} needs the whole screen.", hint="/help lists what there is here.")
+        if not self._is_typed and (state.wanted, state.pending) != before:
+            await self._until(lambda: self.view.switches > done or state.phase is Phase.DOWN)
+
+    def _is_idle(self) -> bool:
+        queue = self.chat.answers.queue
+        return self.chat.state.phase in (Phase.READY, Phase.DOWN) and (queue.is_held or not queue)
+
+    async def _ask_when_idle(self) -> None:
+        """Show the prompt whenever nothing is being said."""
+        while True:
+            if self._is_idle() and not self._is_taking:
+                self._lines.ask()
+            await self._change()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._change()
+
+    async def _change(self) -> None:
+        self._lines.changed.clear()
+        await self._lines.changed.wait()
+
+    # ---- signals ---------------------------------------------------------------------------------
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._leave, 128 + number)
+
+    def _interrupt(self) -> None:
+        """Stop the answer, else leave."""
+        if self.chat.state.phase.busy:
+            self.chat.stop()
+        else:
+            self._leave(0 if self._is_typed else INTERRUPTED)
+
+    def _leave(self, code: int) -> None:
+        self._exit_code = code
+        self._left.set()
+
+    # ---- commands that the screen has in another way ---------------------------------------------
+
+    async def _help(self, argument: str) -> None:
+        actions = [action for action in COMMANDS.values() if action.run or action.id in self._own]
+        self._say(f"{action.line}: {action.doc}" for action in actions)
+        self._say(f"{mode.name} mode: {mode.title}" for mode in mode_infos())
+
+    async def _list_settings(self, argument: str) -> None:
+        shown = [one for one in self._settings.settings() if one.key[0] != KEYS]
+        self._say(f"{dotted(one.key)} = {one.shown} ({one.origin}): {one.doc}" for one in shown)
+
+    async def _list_conversations(self, argument: str) -> None:
+        found = await self.chat.archive.search(argument)
+        places = {one.id: place for place, one in enumerate(await self.chat.archive.search(""), 1)}
+        self._say(
+            f"{places[one.id]}. {one.title or 'no title'}, {describe_age(time.time() - one.updated)},"
+            f" {count(one.messages)} messages"
+            for one in found
+        )
+        self._lines.line("/open NUMBER goes on with one." if found else "None was found.")
+
+    async def _stop(self, argument: str) -> None:
+        self.chat.stop()
+        self.chat.branches.stop_editing()
+
+    async def _quit(self, argument: str) -> None:
+        self._left.set()
+
+    def _say(self, lines: Iterable[str]) -> None:
+        self._lines.line("\n".join(lines))

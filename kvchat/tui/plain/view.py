@@ -1,0 +1,195 @@
+"""The chat as lines: what the controller shows, printed in the order in which it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+
+from kvchat.catalog import models as catalog
+from kvchat.conversations.conversation import Message
+from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Switched
+from kvchat.tui.plain.lines import LineWriter
+from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
+from kvchat.tui.view import Severity
+from kvchat.units import count, size
+
+YOU, MODEL = "you: ", "model: "
+PATIENCE_S = 5.0  # a wait that takes longer is explained
+
+
+class PlainQuestion:
+    """A question; printed where the terminal does not show what is typed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def send(self, message: Message, footer: str) -> None:
+        """Nothing changes in a line that is printed."""
+
+    async def remove(self) -> None:
+        """What is printed stays."""
+
+
+class PlainAnswer:
+    """An answer, printed as it comes."""
+
+    def __init__(self, lines: LineWriter) -> None:
+        self.text = ""
+        self._lines = lines
+        self._told = monotonic()
+
+    def wait(self, words: str) -> None:
+        """Say now and then what the engine does before the first word."""
+        if monotonic() - self._told > PATIENCE_S:
+            self._told = monotonic()
+            self._lines.line(words)
+
+    def feed(self, text: str) -> None:
+        """Print text."""
+        if text and not self.text:
+            self._lines.text(MODEL)
+        self.text += text
+        self._lines.text(text)
+
+    async def withdraw(self, chars: int) -> str:
+        """Forget the last ``chars`` characters; the note that follows says which."""
+        kept = len(self.text) - chars
+        self.text, withdrawn = self.text[:kept], self.text[kept:]
+        return withdrawn
+
+    async def finish(self, message: Message, footer: str) -> None:
+        """Print the line under the answer."""
+        if not self.text:
+            self._lines.text(f"{MODEL}{message.text}")
+        self._lines.line(f"[{footer}]")
+
+    async def remove(self) -> None:
+        """What is printed stays."""
+
+
+class PlainSwitch:
+    """A switch; the speed after it stands in the line under the answer."""
+
+    settled = False
+
+    def __init__(self, switched: Switched) -> None:
+        self.switched = switched
+        self.is_idle = True
+
+    async def remove(self) -> None:
+        """What is printed stays."""
+
+    def count(self, tokens: int, now: float) -> None:
+        """Tokens have come: a later switch is another one."""
+        self.is_idle = False
+
+    def close(self, now: float) -> None:
+        """Nothing is added to a line that is printed."""
+        self.settled = not self.is_idle
+
+
+class PlainView:
+    """A ``ChatView`` of lines.
+
+    ``echoes`` prints the questions: of a pipe nobody sees them otherwise. ``problems`` counts errors, ``switches``
+    switches and errors: what a switch ends with. ``model_folders`` are looked into for models.
+    """
+
+    chosen: str | None = None
+
+    def __init__(self, lines: LineWriter, echoes: bool, model_folders: Sequence[Path] = ()) -> None:
+        self.problems = 0
+        self.switches = 0
+        self.phase = Phase.DOWN
+        self._lines = lines
+        self._echoes = echoes
+        self._model_folders = model_folders
+
+    async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
+        """Print messages; those printed before stay."""
+        if below is None and not messages:
+            self._lines.line("A new conversation.")
+        for message, footer in messages:
+            self._lines.text(f"{YOU if message.role == 'user' else MODEL}{message.text}")
+            self._lines.end()
+            if footer:
+                self._lines.line(f"[{footer}]")
+
+    async def add_question(self, text: str, queued: bool) -> PlainQuestion:
+        """Print a question that the terminal did not show."""
+        if self._echoes:
+            self._lines.text(f"{YOU}{text}\n")
+        return PlainQuestion(text)
+
+    async def add_answer(self) -> PlainAnswer:
+        """Begin an answer."""
+        return PlainAnswer(self._lines)
+
+    async def add_switch(self, switched: Switched, speed: float | None) -> PlainSwitch:
+        """Print a switch."""
+        self.switches += 1
+        self._lines.line(f"[{describe_switch(switched, None, None)}]")
+        return PlainSwitch(switched)
+
+    def add_note(self, text: str, struck: str = "") -> None:
+        """Print a note."""
+        self._lines.line(text + struck)
+
+    def add_error(self, error: KvchatError) -> None:
+        """Print an error: title, detail and hint."""
+        self.problems += 1
+        self.switches += 1
+        self._lines.problem("\n".join(part for part in (f"Error: {error.title}", error.detail, error.hint) if part))
+
+    def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
+        """Print a notice."""
+        said = f"{title}: {text}" if title else text
+        (self._lines.line if severity == "information" else self._lines.problem)(said)
+
+    def log_event(self, text: str) -> None:
+        """Everything that matters is printed as it happens."""
+
+    def show_state(self, state: ChatState) -> None:
+        """Print that a model was loaded."""
+        before, self.phase = self.phase, state.phase
+        self._lines.changed.set()
+        if before is Phase.LOADING and self.phase is Phase.READY and state.info is not None:
+            info = state.info
+            self._lines.line(f"{info.model} on {info.device}, context {count(info.context)}, {state.mode} mode.")
+
+    def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
+        """Figures that change ten times a second are no lines."""
+
+    def show_page_text(self, start: int, text: str) -> None:
+        """Only the ribbon asks for it."""
+
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        """Say how questions that were held back are sent."""
+        if waiting and is_held:
+            self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear forgets them.")
+
+    def accept_prompt(self) -> None:
+        """A line that was read is not given back."""
+
+    def show_models(self) -> None:
+        """Print the models on this machine."""
+        for model in catalog.find(self._model_folders):
+            self._lines.line(f"{model.name}   {size(model.weights.nbytes) if model.weights else model.problem}")
+        self._lines.line("/model NAME loads one; NAME may also be a path or a name on the hub.")
+
+    def restore_prompt(self, text: str) -> bool:
+        """Print a question that is given back, to be copied."""
+        self._lines.text(f"{YOU}{text}\n")
+        self._lines.line("[this question is not sent; type it again to change it]")
+        return True
+
+    def copy(self, text: str) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: lines have no clipboard.
+        """
+        raise UsageError("There is no clipboard here.", hint="/export FILE writes the conversation.")

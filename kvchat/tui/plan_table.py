@@ -1,0 +1,68 @@
+"""The table of a plan: what a model takes by quantization and mode, what was measured beside it, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from kvchat.protocol.figures import MemoryPlan, Proposal
+from kvchat.units import count, size
+
+CHOICES = ("int8", "int4", "nf4")  # values of --quantize; other names are those of checkpoints quantized already
+
+
+class Row(NamedTuple):
+    """One line of the table; ``key`` names what can be measured."""
+
+    key: str
+    name: str
+    place: str
+    amount: str
+
+
+def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> Iterator[str]:
+    """The table as lines; ``measured`` holds bytes by the key of a row, where the model is loaded."""
+    yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
+    yield ""
+    rows = list(_rows(made))
+    name, place = (max(len(row[column]) for row in rows) for column in (1, 2))
+    if measured:
+        yield f"{'':<{name}}  {'':<{place}}  {'planned':<10}  measured"
+    for row in rows:
+        found = size(measured[row.key], 2) if measured and row.key in measured else ""
+        yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
+    yield ""
+    yield from _proposed(made)
+
+
+def command_line(model: str, proposal: Proposal) -> str:
+    """The command that starts kvchat as proposed."""
+    quantize = f" --quantize {proposal.quantize}" if proposal.quantize in CHOICES else ""
+    budget = "" if proposal.budget is None else f" --budget {proposal.budget}"
+    return f"kvchat -m {model} --mode {proposal.mode}{budget}{quantize}"
+
+
+def _rows(made: MemoryPlan) -> Iterator[Row]:
+    where = "host" if made.device == "cpu" else made.device
+    for name, needed in made.weights.items():
+        yield Row(f"weights {name}", f"weights, {name}", where, size(needed, 2))
+    for name, need in made.modes.items():
+        budget = f", budget {need.params['budget']}" if need.params.get("budget") else ""
+        yield Row(f"read {name}", f"K/V read, {name}{budget}", where, need.refusal or size(need.device_bytes, 2))
+    if made.state:
+        yield Row("state", "recurrent state", where, size(made.state, 2))
+    yield Row("workspace", "workspace, estimated", where, size(made.workspace, 2))
+    yield Row("stored", "K/V stored", "host", size(made.host_pool, 2))
+    if made.snapshots:
+        yield Row("snapshots", "snapshots of the state", "host", size(made.snapshots, 2))
+    if made.device != "cpu":
+        yield Row("device free", "free", made.device, size(made.device_free, 2))
+    yield Row("host free", "free", "host", size(made.host_free, 2))
+
+
+def _proposed(made: MemoryPlan) -> Iterator[str]:
+    if made.proposal is None:
+        yield "Nothing fits: take a smaller model or a shorter context."
+        return
+    yield command_line(made.model, made.proposal)
+    yield from (f"  gives up {each}" for each in made.proposal.gave_up or ("nothing",))

@@ -1,0 +1,250 @@
+"""The settings: find one, change it, keep it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from kvchat.config.sources import Key, dotted
+from kvchat.errors import KvchatError
+from kvchat.foreign_text import visible
+from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
+
+W = TypeVar("W", bound=Widget)
+REFRESH_S = 0.3  # the engine answers a change of the mode later
+NAME_CELLS, VALUE_CELLS = 24, 26
+HINTS = "↑↓ choose · ⏎ change · ^D default · ^S keep in the file · Esc close"
+EDIT_HINTS = "⏎ take it · Esc leave it"
+
+
+class SettingsScreen(ModalScreen[None]):
+    """What is typed narrows the list; Enter or a click changes the chosen setting in the line below the list."""
+
+    CSS = """
+    SettingsScreen { align: center middle; }
+    SettingsScreen > Vertical {
+        width: 104; max-width: 100%; height: 94%; padding: 0 1; background: $surface; border: round $primary;
+    }
+    SettingsScreen Input { border: none; height: 1; padding: 0; background: $surface; }
+    SettingsScreen #find { margin: 0 0 1 0; }
+    SettingsScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
+    SettingsScreen #choices { height: auto; max-height: 9; margin: 0 0 0 2; }
+    SettingsScreen #about { height: auto; max-height: 4; margin: 1 0 0 0; }
+    SettingsScreen #edit { height: 1; }
+    SettingsScreen #edit Static { width: auto; color: $accent; }
+    SettingsScreen #edit Input { width: 1fr; background: $panel; }
+    SettingsScreen #refusal { height: auto; color: $error; }
+    SettingsScreen #hints { color: $text-muted; height: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Close", priority=True, id="settings.close"),
+        Binding("down", "move(1)", "Later", priority=True, id="settings.down"),
+        Binding("up", "move(-1)", "Earlier", priority=True, id="settings.up"),
+        Binding("pagedown", "move(8)", "Later", priority=True, id="settings.pagedown"),
+        Binding("pageup", "move(-8)", "Earlier", priority=True, id="settings.pageup"),
+        Binding("ctrl+d", "default", "Default", priority=True, id="settings.default"),
+        Binding("ctrl+s", "save", "Keep", priority=True, id="settings.save"),
+    ]
+    AUTO_FOCUS = "#find"
+
+    def __init__(self, editor: SettingsEditor) -> None:
+        super().__init__()
+        self._editor = editor
+        self._listed: dict[str, Setting] = {}
+        self._edited: Setting | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "settings"
+            yield Input(placeholder="Find a setting…", id="find")
+            yield OptionList(id="list")
+            yield Static(id="about", markup=False)
+            yield OptionList(id="choices")
+            with Horizontal(id="edit"):
+                yield Static(id="name", markup=False)
+                yield Input(id="value")
+            yield Static(id="refusal", markup=False)
+            yield Static(HINTS, id="hints", markup=False)
+
+    def on_mount(self) -> None:
+        self._close_edit()
+        self._show()
+        self.set_interval(REFRESH_S, self._refresh)
+
+    # ---- what the user does ----------------------------------------------------------------------
+
+    @on(Input.Changed, "#find")
+    def find(self) -> None:
+        """List the settings whose name or description has what is typed."""
+        self._show()
+
+    @on(OptionList.OptionHighlighted, "#list")
+    def explain(self) -> None:
+        """Show what the highlighted setting is."""
+        setting = self._highlighted
+        self.query_one("#about", Static).update(about(setting) if setting else "There is no such setting.")
+
+    @on(Input.Submitted, "#find")
+    @on(OptionList.OptionSelected, "#list")
+    def edit(self) -> None:
+        """Open the highlighted setting: its choices as a list, else its value as a line."""
+        setting = self._highlighted
+        if setting is None:
+            return
+        self._close_edit()
+        self._edited = setting
+        self.query_one("#hints", Static).update(EDIT_HINTS)
+        if setting.choices:
+            choices = self._reveal("#choices", OptionList)
+            choices.clear_options()
+            choices.add_options(Option(visible(word)) for word in setting.choices)
+            choices.highlighted = setting.choices.index(setting.text) if setting.text in setting.choices else 0
+            self.set_focus(choices)  # at once: the next key is for it
+        else:
+            self._reveal("#edit", Horizontal)
+            self.query_one("#name", Static).update(f"{setting.key[-1]} = ")
+            value = self.query_one("#value", Input)
+            value.value = visible(setting.text)
+            self.set_focus(value)
+
+    @on(Input.Submitted, "#value")
+    def take_value(self, event: Input.Submitted) -> None:
+        """Change the setting to what was typed."""
+        self._change(event.value.strip())
+
+    @on(OptionList.OptionSelected, "#choices")
+    def take_choice(self, event: OptionList.OptionSelected) -> None:
+        """Change the setting to the chosen word."""
+        if self._edited is not None:
+            self._change(self._edited.choices[event.option_index])
+
+    def action_move(self, rows: int) -> None:
+        """Go to another setting, or to another choice while one is being chosen."""
+        options = self.query_one("#choices" if self.query_one("#choices").has_focus else "#list", OptionList)
+        for _ in range(abs(rows)):
+            (options.action_cursor_down if rows > 0 else options.action_cursor_up)()
+
+    def action_default(self) -> None:
+        """Give the highlighted setting its default again."""
+        if (setting := self._highlighted) is not None:
+            self._close_edit()
+            self._edited = setting
+            self._change("")
+
+    def action_save(self) -> None:
+        """Keep the changes in config.toml."""
+        try:
+            self.app.notify(self._editor.save(), timeout=8)
+        except KvchatError as error:
+            self._refuse(str(error))
+        self._show()
+
+    def action_leave(self) -> None:
+        """Leave the edited setting as it is, else close."""
+        if self._edited is not None:
+            self._close_edit()
+        else:
+            if self._editor.unsaved:
+                text = "Changed settings hold until kvchat is closed; ^S in the settings keeps them for later starts."
+                self.app.notify(text, timeout=6)
+            self.dismiss()
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    @property
+    def _highlighted(self) -> Setting | None:
+        option = self.query_one("#list", OptionList).highlighted_option
+        return self._listed.get(option.id or "") if option else None
+
+    def _change(self, text: str) -> None:
+        if self._edited is None:
+            return
+        try:
+            self._editor.change(self._edited.key, text)
+        except KvchatError as error:
+            self._refuse(str(error))
+            return
+        self._close_edit()
+        self._show()
+
+    def _refuse(self, reason: str) -> None:
+        self._reveal("#refusal", Static).update(f"✗ {visible(reason)}")
+
+    def _reveal(self, selector: str, kind: type[W]) -> W:
+        widget = self.query_one(selector, kind)
+        widget.display = True
+        return widget
+
+    def _close_edit(self) -> None:
+        self._edited = None
+        for selector in ("#choices", "#edit", "#refusal"):
+            self.query_one(selector).display = False
+        self.query_one("#hints", Static).update(HINTS)
+        self.set_focus(self.query_one("#find"))
+
+    def _refresh(self) -> None:
+        if self._found() != list(self._listed.values()):
+            self._show()
+
+    def _found(self) -> list[Setting]:
+        words = self.query_one("#find", Input).value.lower().split()
+        return [one for one in self._editor.settings() if all(word in _searched(one) for word in words)]
+
+    def _show(self) -> None:
+        """List the settings that fit what is typed, the highlighted one where it was."""
+        found = self._found()
+        before = self._highlighted
+        self._listed = {dotted(one.key): one for one in found}
+        options = self.query_one("#list", OptionList)
+        options.clear_options()
+        section: Key = ()
+        for setting in found:
+            if setting.key[:-1] != section:
+                section = setting.key[:-1]
+                options.add_option(Option(Content.styled(f"[{dotted(section)}]", "dim"), disabled=True))
+            options.add_option(Option(line(setting), dotted(setting.key)))
+        if found:
+            kept = before is not None and dotted(before.key) in self._listed
+            options.highlighted = options.get_option_index(dotted(before.key if before and kept else found[0].key))
+        unsaved = self._editor.unsaved
+        self.query_one(Vertical).border_subtitle = f"{unsaved} changed, not saved" if unsaved else ""
+        self.explain()
+
+
+def line(setting: Setting) -> Content:
+    """Name, value and source in columns; a value that is not the default stands out."""
+    value = visible(setting.shown).replace("\n", " ")
+    if len(value) >= VALUE_CELLS:
+        value = f"{value[: VALUE_CELLS - 2]}…"
+    is_own = setting.origin != DEFAULT
+    mark = "● " if setting.origin == HERE else "  "
+    return Content.assemble(
+        (mark, "$accent"),
+        f"{setting.key[-1]:<{NAME_CELLS}}",
+        (f"{value:<{VALUE_CELLS}}", "bold" if is_own else ""),
+        (visible(setting.origin), "$accent" if is_own else "dim"),
+    )
+
+
+def about(setting: Setting) -> Content:
+    """What the setting is, what it takes, when a change counts and what set it."""
+    takes = f"Takes {setting.takes}. " if setting.takes != setting.doc else ""
+    when = "A change counts at once." if setting.is_live else "A change counts from the next start."
+    return Content.assemble(
+        (visible(f"{setting.doc[:1].upper()}{setting.doc[1:]}."), "bold"),
+        f"\n{visible(takes)}{when}",
+        (f"\n{dotted(setting.key)} = {visible(setting.shown)}   ({visible(setting.origin)})", "dim"),
+    )
+
+
+def _searched(setting: Setting) -> str:
+    return f"{dotted(setting.key)} {setting.doc}".lower()

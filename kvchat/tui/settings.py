@@ -1,0 +1,224 @@
+"""The settings as they can be changed while the application runs: rows of the schema, and what a change does.
+
+There is no list of settings here: the rows are the fields of ``kvchat.config`` and the actions that have keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import tomli
+
+from kvchat.config import modes, sources
+from kvchat.config.sources import KEYS, Key
+from kvchat.config.validation_errors import choices, expected
+from kvchat.errors import UsageError
+from kvchat.tui.actions import ACTIONS, keys_of
+from kvchat.tui.config import AppConfig
+from kvchat.tui.controller import ChatController
+
+HERE, SESSION, DEFAULT = "changed, not saved", "this session", "default"
+
+
+class Appearance(Protocol):
+    """What the application lets be changed of its own; ``keys`` are the changed ones by the id of their action."""
+
+    keys: dict[str, str]
+    theme: str
+
+    @property
+    def theme_names(self) -> tuple[str, ...]:
+        """The themes there are."""
+
+    def use_theme(self, name: str) -> None:
+        """Change the colors."""
+
+    def rebind(self, keys: Mapping[str, str]) -> None:
+        """Change keys."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting as it is now; ``text`` is its value as it is typed, ``takes`` says which values it takes.
+
+    ``choices`` are its values where there are few. ``is_live`` says that a change counts at once.
+    """
+
+    key: Key
+    text: str
+    shown: str
+    origin: str
+    doc: str
+    takes: str
+    choices: tuple[str, ...]
+    is_live: bool
+
+
+class SettingsEditor:
+    """Changes settings for this session; ``save`` keeps the changes in config.toml."""
+
+    def __init__(self, config: AppConfig, chat: ChatController, appearance: Appearance) -> None:
+        self.file = config.config_file
+        self._chat = chat
+        self._appearance = appearance
+        self._resolved = config.resolved
+        self._changed: dict[Key, Any] = {}
+        self._unsaved: dict[Key, Any] = {}
+
+    @property
+    def unsaved(self) -> int:
+        """How many changed settings are not in config.toml."""
+        return len(self._unsaved)
+
+    def settings(self) -> list[Setting]:
+        """All settings as they are now, in the order of the schema; at last the keys."""
+        rows = [
+            self._setting(key, info.description or "", expected(info), choices(info)) for key, info in sources.leaves()
+        ]
+        keys = [
+            self._setting((KEYS, action.id), action.doc, "keys such as f9, ctrl+n or shift+f6, separated by commas", ())
+            for action in ACTIONS
+            if action.is_bindable
+        ]
+        return rows + keys
+
+    def change(self, key: Key, text: str) -> None:
+        """Set what was typed: at once where ``is_live``, else from the next start; nothing sets the default again.
+
+        Raises:
+            UsageError: the setting does not take it; in a sentence.
+        """
+        value = _parsed(key, text) if text else None
+        self._apply(key, self._default(key) if value is None else value)
+        self._changed[key] = self._unsaved[key] = value
+
+    def save(self) -> str:
+        """Write the unsaved changes into config.toml; a sentence that says so and what goes before the file.
+
+        Raises:
+            UsageError: there is no file for them, or it is wrong or cannot be written; it is as it was.
+        """
+        from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
+
+        if self.file is None:
+            raise UsageError("Settings are not saved here.")
+        if not self._unsaved:
+            return "Nothing has been changed since it was saved."
+        settings_file.save(self.file, self._unsaved)
+        saved, self._unsaved = self._unsaved, {}
+        stronger = self._stronger(saved)
+        origins = {key: origin for key, origin in self._resolved.origins.items() if key not in saved}
+        written = {key: origin for key, origin in sources.file_source(self.file).origins.items() if key in saved}
+        self._resolved = replace(self._resolved, origins=origins | written)
+        before = f" {', '.join(stronger)} was given to this start and goes before the file." if stronger else ""
+        return f"Saved in {self.file}.{before}"
+
+    # ---- what a setting is now -------------------------------------------------------------------
+
+    def _setting(self, key: Key, doc: str, takes: str, words: tuple[str, ...]) -> Setting:
+        value = self._value(key)
+        shown = _shown(key, value)
+        match key:
+            case ("kv", mode, name) if value is None and mode == self._chat.state.mode:
+                chosen = self._chat.state.params.get(name)
+                shown = shown if chosen is None else f"auto, now {chosen}"
+            case ("ui", "theme"):
+                words = self._appearance.theme_names
+        is_live = key[0] in ("kv", "sampling", KEYS) or key in (("model", "system"), ("ui", "theme"))
+        return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, is_live)
+
+    def _value(self, key: Key) -> Any:
+        state = self._chat.state
+        match key:
+            case ("sampling", name):
+                return getattr(state.sampling, name)
+            case ("model", "system"):
+                return state.conversation.system or ""
+            case ("kv", "mode"):
+                return state.mode
+            case ("ui", "theme"):
+                return self._appearance.theme
+            case (section, id) if section == KEYS:
+                action = next(action for action in ACTIONS if action.id == id)
+                return ",".join(keys_of(action, self._appearance.keys))
+            case ("kv", mode, name) if name in (given := self._given(mode)):
+                return given[name]
+        return self._settled(key)
+
+    def _settled(self, key: Key) -> Any:
+        """What the settings say, changed ones included."""
+        if key in self._changed:
+            value = self._changed[key]
+            return self._default(key) if value is None else value
+        return sources.at(self._resolved.settings, key)
+
+    def _given(self, mode: str) -> modes.Params:
+        """The parameters given in this session for a mode."""
+        state = self._chat.state
+        shared, own = modes.given_for(state.given, mode)
+        pending = state.pending if mode == state.mode else {}
+        return {**shared, **own, **state.awaiting.get(mode, {}), **pending}
+
+    def _origin(self, key: Key, value: Any) -> str:
+        if key[0] != KEYS and value != self._settled(key):
+            return SESSION
+        if key in self._unsaved:
+            return HERE
+        return self._resolved.origins.get(key, DEFAULT)
+
+    # ---- what a change does ----------------------------------------------------------------------
+
+    def _apply(self, key: Key, value: Any) -> None:
+        match key:
+            case ("sampling", name):
+                self._chat.state.sampling = replace(self._chat.state.sampling, **{name: value})
+            case ("model", "system"):
+                self._chat.set_system(value or None)
+            case ("kv", "mode"):
+                if value != self._chat.state.mode:
+                    self._chat.switch(value)
+            case ("kv", mode, name):
+                self._chat.set_for_mode(mode, name, value)
+            case ("ui", "theme"):
+                self._appearance.use_theme(value)
+            case (section, id) if section == KEYS:
+                others = {other: keys for other, keys in self._appearance.keys.items() if other != id}
+                self._appearance.rebind({**others, id: value} if value else others)
+
+    @staticmethod
+    def _default(key: Key) -> Any:
+        return "" if key[0] == KEYS else sources.at(sources.resolve().settings, key)
+
+    def _stronger(self, keys: Mapping[Key, Any]) -> list[str]:
+        """The flags and variables of this start that set any of ``keys``."""
+        origins = {self._resolved.origins.get(key, "") for key in keys}
+        return sorted(origin for origin in origins if origin.startswith(("--", "KVCHAT_")))
+
+
+def _parsed(key: Key, text: str) -> Any:
+    """The value typed: a newline is written ``\\n``, several stop strings as a list of TOML."""
+    if text.startswith("["):
+        try:
+            return sources.typed(key, tomli.loads(f"typed = {text}")["typed"])
+        except tomli.TOMLDecodeError:
+            pass
+    return sources.typed(key, text.replace("\\n", "\n"))
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return ""
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return sources.to_toml(value) if value else ""
+    return str(value).replace("\n", "\\n")
+
+
+def _shown(key: Key, value: Any) -> str:
+    if value is None:
+        return "auto" if key[0] == "kv" else "unset"
+    return _text(value) or "none"

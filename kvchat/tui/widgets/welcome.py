@@ -1,0 +1,73 @@
+"""The first screen: what the model is good for, and questions to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual.content import Content
+from textual.style import Style
+from textual.widgets import Static
+
+from kvchat.foreign_text import visible
+
+BUNDLED = "bundled"
+ABOUT_BUNDLED = (
+    "The bundled model is tiny (17M): it remembers what it is told, finds facts in long texts, tells short stories and"
+    " explains the KV modes. It knows nothing of the world and writes no code; -m MODEL loads another."
+)
+EXAMPLES = {
+    True: (
+        "My cat is called Biscuit. Tell me a story.",
+        "Tell me a story about a lighthouse.",
+        "How does speculative mode work?",
+    ),
+    False: (
+        "My cat is called Biscuit. Tell me a short story.",
+        "What is a KV cache? Answer in three sentences.",
+        "Write four lines about a lighthouse.",
+    ),
+}
+
+
+def example(typed: str, model: str) -> str | None:
+    """The question that ``typed`` stands for on the first screen: a number, or nothing for the first."""
+    examples = EXAMPLES[model == BUNDLED]
+    return examples[int(typed or 1) - 1] if typed in ("", "1", "2", "3") else None
+
+
+class Welcome(Static):
+    """Stands in an empty conversation; a click on a question asks it."""
+
+    DEFAULT_CSS = """
+    Welcome { margin: 1 2; color: $text-muted; }
+    """
+
+    def __init__(self, model: str, key: Callable[[str], str]) -> None:
+        """``key`` names the key in force of an action's id."""
+        super().__init__(markup=False)
+        self._model = model
+        self._key = key
+        self._offer = ""
+        self.update(self._content())
+
+    def offer(self, title: str) -> None:
+        """Offer to go on with the conversation of this title."""
+        self._offer = f"\n\n{self._key('last')} goes on with “{visible(title)}”."
+        self.update(self._content())
+
+    def _content(self) -> Content:
+        examples = EXAMPLES[self._model == BUNDLED]
+        rows = [
+            Content.assemble(
+                (f" {number} ", "bold $accent"),
+                (f" {text}\n", Style.from_meta({"@click": f"screen.ask_example('{number}')"})),
+            ).stylize("$foreground")
+            for number, text in enumerate(examples, 1)
+        ]
+        about = f"{ABOUT_BUNDLED}\n\n" if self._model == BUNDLED else ""
+        keys = (
+            f"\n{self._key('prompt.send')} asks the first, a number and {self._key('prompt.send')} another."
+            f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
+            f" answer. {self._key('help')} lists all keys and commands."
+        )
+        return Content.assemble(about, *rows, keys, self._offer)

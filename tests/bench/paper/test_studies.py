@@ -1,0 +1,106 @@
+"""The studies of the papers: each runs to the end in small sizes, with the published figures beside its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvchat.bench.identity import VERSIONS
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.paper.studies import STUDIES, chosen
+from kvchat.bench.plot import paper as draw
+from kvchat.bench.summaries import tables
+from kvchat.cli.main import app
+from kvchat.engine.model.load import load_model
+from kvchat.errors import UsageError
+
+SIZES = {
+    "asr-kf-egr": (["tokens=60"], ["table-1"]),
+    "freekv": (["tokens=8", "context=300", "forced=3", "budget=192"], []),
+    "synckv": (["tokens=8", "context=300", "forced=3", "budget=132"], []),
+    "lazy-pruning": (["cap=64", "long=80", "short=12", "trials=1"], ["table-1", "table-2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("bundled", "cpu", "auto", lambda stage: None)
+
+
+@pytest.fixture(scope="module")
+def results(model):
+    """Each study measured once, in its small sizes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ModelChoice, "load", lambda self, report: model)
+        made = {name: chosen(name, sizes) for name, (sizes, _) in SIZES.items()}
+        return {name: study.run(settings, only=SIZES[name][1]) for name, (study, settings) in made.items()}
+
+
+def test_every_paper_has_a_version():
+    assert {f"paper {name}" for name in STUDIES} == {name for name in VERSIONS if name.startswith("paper ")}
+
+
+def measured(result, part):
+    return {row["row"]: row["measured"] for row in result["summary"] if row["part"] == part}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_tables_and_pictures_of_every_part(results, name, tmp_path):
+    result = results[name]
+    assert not [row for row in result["rows"] if "refused" in row]
+    assert json.loads(json.dumps(result)) == result
+    made = tables(result)
+    assert len(made) == len(SIZES[name][1] or STUDIES[name][0].parts)
+    assert any("published" in head for table in made for head in table.heads)
+    draw(result, tmp_path / "figures.svg")
+    assert "Figure" in (tmp_path / "figures.svg").read_text() or name == "lazy-pruning"
+
+
+def test_the_papers_freezing_keeps_less_active_than_full(results):
+    rows = measured(results["asr-kf-egr"], "table-1")
+    full, paper = rows["full"], rows["freeze:profile=paper,K=32,k=2"]
+    assert (full["total tokens"], full["active at the end"], full["compression"]) == (74, 74, 0)
+    assert paper["active at the end"] < 70
+    published = {row["row"]: row["published"] for row in results["asr-kf-egr"]["summary"]}
+    assert published["freeze:profile=paper,K=32,k=2"]["active at the end"] == 170
+
+
+def test_more_heads_are_corrected_the_higher_tau_is(results):
+    shares = [row["head-steps corrected"] for row in measured(results["freekv"], "corrections").values()]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < shares[-1] <= 1
+    (similar,) = (row["matrix"] for row in results["freekv"]["summary"] if row["part"] == "figure-3a")
+    assert (len(similar), len(similar[0])) == (8, 8)
+
+
+def test_overlaps_are_shares_and_a_step_overlaps_itself_wholly(results):
+    (locality,) = (row for row in results["synckv"]["summary"] if row["part"] == "figure-2b")
+    assert [line[step] for step, line in enumerate(locality["matrix"])] == [1] * 8
+    assert 0 < locality["measured"]["lowest pair"] <= locality["measured"]["adjacent steps"] <= 1
+    assert all(0 < row["overlap"] <= 1 for row in measured(results["synckv"], "figure-2a").values())
+
+
+def test_within_the_cap_every_way_reads_everything(results):
+    short, long = (measured(results["lazy-pruning"], part) for part in ("table-2", "table-1"))
+    perplexities = [row["PPL"] for row in short.values()]
+    assert perplexities == pytest.approx([perplexities[0]] * 3, rel=1e-4)
+    assert len({round(row["PPL"], 3) for row in long.values()}) > 1
+    assert short["StreamingLLM"]["speedup"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["freekw"], 'Did you mean "freekv"'),
+        (["freekv", "--set", "token=3"], 'Did you mean "tokens"'),
+        (["freekv", "--set", "tokens=0"], "whole number above 0"),
+        (["freekv", "--part", "figure-3"], 'has no part "figure-3"'),
+        (["freekv", "--part", "accuracy", "--plot", "x.svg"], "have no picture"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(arguments, message):
+    ran = CliRunner().invoke(app, ["bench", "paper", *arguments])
+    assert isinstance(ran.exception, UsageError)
+    assert message in str(ran.exception)

@@ -1,0 +1,84 @@
+"""What a result is of: equal measurements, results that may stand side by side, and results older than the code."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from kvchat.bench import identity
+from kvchat.bench.identity import SCHEMA, VERSIONS, Experiment, difference, incompatible, methods, outdated
+from kvchat.config.modes import SyncParameters
+
+
+def result(**changes):
+    environment = dict.fromkeys(identity.COMPARED, "x") | {"python": "3.11"}
+    made = Experiment("agreement", "KL", {"tokens": 4}, methods(["sync:m=7"]), {"name": "tiny"}, environment).head()
+    return {**made, **changes}
+
+
+def test_a_method_is_its_mode_with_all_parameters_and_its_version():
+    found = methods(["sync:m=7", "streaming"], budget=256)
+    assert found["sync:m=7"]["mode"] == "sync"
+    assert found["sync:m=7"]["version"] == SyncParameters.version
+    assert found["sync:m=7"]["parameters"] == SyncParameters(m=7, budget=256).model_dump()
+    assert found["streaming"]["parameters"]["budget"] == 256
+
+
+def test_what_was_measured_today_is_not_outdated():
+    assert outdated(result()) == ""
+
+
+def test_another_default_another_version_and_another_schema_are_told(monkeypatch):
+    before = result()
+    assert "schema is 0" in outdated(result(schema=0))
+    assert "schema is none" in outdated({"rows": []})
+    assert "agreement has version" in outdated(result(version=VERSIONS["agreement"] + 1))
+    assert "no KV mode" in outdated(result(methods={"gone": {}}))
+    monkeypatch.setattr(SyncParameters, "version", 99)
+    assert "methods.sync:m=7.version is 1 in one and 99 in the other" in outdated(before)
+
+
+def test_a_changed_default_makes_a_result_older():
+    before = result()
+    before["methods"]["sync:m=7"]["parameters"]["rho"] = 0.25
+    assert "parameters.rho" in outdated(before)
+
+
+def test_a_parameter_that_came_later_does_not():
+    before = result()
+    del before["methods"]["sync:m=7"]["parameters"]["rho"]
+    assert outdated(before) == ""
+    before["methods"]["sync:m=7"]["parameters"]["gone"] = 1
+    assert "parameters.gone" in outdated(before)
+
+
+def test_what_changes_logits_or_times_does_not_stand_side_by_side():
+    one = result()
+    assert incompatible(one, result()) == ""
+    assert incompatible(one, result(environment={**one["environment"], "python": "3.12"})) == ""
+    assert "environment.torch" in incompatible(one, result(environment={**one["environment"], "torch": "3"}))
+    assert "model.name" in incompatible(one, result(model={"name": "other"}))
+    assert difference(one, result(settings={"tokens": 5})) == "settings.tokens is 4 in one and 5 in the other"
+    assert difference(one, result()) == ""
+
+
+def test_every_experiment_has_a_version():
+    folder = Path(identity.__file__).parent
+    named = {
+        node.args[0].value
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") in ("Experiment", "_experiment")
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert named == {name for name in VERSIONS if not name.startswith("paper ")}
+    assert isinstance(SCHEMA, int)
+
+
+@pytest.mark.parametrize("pair", [({"a": 1}, {}), ({}, {"a": 1})])
+def test_a_missing_setting_is_a_difference(pair):
+    one, other = (result(settings=settings) for settings in pair)
+    assert "settings.a" in difference(one, other)

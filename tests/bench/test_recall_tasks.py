@@ -1,0 +1,47 @@
+"""The cases of the recall benchmark: drawn by seed, with every answer told at its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.bench.recall_tasks import CHAIN, TASKS, WITHOUT_DEPTH, case
+from kvchat.engine.model.load import load_model
+
+LENGTH = 600
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model("bundled", "cpu", "auto", lambda stage: None).tokenizer
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_same_seed_gives_the_same_case_which_tells_its_answers(task, tokenizer):
+    made = case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
+    assert made == case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
+    assert made != case(task, LENGTH, 0.5, 4, "0/2", tokenizer)
+    told = " ".join(turn.content for turn in made.turns[:-1])
+    assert all(told.count(answer) == 1 for answer in made.answers)
+    assert not any(answer in made.turns[-1].content for answer in made.answers)
+    assert made.turns[-1].role == "user"
+    assert 0.95 * LENGTH < len(tokenizer.encode(told)) < 1.35 * LENGTH
+
+
+@pytest.mark.parametrize("task", sorted(set(TASKS) - set(WITHOUT_DEPTH)))
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_the_fact_stands_at_its_depth(task, depth, tokenizer):
+    made = case(task, LENGTH, depth, 4, "0/3", tokenizer)
+    text = made.turns[0].content
+    assert text.index(made.answers[0]) / len(text) == pytest.approx(depth, abs=0.12)
+
+
+def test_several_keys_and_values_are_told_and_the_chain_has_its_order(tokenizer):
+    keys, values, everything, chain = (
+        case(task, LENGTH, 0.5, 4, "7", tokenizer) for task in ("keys", "values", "all", "chain")
+    )
+    assert keys.turns[0].content.count("The value of") == 4
+    assert len(values.answers) == len(set(values.answers)) == len(everything.answers) == 4
+    text = chain.turns[0].content
+    assert text.count("Let ") == CHAIN
+    assert text.index(chain.answers[0]) < text.rindex("Let ")
+    assert text[text.rindex("Let ") + 4 :].split()[0] in chain.turns[-1].content

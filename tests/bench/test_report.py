@@ -1,0 +1,91 @@
+"""Reports: what stands in one, and what two results are compared by."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvchat.bench import report
+from kvchat.bench.identity import COMPARED, Experiment, methods
+from kvchat.cli.main import app
+from kvchat.errors import UsageError
+
+
+def agreement_row(**changes):
+    row = {"variant": "sync:m=7", "kl_mean": 0.5, "kl_median": 0.25, "kl_99": None, "same_top": 0.75, "decoded": 8}
+    return row | {"same_top_interval": [0.5, 0.9], "read_mean": 100.0, "covered": 0.9, "covered_least": 0.5} | changes
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, summary=None, **changes):
+        environment = dict.fromkeys(COMPARED, "x") | {"gpu": None} | changes.pop("environment", {})
+        model = {"name": "tiny", "dtype": "float32", "weights": ""}
+        settings = {"tokens": 8} | changes.pop("settings", {})
+        head = Experiment("agreement", "KL", settings, methods(["sync:m=7"]), model, environment).head()
+        file = tmp_path / name
+        result = {**head, "cells": 1, "rows": [], "summary": [agreement_row()] if summary is None else summary}
+        file.write_text(json.dumps({**result, **changes}))
+        return file
+
+    return write
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_tables_of_several_results_in_markdown_and_latex(write):
+    one, other = write("a.json"), write("b.json")
+    text = run("report", one, other)
+    assert text.stdout.count("| sync, m=7 | 0.5000 | 0.2500 | n/a | n/a | 75.0 % | 50 – 90 |") == 2
+    assert "x, x threads; torch x, transformers x." in text.stdout
+    assert r"\begin{tabular}{lrrrrrrrrr}" in run("report", "--latex", one).stdout
+
+
+def test_what_is_older_than_the_code_says_so(write):
+    assert "Older than the code" not in run("report", write("a.json")).stdout
+    assert "Older than the code: agreement has version" in run("report", write("b.json", version=99)).stdout
+
+
+@pytest.mark.parametrize("changed", [{"environment": {"torch": "y"}}, {"environment": {"gpu": "H200"}}])
+def test_environments_are_not_mixed(write, changed):
+    with pytest.raises(UsageError, match=r"a\.json and .*b\.json do not stand in one report.*environment\."):
+        report.read([write("a.json"), write("b.json", **changed)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"summary": [{"variant": "x"}, 3]}, "is no result"), ({"summary": [{"no": 1}]}, "cannot be read"),
+     ({"experiment": "gone"}, 'no table of "gone"'), ({"model": {}}, "cannot be read")],
+)  # fmt: skip
+def test_a_damaged_result_is_refused(write, changes, message):
+    ran = run("report", write("a.json", **changes))
+    assert isinstance(ran.exception, UsageError)
+    assert message in str(ran.exception)
+
+
+def test_an_incomplete_result_is_refused(write):
+    file = write("a.json")
+    result = json.loads(file.read_text())
+    del result["summary"]
+    file.write_text(json.dumps(result))
+    for arguments in (("report", file), ("compare", file, file)):
+        assert "not complete" in str(run(*arguments).exception)
+
+
+def test_a_comparison_names_each_figure_that_changed(write):
+    before, after = write("a.json"), write("b.json", [agreement_row(kl_mean=0.25)], settings={"tokens": 9})
+    text = run("compare", before, after).stdout
+    assert "| sync:m=7 | kl_mean | 0.5 | 0.25 | 0.500 |" in text
+    assert text.count("| sync") == 1
+    assert "settings.tokens is 8 in one and 9 in the other" in text
+    assert "| all rows | all figures | equal | equal | 1.000 |" in run("compare", before, before).stdout
+
+
+def test_results_without_a_common_row_or_experiment_are_not_compared(write):
+    one, other = write("a.json"), write("b.json", [agreement_row(variant="full")])
+    assert "no row in common" in str(run("compare", one, other).exception)
+    assert "different experiments" in str(run("compare", one, write("c.json", experiment="recall")).exception)

@@ -1,0 +1,54 @@
+"""Passages of texts: where they are cut, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.bench.texts import BOOKS, passages
+from kvchat.engine.model.load import load_model
+from kvchat.errors import UsageError
+
+SIZE = 1016
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model("bundled", "cpu", "auto", lambda stage: None).tokenizer
+
+
+def test_every_part_of_the_shipped_books_gives_one_passage(tokenizer):
+    books = sorted(BOOKS.glob("*.txt"))
+    found = passages((), SIZE, tokenizer)
+    assert [passage.text for passage in found] == [path.stem for path in books for _ in range(4)]
+    assert {len(passage.ids) for passage in found} == {SIZE}
+    assert len({passage.ids for passage in found}) == 12
+    named = (BOOKS / "README.md").read_text("utf-8")
+    assert all(f"| {path.name} |" in named for path in books)
+
+
+def test_passages_do_not_cross_parts_and_lines_are_joined(tokenizer, tmp_path):
+    words = "a ship went\nover the sea " * 40
+    text = tmp_path / "text.txt"
+    text.write_text(f"{words}\n\n{words}\n* * *\ntoo short\n* * *\n{words}", "utf-8")
+    found = passages([str(text)], 116, tokenizer)
+    whole = [tokenizer.decode(passage.ids) for passage in found]
+    assert all("*" not in piece and "short" not in piece for piece in whole)
+    assert sum("\n\n" in piece for piece in whole) == 1
+    assert "went over" in whole[0]
+    assert {passage.ids[0] for passage in found} == {tokenizer.bos_token_id}
+
+
+def test_joined_parts_give_longer_passages(tokenizer):
+    found = passages((), 3000, tokenizer, joined=True)
+    assert {passage.text for passage in found} == {path.stem for path in BOOKS.glob("*.txt")}
+    assert {len(passage.ids) for passage in found} == {3000}
+
+
+def test_what_cannot_be_cut_is_refused(tokenizer, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("Too short.", "utf-8")
+    with pytest.raises(UsageError, match="too short to measure on"):
+        passages([str(text)], 100, tokenizer)
+    text.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read"):
+        passages([str(text)], 100, tokenizer)

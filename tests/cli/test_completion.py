@@ -1,0 +1,63 @@
+"""What the shells complete, asked as the shells ask."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.environment import environ
+from typer.testing import CliRunner
+
+from kvchat.cli.completion import (
+    complete_device,
+    complete_mode,
+    complete_model,
+    complete_param,
+    complete_profile,
+    complete_theme,
+    words_of,
+)
+from kvchat.cli.main import app
+from kvchat.config.modes import mode_names
+
+
+def names(offers):
+    return [name for name, _ in offers]
+
+
+def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config.toml"))
+    (tmp_path / "themes").mkdir()
+    (tmp_path / "themes" / "own.toml").write_text("")
+    assert names(complete_mode("")) == mode_names()
+    assert names(complete_mode("s")) == ["streaming", "sync", "speculative"]
+    assert names(words_of(("model", "quantize"))("int")) == ["int8", "int4"]
+    assert names(complete_device("c")) == ["cpu", "cuda"]
+    assert names(complete_param("rh")) == ["rho="]
+    assert names(complete_param("score=")) == ["score=prob_rel", "score=raw", "score=always"]
+    assert names(complete_param("recovery=t")) == ["recovery=true"]
+    assert names(complete_param("budget=")) == []
+    assert {"kvchat-dark", "own"} <= set(names(complete_theme("")))
+    assert names(complete_model("bun")) == ["bundled"]
+    assert names(complete_profile("8g")) == ["8gb"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_each_shell_asks_kvchat(shell):
+    result = CliRunner().invoke(app, ["completion", shell])
+    assert result.exit_code == 0
+    assert f"_KVCHAT_COMPLETE=complete_{shell}" in result.output
+    assert CliRunner().invoke(app, ["completion", "nosh"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [("kvchat --mode sy", "sync"), ("kvchat ask --param clust", "clusters="), ("kvchat compl", "completion")],
+)
+def test_bash_is_answered(line, offered):
+    words = line.split()
+    variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1), "_KVCHAT_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "kvchat"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environ(**variables), timeout=60)
+    assert (result.returncode, result.stdout.split()) == (0, [offered])

@@ -1,0 +1,159 @@
+"""The chat by lines, over a fake engine: what a pipe or a person sends and what is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import signal
+from dataclasses import replace
+
+import pytest
+from support.app_driver import TIMEOUT_S, wait_for
+
+from kvchat.foreign_text import visible
+from kvchat.tui.actions import COMMANDS
+from kvchat.tui.client import EngineClient
+from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, PlainChat
+from kvchat.tui.plain.lines import LineReader, LineWriter
+from kvchat.tui.state import Phase
+
+
+class Session:
+    """A chat between a pipe and two texts."""
+
+    def __init__(self, config, is_typed=False):
+        self.out, self.errors = io.StringIO(), io.StringIO()
+        self._receiving, self._sending = os.pipe()
+        lines = LineWriter(self.out, self.errors, PROMPT if is_typed else "")
+        self.plain = PlainChat(config, EngineClient(config.engine_command, config.log_file), lines, is_typed)
+
+    @property
+    def said(self):
+        return self.out.getvalue()
+
+    @property
+    def phase(self):
+        return self.plain.chat.state.phase
+
+    def send(self, text):
+        os.write(self._sending, text.encode())
+
+    def close(self):
+        if self._sending:
+            os.close(self._sending)
+            self._sending = 0
+
+    async def run(self):
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self.plain.run(LineReader(self._receiving))
+        finally:
+            self.close()
+            os.close(self._receiving)
+
+
+async def piped(config, text):
+    session = Session(config)
+    session.send(text)
+    session.close()
+    return await session.run(), session
+
+
+@pytest.fixture
+def config(config, tmp_path):
+    return replace(config, database=tmp_path / "chats.db")
+
+
+async def test_a_pipe_asks_switches_and_asks_again(config):
+    code, session = await piped(config, "hello\n/mode speculative\nagain\\\nand more\n/stats\n/budget 128\n")
+    assert (code, session.errors.getvalue()) == (0, "")
+    order = [
+        "you: hello\n",
+        "model: Section 3",
+        "[full to speculative, budget 512",
+        "you: again\nand more\n",
+        "model: S",
+    ]
+    order += ["speculative, read", "answers                    2", "[speculative, budget 128"]
+    assert re.search(".*".join(map(re.escape, order)), session.said, re.DOTALL), session.said
+    assert visible(session.said) == session.said
+
+
+async def test_the_conversation_is_kept_listed_and_gone_on_with(config):
+    await piped(config, "My cat is Biscuit.\n/new\nMy dog is Rex.\n")
+    _, session = await piped(config, "/chats\n/open 2\n/open dog\n/title\n/open whale\n")
+    assert "1. My dog is Rex., just now, 2 messages\n2. My cat is Biscuit., just now, 2 messages" in session.said
+    assert session.said.index("you: My cat is Biscuit.\nmodel: Section 3") < session.said.index("you: My dog is Rex.")
+    assert session.said.endswith("Title: My dog is Rex.\n")
+    assert 'There is no conversation "whale".' in session.errors.getvalue()
+    _, session = await piped(replace(config, resume=True), "/title\n")
+    assert "you: My dog is Rex." in session.said
+
+
+async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
+    code, session = await piped(config, "/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
+    assert code == 1
+    for words in ('no KV mode "nothing"', "/panels needs the whole screen", "The mode stays full"):
+        assert words in session.errors.getvalue()
+    assert "you: /x\nmodel: Section 3" in session.said
+
+
+async def test_every_command_is_listed_or_refused_in_words(config):
+    _, session = await piped(config, "/help\n/settings\n/settings\n")
+    assert re.search(r"^/mode NAME key=value\.\.\.: switch the KV mode", session.said, re.MULTILINE)
+    assert "sampling.temperature = 0.7 (default)" in session.said
+    listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
+    own = session.plain._own
+    assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}
+
+
+async def test_words_taken_back_and_a_crash_are_told(config):
+    code, session = await piped(config, "waver\ncrash\nhello\n")
+    assert code == 1
+    assert "withdrawn: " in session.said
+    assert "The engine stopped: exit code 3." in session.errors.getvalue()
+    assert session.said.count("model: ") >= 2
+
+
+async def test_ctrl_c_stops_the_answer_then_leaves(config):
+    session = Session(config, is_typed=True)
+    running = asyncio.create_task(session.run())
+    await wait_for(lambda: session.said.endswith(PROMPT))
+    session.send("hold\n")
+    await wait_for(lambda: session.phase is Phase.ANSWERING)
+    os.kill(os.getpid(), signal.SIGINT)
+    await wait_for(lambda: "stopped]" in session.said)
+    assert not running.done()
+    await wait_for(lambda: session.said.endswith(PROMPT))
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await running == 0
+    assert "you: " not in session.said
+
+
+async def test_a_person_switches_during_an_answer_and_leaves_by_the_end_of_the_input(config):
+    session = Session(config, is_typed=True)
+    running = asyncio.create_task(session.run())
+    session.send("slow\n")
+    await wait_for(lambda: session.phase is Phase.ANSWERING)
+    session.send("/mode streaming\n")
+    await wait_for(lambda: "[full to streaming" in session.said)
+    session.close()
+    assert await running == 0
+    assert session.plain.chat.state.conversation.last_answer()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM)])
+async def test_a_signal_leaves_with_its_code(config, number, code):
+    session = Session(config)
+    running = asyncio.create_task(session.run())
+    await wait_for(lambda: session.phase is Phase.READY)
+    os.kill(os.getpid(), number)
+    assert await running == code
+
+
+async def test_nothing_asked_waits_for_no_model(config, monkeypatch):
+    monkeypatch.setenv("FAKE_LOAD", "wait")
+    code, _ = await piped(config, "")
+    assert code == 0

@@ -1,0 +1,96 @@
+"""The picker of models, driven by keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from textual.widgets import OptionList
+
+from kvchat.catalog.fit import Room
+from kvchat.catalog.headers import Weights
+from kvchat.catalog.models import FoundModel
+from kvchat.tui.screens import models
+from kvchat.tui.screens.models import ModelsScreen, describe, typed
+
+GiB = 2**30
+HERE = FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16"))
+OTHER = FoundModel("org/other", "hub", Weights(2**24, 2**25, "bfloat16"))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(models.catalog, "find", lambda folders: [HERE, OTHER])
+    monkeypatch.setattr(models.catalog, "is_here", lambda name: True)
+    monkeypatch.setattr(models, "room", lambda device, released: Room("cpu", 8 * GiB))
+
+
+def listed(app):
+    options = app.screen.query_one(OptionList)
+    return [str(options.get_option_at_index(index).prompt) for index in range(options.option_count)]
+
+
+def shown(app):
+    return isinstance(app.screen, ModelsScreen) and app.screen.query(OptionList) and listed(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+async def test_a_model_is_searched_for_and_loaded(running, machine, size):
+    async with running(size=size) as (app, pilot, until):
+        await pilot.press("ctrl+o")
+        await until(lambda: shown(app))
+        assert listed(app)[0].startswith("● bundled ")
+        assert listed(app)[1].split() == [
+            "org/other",
+            "hub",
+            "32.0",
+            "MiB",
+            "bfloat16",
+            "✓",
+            "fits,",
+            "takes",
+            "64.0",
+            "MiB",
+        ]
+        await pilot.press(*"other")
+        await until(lambda: len(listed(app)) == 1)
+        await pilot.press("enter")
+        await until(lambda: app.controller.models.in_use.model == "org/other")
+        assert app.screen is app.chat
+
+
+async def test_escape_and_a_plan(running, machine):
+    async with running() as (app, pilot, until):
+        await app.chat.run_command("/model")
+        await until(lambda: shown(app))
+        await pilot.press("escape")
+        await until(lambda: app.screen is app.chat)
+        asked = []
+        app.controller.models.plan = lambda name, context: asked.append(name)
+        await pilot.press("ctrl+o")
+        await until(lambda: shown(app))
+        await pilot.press("down", "down", "ctrl+l")
+        await until(lambda: asked == ["org/other"])
+        assert app.screen is app.chat
+
+
+def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
+    assert typed("", [HERE]) == typed("bundled", [HERE]) == typed("no such thing", []) == []
+    assert typed("org/name", [OTHER]) == [FoundModel("org/name", "download")]
+    assert typed("org/name:q4.gguf", [])[0].kind == "download"
+    assert typed("/org/name", []) == typed("../a", []) == []
+    (tmp_path / "x.gguf").write_bytes(b"no")
+    assert typed(str(tmp_path / "x.gguf"), [])[0].kind == "GGUF"
+
+
+def facts(model, free=8 * GiB):
+    return " ".join(str(describe(model, "auto", Room("cpu", free), 90)).split())
+
+
+def test_a_line_says_whether_a_model_fits():
+    assert facts(OTHER).endswith("✓ fits, takes 64.0 MiB")
+    assert facts(OTHER, 2**25).endswith("~ int8 fits, 64.0 MiB")
+    assert facts(OTHER, 2**20).endswith("✖ too large, 64.0 MiB")
+    assert facts(replace(OTHER, weights=None, problem="dam\x1baged")).endswith("✖ dam␛aged")
+    assert facts(FoundModel("a/b", "download")).endswith("⏎ downloads it")
+    assert str(describe(replace(OTHER, name="n" * 200), "auto", Room("cpu", 1), 80)).count("…") == 1

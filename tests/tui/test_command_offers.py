@@ -1,0 +1,67 @@
+"""What is offered while a command is typed: names, then values with the present one marked."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.conversations.conversation import Conversation
+from kvchat.protocol.messages import Sampling
+from kvchat.tui import command_offers
+from kvchat.tui.actions import COMMANDS
+from kvchat.tui.arguments import Surroundings
+from kvchat.tui.state import ChatState
+
+STATE = ChatState(Conversation(), Sampling(temperature=0.5), "streaming", {"budget": 512, "sigma": 64})
+NOW = Surroundings(STATE, ("kvchat-dark", "kvchat-light"), "kvchat-light")
+
+
+def offered(before: str) -> list[str]:
+    offer = command_offers.offer(before, NOW)
+    return [suggestion.text for suggestion in offer.suggestions] if offer else []
+
+
+def test_a_slash_lists_all_commands_with_their_use():
+    offer = command_offers.offer("/", NOW)
+    assert {one.label for one in offer.suggestions} == {action.line for action in COMMANDS.values()}
+    assert all(one.doc for one in offer.suggestions)
+
+
+@pytest.mark.parametrize(
+    ("before", "texts"),
+    [
+        ("/exi", ["/quit"]),
+        ("/uild", ["/rebuild"]),
+        ("/MOD", ["/mode "]),
+        ("/mode s", ["streaming", "sync", "speculative"]),
+        ("/mo spec t", ["tau="]),
+        ("/mode speculative tau=0.7 fir", ["first_full="]),
+        ("/set temp", ["temperature "]),
+        ("/set recovery ", ["true", "false"]),
+        ("/set temperature ", ["0.5"]),
+        ("/budget ", ["512"]),
+        ("/theme ", ["kvchat-dark", "kvchat-light"]),
+        ("/system ", ["none"]),
+        ("/nothing ", []),
+        ("/stats ", []),
+        ("//mode ", []),
+        ("what is /mode", []),
+    ],
+)
+def test_what_may_follow(before, texts):
+    assert offered(before) == texts
+
+
+def test_present_values_are_marked_and_ranges_told():
+    modes = command_offers.offer("/mode ", NOW)
+    assert [one.label for one in modes.suggestions if one.is_present] == ["streaming"]
+    assert modes.usage.startswith("/mode NAME")
+    rows = {one.label: one.doc for one in command_offers.offer("/set ", NOW).suggestions}
+    assert rows["temperature 0.5"] == "a number from 0 to 100: 0 always takes the likeliest token"
+    assert rows["budget 512"].startswith("a whole number of at least 64: ")
+    assert [one.is_present for one in command_offers.offer("/theme ", NOW).suggestions] == [False, True]
+
+
+def test_paths_are_offered_to_commands_and_files_in_a_question(tmp_path):
+    (tmp_path / "b c.json").touch()
+    assert offered(f"/import {tmp_path}/") == [f"{tmp_path}/b c.json"]
+    assert offered(f"read @{tmp_path}/") == [f'@"{tmp_path}/b c.json" ']

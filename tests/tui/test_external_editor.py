@@ -1,0 +1,76 @@
+"""The user's editor: what it leaves is the text; one that fails changes nothing and leaves no file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+
+import pytest
+from support.app_driver import prompt, toasts
+
+from kvchat.errors import UsageError
+from kvchat.tui import external_editor
+
+SHOUT = "path.write_text(path.read_text().upper() + '\\n')"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("VISUAL", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def editor(monkeypatch):
+    """Make the given program the editor; ``path`` in it is the file."""
+
+    def use(program: str, variable: str = "EDITOR") -> None:
+        code = f"import os, pathlib, sys; path = pathlib.Path(sys.argv[1]); {program}"
+        monkeypatch.setenv(variable, f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
+
+    return use
+
+
+def test_the_text_is_what_the_editor_left_in_a_private_file(folder, editor):
+    editor("raise SystemExit(1)")
+    editor(f"assert os.stat(path).st_mode & 0o777 == 0o600; {SHOUT}", "VISUAL")
+    assert external_editor.edit("one\ntwo") == "ONE\nTWO"
+    assert not os.listdir(folder)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("raise SystemExit(3)", "ended with exit code 3. The text is as it was."),
+        ("path.unlink()", "No such file"),
+        ("path.write_bytes(b'\\xff')", "It left bytes that are not UTF-8"),
+    ],
+)
+def test_an_editor_that_fails_is_refused_with_the_reason(folder, editor, program, reason):
+    editor(program)
+    with pytest.raises(UsageError) as refused:
+        external_editor.edit("text")
+    assert reason in str(refused.value)
+    assert not os.listdir(folder)
+
+
+def test_editors_that_cannot_be_started(folder, monkeypatch):
+    for given, reason in (("/no/such/editor", "No such file"), ("'vi", "No closing quotation")):
+        monkeypatch.setenv("EDITOR", given)
+        with pytest.raises(UsageError, match=reason):
+            external_editor.edit("text")
+    monkeypatch.delenv("EDITOR")
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(UsageError, match="Name one in EDITOR"):
+        external_editor.edit("text")
+
+
+async def test_a_terminal_that_cannot_be_left_keeps_the_prompt(running):
+    async with running() as (app, pilot, until):
+        prompt(app).insert("draft")
+        await pilot.press("f4")
+        await until(lambda: "cannot be run in this terminal" in toasts(app))
+        assert prompt(app).text == "draft"

@@ -1,0 +1,109 @@
+"""``@file``: which words are files, what is sent of them, and what is offered while one is typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.conversations.attachments import fenced
+from kvchat.errors import KvchatError, UsageError
+from kvchat.tui import mentions
+from kvchat.tui.mentions import Part
+
+LIMIT = 1000
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("notes.txt", "a file.md", "home/at home.txt", "sub/Deep.py", "sub/.hidden"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"in {name}")
+    return tmp_path
+
+
+def attached(text: str, limit: int = LIMIT) -> str:
+    return mentions.attach([Part(text)], limit).text
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "written"),
+    [
+        ("what is in @notes.txt?", "notes.txt", "what is in notes.txt?"),
+        ('"@notes.txt" or @./sub/Deep.py.', "./sub/Deep.py", '"@notes.txt" or ./sub/Deep.py.'),
+        ('sum up @"a file.md", please', "a file.md", "sum up a file.md, please"),
+        ('@"~/at home.txt"\nread it', "~/at home.txt", "~/at home.txt\nread it"),
+    ],
+)
+def test_a_mentioned_file_goes_before_what_was_written(folder, typed, name, written):
+    text = (folder / name.replace("~", "home")).read_text()
+    assert attached(typed) == f"{fenced(name, text)}\n\n{written}"
+
+
+def test_a_file_alone_or_twice_goes_once():
+    assert attached(" @notes.txt ") == fenced("notes.txt", "in notes.txt")
+    assert attached("@notes.txt and @notes.txt").count("File notes.txt") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["me@notes.txt", "a @ b", "@dataclass(frozen=True)", "@pytest.fixture", "@app.get('/x')", "thanks @anna!", "@"],
+)
+def test_other_words_are_text(text):
+    assert attached(text) == text
+
+
+def test_an_escaped_mention_and_a_paste_are_literal():
+    assert attached(r"see \@notes.txt") == "see @notes.txt"
+    assert mentions.attach([Part("look: "), Part("@notes.txt \\@x", is_typed=False)], LIMIT).text == (
+        "look: @notes.txt \\@x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("@note.txt", 'Did you mean "notes.txt"?'),
+        ("@other.csv", 'There is no file "other.csv"'),
+        ("@./other", "Check the path"),
+        ('@"a fil.md"', 'Did you mean "a file.md"?'),
+        ("@sub", "is a folder"),
+        ("@/" + "x" * 5000, "There is no file"),
+    ],
+)
+def test_a_wrong_path_is_refused_with_a_suggestion(text, reason):
+    with pytest.raises(UsageError) as refused:
+        attached(text)
+    assert reason in str(refused.value)
+
+
+def test_the_limit_is_for_all_files_together():
+    assert attached("@notes.txt @sub/Deep.py", limit=26).count("File ") == 2
+    with pytest.raises(KvchatError, match=r"sub/Deep\.py is too large"):
+        attached("@notes.txt @sub/Deep.py", limit=25)
+
+
+@pytest.mark.parametrize(
+    ("before", "texts"),
+    [
+        ("sum up @", ['@"a file.md" ', "@home/", "@notes.txt ", "@sub/"]),
+        ("sum up @NO", ["@notes.txt "]),
+        ("@o", ["@home/", "@notes.txt "]),
+        ("@sub/", ["@sub/Deep.py "]),
+        ("@sub/.", ["@sub/.hidden "]),
+        ('@"a f', ['@"a file.md" ']),
+        ("@~/", ['@"~/at home.txt" ']),
+        ("@nowhere/", []),
+        ("@notes.txt", []),
+    ],
+)
+def test_paths_are_offered_while_one_is_typed(before, texts):
+    offer = mentions.offer(before)
+    assert [suggestion.text for suggestion in offer.suggestions] == texts
+    assert before.endswith(offer.typed)
+
+
+@pytest.mark.parametrize("before", ["", "me@", "@notes.txt ", '@"a" b'])
+def test_nothing_is_offered_elsewhere(before):
+    assert mentions.offer(before) is None

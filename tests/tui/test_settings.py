@@ -1,0 +1,144 @@
+"""The settings changed at run time: what a change does, where a value comes from, what is saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvchat.config import sources
+from kvchat.config.sources import SettingsSource
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import Switch, Switched
+from kvchat.tui.actions import ACTIONS, check_keys
+from kvchat.tui.settings import DEFAULT, HERE, SESSION, SettingsEditor
+
+TEMPERATURE, SYSTEM, MODE, THEME, DTYPE, NEXT = (
+    ("sampling", "temperature"),
+    ("model", "system"),
+    ("kv", "mode"),
+    ("ui", "theme"),
+    ("model", "dtype"),
+    ("keys", "mode.next"),
+)
+
+
+class FakeAppearance:
+    theme = "kvchat-dark"
+    theme_names = ("kvchat-dark", "kvchat-light")
+
+    def __init__(self):
+        self.keys = {}
+
+    def use_theme(self, name):
+        if name not in self.theme_names:
+            raise UsageError(f'There is no theme "{name}".')
+        self.theme = name
+
+    def rebind(self, keys):
+        check_keys(keys)
+        self.keys = dict(keys)
+
+
+class Rows:
+    def __init__(self, chat, config):
+        self.looks = FakeAppearance()
+        self.editor = SettingsEditor(config, chat.controller, self.looks)
+
+    def __getitem__(self, key):
+        return next(row for row in self.editor.settings() if row.key == key)
+
+
+@pytest.fixture
+def config(config, tmp_path):
+    return replace(config, config_file=tmp_path / "config.toml")
+
+
+@pytest.fixture
+def at(chat, config):
+    return Rows(chat, config)
+
+
+def test_the_rows_are_the_schema_and_the_keys(at):
+    bindable = [("keys", action.id) for action in ACTIONS if action.is_bindable]
+    assert [row.key for row in at.editor.settings()] == [key for key, _ in sources.leaves()] + bindable
+    assert all(row.doc and row.takes and row.origin == DEFAULT for row in at.editor.settings())
+
+
+async def test_changes_count_at_once_where_that_is_possible(at, chat):
+    await chat.load()
+    at.editor.change(TEMPERATURE, "0.25")
+    at.editor.change(("sampling", "stop"), '["a", "b\\n"]')
+    at.editor.change(SYSTEM, "Be short.\\nVery.")
+    at.editor.change(THEME, "kvchat-light")
+    at.editor.change(NEXT, "f8")
+    at.editor.change(("kv", "streaming", "budget"), "256")
+    at.editor.change(MODE, "streaming")
+    state = chat.controller.state
+    assert (state.sampling.temperature, state.sampling.stop) == (0.25, ("a", "b\n"))
+    assert state.conversation.system == "Be short.\nVery."
+    assert (at.looks.theme, at.looks.keys) == ("kvchat-light", {"mode.next": "f8"})
+    assert chat.client.sent[-1:] == [Switch("streaming", {"budget": 256})]
+    await chat.controller.handle(Switched("full", "streaming", {"budget": 256, "R": 64}, 100, 0, 0.0))
+    at.editor.change(("kv", "streaming", "R"), "8")
+    assert chat.client.sent[-1:] == [Switch("", {"R": 8})]
+    assert (at[MODE].shown, at[("kv", "streaming", "budget")].shown) == ("streaming", "256")
+    assert at.editor.unsaved == 8
+
+
+def test_what_counts_from_the_next_start_is_shown_and_saved(at):
+    at.editor.change(DTYPE, "bfloat16")
+    assert (at[DTYPE].text, at[DTYPE].origin, at[DTYPE].is_live) == ("bfloat16", HERE, False)
+    at.editor.save()
+    assert at[DTYPE].origin == "config.toml:2"
+    assert sources.file_source(at.editor.file).values == {DTYPE: "bfloat16"}
+    at.editor.change(DTYPE, "")
+    at.editor.save()
+    assert (at[DTYPE].text, at[DTYPE].origin, at.editor.unsaved) == ("auto", DEFAULT, 0)
+    assert sources.file_source(at.editor.file).values == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        (TEMPERATURE, "hot", '"hot" is refused: it must be a number from 0 to 100.'),
+        (MODE, "frezee", 'Did you mean "freeze"?'),
+        (("kv", "freeze", "K"), "1.5", "it must be a whole number of at least 1"),
+        (THEME, "pink", 'There is no theme "pink".'),
+        (NEXT, "ctrl+n", "would do two things: mode.next and new"),
+        (NEXT, "a", "types text into the prompt"),
+    ],
+)
+def test_a_refusal_is_in_words_and_changes_nothing(at, key, text, words):
+    before = at.editor.settings()
+    with pytest.raises(UsageError) as refused:
+        at.editor.change(key, text)
+    assert words in str(refused.value)
+    assert at.editor.settings() == before
+    assert not at.editor.unsaved
+
+
+def test_a_value_given_in_the_chat_is_of_this_session(at, chat):
+    chat.controller.set_sampling("temperature", "0.1")
+    assert (at[TEMPERATURE].text, at[TEMPERATURE].origin) == ("0.1", SESSION)
+
+
+def test_a_flag_goes_before_the_file_and_that_is_said(chat, config):
+    flag = SettingsSource({DTYPE: "float16"}, {DTYPE: "--dtype"})
+    at = Rows(chat, replace(config, resolved=sources.resolve(flag)))
+    assert (at[DTYPE].text, at[DTYPE].origin) == ("float16", "--dtype")
+    at.editor.change(DTYPE, "float32")
+    assert "--dtype was given to this start and goes before the file" in at.editor.save()
+
+
+def test_a_wrong_file_is_told_and_the_change_is_still_to_be_saved(at):
+    at.editor.file.write_text("[ui\n")
+    at.editor.change(TEMPERATURE, "0.5")
+    with pytest.raises(UsageError, match=r"config\.toml:1"):
+        at.editor.save()
+    assert at.editor.unsaved == 1
+
+
+def test_what_kvchat_chose_is_shown_beside_auto(at, chat):
+    chat.controller.state.enter_mode("speculative", {"budget": 512})
+    assert at[("kv", "speculative", "budget")].shown == "auto, now 512"

@@ -1,0 +1,48 @@
+"""The first screen: questions to begin with, by key and by mouse, at every size."""
+
+from __future__ import annotations
+
+import pytest
+from support.app_driver import finished, press, prompt, typed
+
+from kvchat.tui.widgets.transcript import Transcript
+from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, BUNDLED, EXAMPLES, Welcome, example
+
+
+def test_numbers_and_nothing_stand_for_questions():
+    assert [example(text, BUNDLED) for text in ("", "1", "2", "3")] == [EXAMPLES[True][n] for n in (0, 0, 1, 2)]
+    assert [example(text, "other") for text in ("3", "4", " ", "1 apple")] == [EXAMPLES[False][2], None, None, None]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size):
+    async with running(size=size) as (app, _pilot, until):
+        welcome = app.chat.query_one(Welcome)
+        shown = str(welcome.content)
+        assert all(text in shown for text in (ABOUT_BUNDLED, *EXAMPLES[True], "F6 changes how much"))
+        assert welcome.region.height <= app.chat.query_one(Transcript).region.height
+        press(app, "enter")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][0]
+        assert not app.chat.query(Welcome)
+        typed(app, "2")
+        await until(lambda: finished(app, 2))
+        assert app.controller.state.conversation.turns[2].content == "2"
+
+
+async def test_a_number_or_a_click_asks(running):
+    async with running() as (app, pilot, until):
+        typed(app, "3")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][2]
+        assert not prompt(app).text
+        await app.controller.new()
+        await until(lambda: app.chat.query(Welcome))
+        lines = str(app.chat.query_one(Welcome).content)
+        welcome = app.chat.query_one(Welcome)
+        await until(lambda: welcome.region.height)
+        row = next(y for y in range(welcome.region.height) if EXAMPLES[True][1] in welcome.render_line(y).text)
+        assert EXAMPLES[True][1] in lines
+        await pilot.click(Welcome, offset=(8, row))
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][1]
