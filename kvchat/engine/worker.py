@@ -149,7 +149,8 @@ class Server:
 
     def _load(self, command: Load) -> None:
         """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
-        self._outbox.send(Loading("importing torch"))  # 4 seconds before the loader can say anything
+        # The first load takes seconds before the loader can say anything.
+        self._outbox.send(Loading(f"loading {command.model}" if self._session else "importing torch"))
         with self._failures_reported():
             self._replace_session(command)
         if self._session is None and (in_use := self._in_use):

@@ -113,7 +113,7 @@ class EngineEvents:
             self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
             for note in loaded.notes:
                 self.view.add_note(note)
-        if not len(self.answers.queue):
+        if not self.answers.queue:
             self.answers.take_up()
         await self.answers.ready()
 

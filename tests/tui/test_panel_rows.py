@@ -37,11 +37,12 @@ def test_many_parameters_share_lines_that_fit():
         ("e", "5"),
     ]
     for mode, cls in registered().items():
-        params = cls().model_dump()
+        params = cls(pin_system=True).model_dump()
         rows = mode_rows(snapshot(mode=mode, params=params))
         assert sorted(" · ".join(label for label, _ in rows).split(" · ")) == (sorted(params) or ["parameters"])
         assert all(len(label) + 1 + len(value) <= WIDTH for label, value in rows)
         assert len(rows) <= 8
+        assert ("pin_system", "no") not in mode_rows(snapshot(mode=mode, params=cls().model_dump()))
 
 
 def test_what_is_read_where_it_lies_and_what_was_computed_with_less():

@@ -12,10 +12,12 @@ from contextlib import suppress
 from kvchat.config.modes import mode_infos
 from kvchat.config.sources import KEYS, dotted
 from kvchat.errors import KvchatError, UsageError
+from kvchat.tui import questions
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
+from kvchat.tui.mentions import Part
 from kvchat.tui.plain.lines import LineReader, LineWriter
 from kvchat.tui.plain.view import PlainView
 from kvchat.tui.screens.conversations import describe_age
@@ -143,7 +145,7 @@ class PlainChat:
             if is_command(line):
                 await self._run_command(line.strip())
             else:
-                await self.chat.ask(line.removeprefix("/") if line.startswith("//") else line)
+                await self.chat.ask(questions.compose([Part(line)], self.chat.state))
         except KvchatError as error:
             self.view.add_error(error)
 

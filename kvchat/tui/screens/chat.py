@@ -20,13 +20,14 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui import external_editor, mentions
-from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command, unescaped
+from kvchat.tui import external_editor, questions
+from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
 from kvchat.tui.arguments import Surroundings
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.history import PromptHistory
+from kvchat.tui.mentions import Part
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
@@ -103,18 +104,10 @@ class ChatScreen(Screen[None]):
             await self.run_command(text.strip())
         else:
             try:
-                await self.controller.ask(self._question(message))
+                await self.controller.ask(questions.compose(message.parts, self.controller.state))
             except KvchatError as refused:
                 self.query_one(Prompt).give_back()
                 self.toast(str(refused), severity="warning")
-
-    def _question(self, sent: Prompt.Sent) -> str:
-        """What was sent with the files that it mentions; an answer's text is taken as it is."""
-        state = self.controller.state
-        if state.edits_answer:
-            return sent.text
-        question = mentions.attach(sent.parts, state.file_limit)
-        return question._replace(written=unescaped(question.written)).text
 
     async def on_prompt_took_back(self) -> None:
         """Give the question queued last back; another text may have been begun meanwhile."""
@@ -154,7 +147,7 @@ class ChatScreen(Screen[None]):
 
     async def action_ask_example(self, typed: str) -> None:
         """Ask a question of the first screen."""
-        await self.on_prompt_sent(Prompt.Sent((mentions.Part(typed),)))
+        await self.on_prompt_sent(Prompt.Sent((Part(typed),)))
 
     def action_editor(self) -> None:
         """Write the prompt in the user's own editor."""

@@ -14,7 +14,9 @@ from textual.widgets import Static
 from kvchat.conversations.conversation import Message
 from kvchat.foreign_text import visible
 from kvchat.tui import flush, thinking
+from kvchat.tui.large_answers import markdown_end
 from kvchat.tui.widgets.messages import Question
+from kvchat.tui.widgets.slices import Slices
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -60,7 +62,7 @@ class Answer(Vertical):
     def compose(self) -> ComposeResult:
         thought, said = thinking.split(visible(self.text))
         if self.collapsed:
-            yield Static(said, classes="placeholder", markup=False)
+            yield Slices(said)
             return
         from textual.widgets import Markdown  # 40 ms that the first paint need not wait for
 
@@ -68,7 +70,9 @@ class Answer(Vertical):
         summary.display = bool(thought)
         yield summary
         yield Static(thought, classes="thoughts", markup=False)
-        yield Markdown(said or None, open_links=False, parser_factory=_parser)
+        end = markdown_end(said)
+        yield Markdown(said[:end] or None, open_links=False, parser_factory=_parser)
+        yield Slices(said[end:])
         tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
         tail.display = not self.finished
         yield tail
@@ -115,7 +119,9 @@ class Answer(Vertical):
             self._timer.stop()
         thought, said = thinking.split(visible(self.text))
         self._show_thought(thought, is_open=False)
-        await self._markdown.update(said)
+        end = markdown_end(said)
+        await self._markdown.update(said[:end])
+        await self.query_one(Slices).show(said[end:])
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
         line = self.query_one(".receipt", Static)
         line.update(footer)
@@ -153,6 +159,11 @@ class Answer(Vertical):
         self._is_behind = False
         thought, said = thinking.split(visible(self.text))
         self._show_thought(thought, is_open=not said)
+        end = markdown_end(said)
+        await self._draw_markdown(said[:end])
+        await self.query_one(Slices).show(said[end:])
+
+    async def _draw_markdown(self, said: str) -> None:
         if not said.startswith(self._drawn):
             self._open, self._drawn = flush.OpenBlock(), ""
             await self._markdown.update("")

@@ -47,7 +47,7 @@ class Question(Static):
             self.update(self._content())
 
     def _content(self) -> Content:
-        body = _shortened(visible(folded(self.text))).replace("\n", "\n  ")
+        body = visible(_shortened(folded(self.text))).replace("\n", "\n  ")
         return Content.assemble(
             f"❯ {body}{'  (queued)' if self.queued else ''}",
             (f"  {self._footer}" if self._footer else "", "dim not bold"),
@@ -59,7 +59,7 @@ def _shortened(text: str) -> str:
     shown = "\n".join(text[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
     if shown == text:
         return text
-    return f"{shown} … ({count(text.count(chr(10)) + 1)} lines, {size(len(text.encode()))})"
+    return f"{shown} … ({count(text.count(chr(10)) + 1)} lines, {size(len(text.encode('utf-8', 'replace')))})"
 
 
 class Note(Static):
