@@ -9,7 +9,20 @@ import pytest
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.protocol.messages import Chat, Finished, Load, Peek, Rebuild, Stop, Switch, Switched, Text, Turn
+from kvchat.protocol.messages import (
+    Chat,
+    Finished,
+    Forget,
+    Load,
+    Peek,
+    Rebuild,
+    Resumed,
+    Stop,
+    Switch,
+    Switched,
+    Text,
+    Turn,
+)
 from kvchat.tui import controller
 from kvchat.tui.client import Crashed
 from kvchat.tui.controller import PEEK_TOKENS
