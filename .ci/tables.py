@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""Print the tables of kvchat/bench/README.md, made from the committed results; a test compares them."""
+"""Print the READMEs' tables, made from the committed results and the action table; a test compares them.
+
+``.ci/tables.py --write-keys`` writes the table of keys into the front README.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from kvchat.bench.identity import outdated
 from kvchat.bench.report import rendered
 from kvchat.tui.actions import ACTIONS, describe_keys
 
+FRONT = Path(__file__).parents[1] / "README.md"
 RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
 
@@ -61,6 +66,14 @@ def keys() -> str:
         if action.keys and action.scope != "ribbon"
     ]
     return _table(["key", "command", "what it does"], rows, others="---")
+
+
+def write_keys() -> None:
+    """Put the table of keys in place of the front README's."""
+    text = FRONT.read_text(encoding="utf-8")
+    head, _, _ = keys().partition("\n")
+    old = re.compile(rf"{re.escape(head)}\n(\|.*\n)+")
+    FRONT.write_text(old.sub(lambda _: f"{keys()}\n", text), encoding="utf-8")
 
 
 def decode() -> str:
@@ -181,4 +194,7 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((claim(), summary(), keys(), decode(), passkey(), inside(), long_run(), perplexity())))
+    if sys.argv[1:] == ["--write-keys"]:
+        write_keys()
+    else:
+        print("\n\n".join((claim(), summary(), keys(), decode(), passkey(), inside(), long_run(), perplexity())))

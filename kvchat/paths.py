@@ -12,6 +12,7 @@ from pathlib import Path
 import platformdirs
 
 PACKAGE = Path(__file__).parent
+SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
 
 
 def config_file() -> Path:
@@ -43,6 +44,21 @@ def log_file() -> Path:
 def database() -> Path:
     """The conversations."""
     return data_dir() / "chats.db"
+
+
+def saved_kv_dir() -> Path:
+    """The K/V of conversations, a file each."""
+    return data_dir() / SAVED_KV_FOLDER
+
+
+def saved_kv(folder: Path, conversation: str) -> Path:
+    """The file of a conversation in such a folder; an id that is no plain name, of an imported one, is rewritten."""
+    name = (
+        conversation
+        if conversation.isascii() and conversation.isalnum()
+        else conversation.encode("utf-8", "replace").hex()[:64]
+    )
+    return folder / f"{name}{SAVED_KV}"
 
 
 def history_file() -> Path:

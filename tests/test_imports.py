@@ -45,7 +45,7 @@ MAY = {
     "tui": {*LEAVES, "config", "protocol", "conversations", "catalog", "tui", "textual", "rich"},
     "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
     "bench": {*BELOW_ENGINE, "engine", "bench", "kvchat", *HEAVY},
-    "cli": {*BELOW_ENGINE, "conversations", "engine", "tui", "doctor", "bench", "cli", "kvchat"},
+    "cli": {*BELOW_ENGINE, "catalog", "conversations", "engine", "tui", "doctor", "bench", "cli", "kvchat"},
     "__main__": {"cli"},
     "kvchat": {"engine"},
 }

@@ -57,7 +57,7 @@ def test_the_front_has_the_first_sentence_and_the_summary_of_the_results():
 
 
 def test_the_front_has_the_keys_of_the_action_table():
-    assert made().keys() in TEXTS[FRONT], "print it: python .ci/tables.py"
+    assert made().keys() in TEXTS[FRONT], "python .ci/tables.py --write-keys writes it"
 
 
 def test_the_test_command_is_the_one_that_continuous_integration_runs():

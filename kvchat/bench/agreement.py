@@ -24,7 +24,7 @@ from kvchat.bench.variant import parsed
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters
 
-STANDARD = ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
+STANDARD = ("streaming", "speculative", "freeze", "sync")
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Settings:
     No texts are the shipped books; the parts of a text are joined.
     """
 
-    modes: tuple[str, ...] = STANDARD
+    modes: tuple[str, ...]
     context: int = 2048
     tokens: int = 400
     passages: int | None = None
     texts: tuple[str, ...] = ()
 
 
-def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each passage and variant, ``summary`` for each variant.
 
     Raises:

@@ -110,6 +110,10 @@ def outdated(result: Mapping[str, Any]) -> str:
         today = methods(list(result["methods"]), result["settings"].get("budget"))
     except KvchatError as error:
         return str(error)
+    for variant, method in today.items():
+        # A parameter that came later does not make a result older: were it felt, the mode's version would be another.
+        known = result["methods"][variant].get("parameters", {})
+        method["parameters"] = {name: value for name, value in method["parameters"].items() if name in known}
     return _difference("methods", result["methods"], today)
 
 

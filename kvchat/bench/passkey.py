@@ -21,7 +21,8 @@ from kvchat.bench.intervals import mean, wilson
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.reading import answered, decode, passage
 from kvchat.bench.variant import enter
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Turn

@@ -23,7 +23,7 @@ from kvchat.engine.session import Session
 from kvchat.errors import UsageError, did_you_mean
 
 FULL = "full"
-STANDARD = (FULL, "streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
+STANDARD = (FULL, "streaming", "speculative", "freeze", "sync")
 ANSWER_TOKENS = 48
 
 
@@ -34,7 +34,7 @@ class Settings:
     ``keys`` is how many facts are told where several are.
     """
 
-    modes: tuple[str, ...] = STANDARD
+    modes: tuple[str, ...]
     tasks: tuple[str, ...] = ("passkey", "keys", "chain", "name")
     lengths: tuple[int, ...] = (1000, 3000)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -43,7 +43,7 @@ class Settings:
     seed: int = 0
 
 
-def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each case and variant.
 
     ``summary`` has a row for each task, length, depth and variant.

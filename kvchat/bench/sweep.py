@@ -24,7 +24,8 @@ from kvchat.bench.texts import passages
 from kvchat.bench.variant import parsed
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import BudgetParameters, registered
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.errors import UsageError
 
 ANSWER_TOKENS = 24

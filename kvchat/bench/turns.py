@@ -23,21 +23,22 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.reading import answered, decode, passage
 from kvchat.bench.recall_tasks import NAMES, Draw
 from kvchat.bench.variant import enter
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Turn
 
 QUESTIONS = 10
 ANSWER_TOKENS = 24
-STANDARD = ("full", "streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
+STANDARD = ("full", "streaming", "speculative", "freeze", "sync")
 
 
 @dataclass(frozen=True)
 class Settings:
     """What to measure: ``cases`` texts of about ``tokens`` tokens; ``inside`` are those decoded before a switch."""
 
-    modes: tuple[str, ...] = STANDARD
+    modes: tuple[str, ...]
     cases: int = 4
     tokens: int = 3000
     seed: int = 0
@@ -54,7 +55,7 @@ class SwitchSettings(Settings):
 # ---- ten questions ---------------------------------------------------------------------------------
 
 
-def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: ten rows for each case and variant.
 
     Raises:
@@ -94,9 +95,7 @@ def _conversation(session: Session, settings: Settings, cell: Cell) -> Iterator[
 # ---- the switch matrix -----------------------------------------------------------------------------
 
 
-def switches(
-    settings: SwitchSettings = SwitchSettings(), choice: ModelChoice = ModelChoice(), frame: Frame | None = None
-) -> Result:
+def switches(settings: SwitchSettings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each case, told mode and asked mode.
 
     Raises:

@@ -6,40 +6,37 @@ on from there. Imports no torch: every command imports what it runs.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvchat.bench import plot as plots
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
+from kvchat.cli import bench_report
+from kvchat.cli.bench_options import (
+    Budget,
+    Budgets,
+    Cases,
+    Device,
+    Dtype,
+    Json,
+    Mode,
+    Model,
+    Out,
+    Plot,
+    Quantize,
+    Seed,
+    Shape,
+    Texts,
+    Variants,
+    baseline_names,
+    file_names,
+    standard_variants,
+)
 from kvchat.cli.bench_output import Run
-from kvchat.cli.output import echo, report
+from kvchat.cli.output import report
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
-
-Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
-Quantize = Annotated[str, typer.Option(help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])")]
-Shape = Annotated[
-    str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
-]
-Variants = Annotated[list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")]
-Mode = Annotated[str, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="the KV mode")]
-Budget = Annotated[int, typer.Option(help="tokens per KV head")]
-Budgets = Annotated[
-    list[int] | None, typer.Option(help="tokens per KV head, for modes that name no budget; repeatable")
-]
-Texts = Annotated[list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")]
-Seed = Annotated[int, typer.Option(help="the same seed gives the same cases")]
-Cases = Annotated[int, typer.Option(min=1, help="conversations")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs kvchat[plot])")]
-Out = Annotated[
-    Path | None, typer.Option(help="keep the rows in this file, as JSON; one that is there is gone on with")
-]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
 
 
 @app.command("agreement")
@@ -59,10 +56,12 @@ def agreement_command(
     plot: Plot = None,
 ) -> None:
     """KL divergence from full attention, top-1 agreement and attention mass covered, token by token."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import agreement
 
-    variants = with_budgets(mode or agreement.STANDARD, budget or ())
-    settings = agreement.Settings(variants, context, tokens, passages, _named(text))
+    settings = agreement.Settings(
+        variants or standard_variants(agreement.STANDARD, budget), context, tokens, passages, file_names(text)
+    )
     run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     run.done(agreement.run(settings, run.choice, run.frame))
 
@@ -88,11 +87,12 @@ def recall_command(
     plot: Plot = None,
 ) -> None:
     """Facts found in long texts: tasks by lengths, depths, modes and budgets."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import recall
 
-    standard = recall.Settings()
+    standard = recall.Settings(())
     settings = recall.Settings(
-        with_budgets(mode or recall.STANDARD, budget or ()),
+        variants or standard_variants(recall.STANDARD, budget),
         tuple(task or standard.tasks),
         tuple(length or standard.lengths),
         tuple(depth or standard.depths),
@@ -119,9 +119,10 @@ def turns_command(
     out: Out = None,
 ) -> None:
     """Ten questions over one text, scored by turn."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import turns
 
-    settings = turns.Settings(with_budgets(mode or turns.STANDARD, budget or ()), cases, tokens, seed)
+    settings = turns.Settings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed)
     run = Run("turns", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(turns.run(settings, run.choice, run.frame))
 
@@ -142,9 +143,10 @@ def switches_command(
     out: Out = None,
 ) -> None:
     """Told in one mode, asked in another, all pairs."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import turns
 
-    settings = turns.SwitchSettings(with_budgets(mode or turns.STANDARD, budget or ()), cases, tokens, seed, inside)
+    settings = turns.SwitchSettings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed, inside)
     run = Run("switches", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(turns.switches(settings, run.choice, run.frame))
 
@@ -187,7 +189,7 @@ def perplexity_command(
     """Perplexity of book text, tokens read and time, mode against full."""
     from kvchat.bench import perplexity
 
-    settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, _named(text))
+    settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, file_names(text))
     run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(perplexity.run(settings, run.choice, run.frame))
 
@@ -234,7 +236,7 @@ def decode_command(
         change_rates=tuple(change_rate or standard.change_rates),
         steps=steps,
         rounds=rounds,
-        baselines=_names(baselines),
+        baselines=baseline_names(baselines),
         prefill=prefill,
     )
     run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
@@ -338,47 +340,5 @@ def paper_command(
     run.done(study.run(settings, run.choice, run.frame, part or ()))
 
 
-@app.command("report")
-def report_command(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="files that --out wrote")],
-    latex: Annotated[bool, typer.Option("--latex", help="LaTeX instead of Markdown")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="draw the result to .svg or .png (needs kvchat[plot])")
-    ] = None,
-) -> None:
-    """The tables of results, and with --plot their pictures; refuses to mix environments or models."""
-    from kvchat.bench import report as reports
-
-    if plot:
-        plots.check(plot)
-    read = reports.read(results)
-    echo(reports.rendered(read, latex))
-    if plot:
-        for result, file in zip(read, _numbered(plot, len(read)), strict=True):
-            plots.draw(result, file)
-            report(str(file))
-
-
-@app.command("compare")
-def compare_command(
-    before: Annotated[Path, typer.Argument(metavar="A.json")],
-    after: Annotated[Path, typer.Argument(metavar="B.json")],
-) -> None:
-    """What changed from one result to another of the same experiment, and why they may differ."""
-    from kvchat.bench import report as reports
-
-    echo(reports.compared(before, after).markdown())
-
-
-def _numbered(file: Path, count: int) -> list[Path]:
-    """One file for each of several pictures: ``a.png``, ``a-2.png``."""
-    return [file, *(file.with_stem(f"{file.stem}-{number}") for number in range(2, count + 1))]
-
-
-def _names(baselines: str | None) -> tuple[str, ...] | None:
-    """The baselines named, by commas; None where nothing was said."""
-    return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
-
-
-def _named(texts: list[Path] | None) -> tuple[str, ...]:
-    return tuple(str(path) for path in texts or ())
+app.command("report")(bench_report.report_results)
+app.command("compare")(bench_report.compare_results)

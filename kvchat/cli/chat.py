@@ -14,7 +14,7 @@ from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
 from kvchat.config.sources import SettingsSource
 from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Load
+from kvchat.protocol.messages import Keeping, Load
 
 
 def chat(flags: SettingsSource, resume: bool, plain: bool) -> int:
@@ -28,7 +28,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool) -> int:
 
     chosen = resolved.settings
     config = AppConfig(
-        load=load_of(chosen),
+        load=replace(load_of(chosen), keeping=_keeping(chosen)),
         sampling=chosen.sampling.sampling(),
         system=chosen.model.system or None,
         theme=chosen.ui.theme,
@@ -81,6 +81,12 @@ def load_of(chosen: Settings) -> Load:
 def mode_params_of(chosen: Settings) -> dict[str, Params]:
     """The parameters set for each mode that has some."""
     return {mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))}
+
+
+def _keeping(chosen: Settings) -> Keeping:
+    """K/V tell what was said: they are on disk only where the conversations are."""
+    folder = str(paths.saved_kv_dir()) if chosen.ui.conversations else ""
+    return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), folder)
 
 
 def _draws(stream: Any) -> bool:

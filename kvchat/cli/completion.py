@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from kvchat import paths
 from kvchat.config import modes
@@ -54,7 +55,23 @@ def complete_param(incomplete: str) -> list[Offer]:
     return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]
 
 
+def complete_model(incomplete: str) -> list[Offer]:
+    """The bundled model and those in the hub's cache; a path is completed by the shell."""
+    from kvchat.catalog import models
+
+    return [(model.name, model.kind) for model in models.find(()) if model.name.startswith(incomplete)]
+
+
+def complete_profile(incomplete: str) -> list[Offer]:
+    """The bundled profiles and the person's own."""
+    return _files_in(paths.bundled_profiles_dir(), paths.user_profiles_dir(), incomplete)
+
+
 def complete_theme(incomplete: str) -> list[Offer]:
     """The bundled themes and the person's own."""
-    files = [path for folder in (paths.bundled_themes_dir(), paths.user_themes_dir()) for path in folder.glob("*.toml")]
-    return [(name, "") for name in sorted({path.stem for path in files}) if name.startswith(incomplete)]
+    return _files_in(paths.bundled_themes_dir(), paths.user_themes_dir(), incomplete)
+
+
+def _files_in(bundled: Path, own: Path, incomplete: str) -> list[Offer]:
+    names = {path.stem for folder in (bundled, own) for path in folder.glob("*.toml")}
+    return [(name, "") for name in sorted(names) if name.startswith(incomplete)]

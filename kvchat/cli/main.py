@@ -265,6 +265,7 @@ def locate() -> None:
         "own profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
         "conversations": paths.database(),
+        "K/V of these": paths.saved_kv_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvchat.cli.completion import complete_device, complete_mode, complete_param, complete_theme, words_of
+from kvchat.cli.completion import (
+    complete_device,
+    complete_mode,
+    complete_model,
+    complete_param,
+    complete_theme,
+    words_of,
+)
 from kvchat.config import sources
 from kvchat.config.modes import SHARED, parse, registered
 from kvchat.config.sources import Key, SettingsSource
@@ -27,7 +34,10 @@ KEYS: dict[str, tuple[Key, ...]] = {
     **{name: (("sampling", name),) for name in SAMPLING},
 }
 
-Model = Annotated[str | None, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
+Model = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub", autocompletion=complete_model),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N", autocompletion=complete_device)]
 Dtype = Annotated[
     str | None,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvchat import paths
+from kvchat.cli.completion import complete_profile
 from kvchat.cli.output import echo, note
 from kvchat.config import profiles, sources
 from kvchat.config.profiles import ProfileFile
@@ -41,7 +42,12 @@ def list_profiles(device: Device = "auto") -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="such as 8gb, or a file; the profiles in force")] = "") -> None:
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(help="such as 8gb, or a file; the profiles in force", autocompletion=complete_profile),
+    ] = "",
+) -> None:
     """Print a profile as it is written, without NAME those in force."""
     files = [_named(name)] if name else [file.path for file in profiles.find("auto").in_force]
     for file in files:

@@ -49,6 +49,10 @@ class KvSettings(Section):
     """A field ``mode`` and one section a mode, added from the registry below."""
 
     mode: str = "full"
+    parked_gib: float = Field(2.0, ge=0, le=2**20)
+    """GiB of host memory for K/V of conversations gone away from, to be gone back to at once; 0 for none"""
+    saved_gib: float = Field(4.0, ge=0, le=2**20)
+    """GiB of disk for K/V beside conversations, which then go on without being read again; 0 for none"""
 
     def params(self, mode: str) -> Params:
         """The parameters set for ``mode`` by any source; kvchat chooses the rest."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from kvchat.conversations import attachments
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Chat, Sampling, Turn
+from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
 CUT_OFF = "cut off"  # the ending of an answer whose engine ended before it
@@ -125,8 +125,11 @@ class Conversation:
 
     def command(self, sampling: Sampling) -> Chat:
         """The whole path as a command to answer its last question, or to go on with its last answer."""
-        system = (Turn("system", self.system),) if self.system else ()
-        return Chat((*system, *self.turns), sampling)
+        return Chat(self._whole(), sampling, self.id)
+
+    def to_resume(self) -> Resume:
+        """The whole path as a command to go over to it."""
+        return Resume(self.id, self._whole())
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -235,6 +238,10 @@ class Conversation:
         self._is_header_unsaved = True
 
     # ---- helpers ---------------------------------------------------------------------------------
+
+    def _whole(self) -> tuple[Turn, ...]:
+        """The turns of the path with the system prompt before them."""
+        return (*((Turn("system", self.system),) if self.system else ()), *self.turns)
 
     def _ends_with(self, role: str) -> bool:
         return self.leaf is not None and self.leaf.role == role

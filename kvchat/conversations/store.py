@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvchat import files
+from kvchat import files, paths
 from kvchat.conversations.conversation import Changes, Conversation, Message
 from kvchat.conversations.migrations import MIGRATIONS
+from kvchat.conversations.saved_kv import SavedKv
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Stats
 
@@ -60,6 +61,9 @@ class ConversationStore:
         self.path = path
         with self._errors("opened"):
             self._db = _open(path)
+        self._saved_kv = SavedKv(path.parent / paths.SAVED_KV_FOLDER) if path else None
+        if self._saved_kv:
+            self._saved_kv.purge(RESTORABLE_S)
 
     def close(self) -> None:
         """Close the database."""
@@ -109,11 +113,15 @@ class ConversationStore:
         """Delete a conversation; ``restore`` brings it back for a day."""
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET deleted = ? WHERE id = ?", (time.time(), id))
+        if self._saved_kv:
+            self._saved_kv.set_aside(id)
 
     def restore(self, id: str) -> None:
         """Bring a deleted conversation back."""
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,))
+        if self._saved_kv:
+            self._saved_kv.bring_back(id)
 
     # ---- finding one -----------------------------------------------------------------------------
 

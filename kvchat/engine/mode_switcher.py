@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -11,8 +12,8 @@ import torch
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
 from kvchat.engine import calibration
-from kvchat.engine.generate.prompt import Stored
 from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
@@ -21,6 +22,8 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.protocol.figures import Params, Price
+
+PRICES_S = 1.0  # switches are priced at most this often
 
 
 class ModeSwitcher:
@@ -46,6 +49,8 @@ class ModeSwitcher:
         self._stored = stored
         self._link_bytes_per_s = link_bytes_per_s
         self._preamble = 0
+        self._prices: tuple[Price, ...] = ()
+        self._priced_at = float("-inf")
         self._widened: tuple[Mode, ModeParameters, int] | None = None
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
@@ -125,6 +130,12 @@ class ModeSwitcher:
     def prices(self) -> tuple[Price, ...]:
         """What entering each of the other modes would cost now."""
         return tuple(self._price(mode) for mode in modes.mode_names() if mode != self._kv.mode.name)
+
+    def recent_prices(self) -> tuple[Price, ...]:
+        """``prices``, at most ``PRICES_S`` old."""
+        if time.monotonic() - self._priced_at >= PRICES_S:
+            self._prices, self._priced_at = self.prices(), time.monotonic()
+        return self._prices
 
     def check_context(self, tokens: int) -> None:
         """Refuse a conversation longer than the model was made for.

@@ -13,20 +13,21 @@ from torch import Tensor
 
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
-from kvchat.engine import calibration
+from kvchat.engine.description import describe
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.hold_back import hold_back
-from kvchat.engine.generate.prompt import Stored
 from kvchat.engine.generate.recovery_signals import REWALK
 from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import Released, whole
+from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.protocol.figures import Params, Price, Snapshot
-from kvchat.protocol.messages import Event, Load, Loaded, Sampling, Switched, Text, Turn
+from kvchat.protocol.messages import Event, Keeping, Load, Loaded, Sampling, Switched, Text, Turn
 
 
 def load(
@@ -84,21 +85,19 @@ def open_session(
         system=system,
         given=asked.given,
         link_bytes_per_s=asked.link_bytes_per_s,
+        keeping=asked.keeping,
     )
-
-
-PRICES_S = 1.0  # switches are priced at most this often
 
 
 class Session(Released):
     """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
 
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
-    ``prefill``, ``step`` and ``truncate`` raise UsageError; between two tokens ``switch`` and ``cancel`` may be called.
+    ``resume``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
     After ``close`` and in a forked process everything that works with the model raises UsageError.
     """
 
-    held = ("_runner", "_kv", "_metrics", "_switcher", "_model")
+    held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
 
     def __init__(
         self,
@@ -109,19 +108,18 @@ class Session(Released):
         system: str | None = None,
         given: Mapping[str, Params] | None = None,
         link_bytes_per_s: float | None = None,
+        keeping: Keeping = Keeping(),
     ) -> None:
         stored = Stored()
         self._model = model
-        self._switcher = ModeSwitcher(
-            model, mode, {mode: params or {}, **(given or {})}, mode_params or {}, stored, link_bytes_per_s
-        )
+        given = {mode: params or {}, **(given or {})}
+        self._switcher = ModeSwitcher(model, mode, given, mode_params or {}, stored, link_bytes_per_s)
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
-        self._prices: tuple[Price, ...] = ()
-        self._priced_at = float("-inf")
+        self._keeper = Keeper(self._runner, self._loop, keeping)
         self._turns = (Turn("system", system),) if system else ()
 
     # ---- talking
@@ -133,7 +131,7 @@ class Session(Released):
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._loop.ask()
+        self._ask()
         return self._chat(text, sampling)
 
     def _chat(self, text: str, sampling: Sampling) -> Iterator[str]:
@@ -149,19 +147,44 @@ class Session(Released):
                 self._turns = (*turns, Turn("assistant", answer))
 
     def answer(
-        self, turns: Sequence[Turn], sampling: Sampling, between: Callable[[int], None] | None = None
+        self,
+        turns: Sequence[Turn],
+        sampling: Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
         On a GPU ``Preparing`` comes before the first steps of a mode. ``between`` is called between two tokens with the
         number generated so far; it may ``switch`` and ``cancel``. Only what is not stored yet is prefilled.
 
+        Where ``conversation`` is not the present one the events of ``resume`` come first; afterwards its K/V are saved.
+
         Raises:
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
+        self._ask()
+        return self._keeper.kept(conversation, turns, self._loop.answer(turns, sampling, between or _nothing))
+
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+        """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
+
+        Raises:
+            UsageError: the model's template refuses the turns.
+        """
+        self._ask()
+        yield from self._keeper.resume(conversation, turns)
+
+    def forget(self, conversation: str) -> None:
+        """Keep nothing of a conversation that was deleted; its file is the caller's."""
+        self._loop.one.check_idle()
+        self._keeper.forget(conversation)
+
+    def _ask(self) -> None:
+        """Something long was asked for that changes what is stored."""
         self._loop.ask()
-        return self._loop.answer(turns, sampling, between or _nothing)
+        self._keeper.interrupt()
 
     def cancel(self) -> None:
         """End the answer after the current token or chunk of the prompt; callable from any thread at any moment.
@@ -224,7 +247,7 @@ class Session(Released):
         Raises:
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._loop.ask()
+        self._ask()
         return self._loop.rebuild()
 
     def prices(self) -> tuple[Price, ...]:
@@ -240,7 +263,7 @@ class Session(Released):
         """
         if not isinstance(ids, Iterable) or not (ids := [whole(token, "A token id") for token in ids]):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
-        self._loop.one.check_idle()
+        self._ask()
         self._switcher.check_context(self.total + len(ids))
         logits = self._loop.prefill(ids)
         self._switcher.calibrate()
@@ -254,6 +277,7 @@ class Session(Released):
             DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
         """
         self._loop.one.check_idle()
+        self._keeper.interrupt()
         return self._loop.step(whole(token, "A token id"))
 
     def truncate(self, tokens: int) -> None:
@@ -269,7 +293,7 @@ class Session(Released):
                 f"Given: {tokens} tokens.",
                 "Give 0 or more.",
             )
-        self._loop.one.check_idle()
+        self._ask()
         self._loop.truncate(tokens)
 
     # ---- what is stored
@@ -297,10 +321,9 @@ class Session(Released):
 
     def snapshot(self) -> Snapshot:
         """What the KV manager holds and did; cheap enough for ten a second."""
-        if time.monotonic() - self._priced_at >= PRICES_S:
-            self._prices, self._priced_at = self.prices(), time.monotonic()
         snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
-        return replace(snapshot, prices=self._prices, badges=self._runner.badges)
+        prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
+        return replace(snapshot, prices=prices, badges=self._runner.badges, kv_parked_bytes=parked)
 
     @property
     def model(self) -> LoadedModel:
@@ -310,31 +333,12 @@ class Session(Released):
     @property
     def info(self) -> Loaded:
         """The model and the current mode."""
-        m, kv = self._model, self._kv
-        return Loaded(
-            model=m.name,
-            architecture=type(m.model).__name__,
-            parameters=m.model.num_parameters(),
-            device=str(m.device),
-            dtype=str(m.dtype).removeprefix("torch."),
-            context=m.context,
-            layers=m.layers,
-            kv_heads=m.kv_heads,
-            page=kv.state.geometry.page,
-            kv_bytes_per_token=kv.state.geometry.token_bytes,
-            mode=kv.mode.name,
-            params=kv.mode.report().params,
-            notes=(
-                *m.notes,
-                *map(str, self._switcher.calibration_problems),
-                *calibration.notes(m, self._switcher.calibration),
-            ),
-            weights=m.weights,
-            fast=m.fused,
-        )
+        return describe(self._model, self._kv, self._switcher, self._keeper.notes)
 
     def close(self) -> None:
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""
+        if "_keeper" in vars(self):
+            self._keeper.close()
         self._loop.release()
         self.release()
         gc.collect()  # a model's layers and what was fused in them refer to each other

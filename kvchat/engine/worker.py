@@ -23,7 +23,21 @@ from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import messages, wire
-from kvchat.protocol.messages import Chat, Command, Event, Failed, Load, Loading, Peek, Plan, Rebuild, Stop, Switch
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Event,
+    Failed,
+    Forget,
+    Load,
+    Loading,
+    Peek,
+    Plan,
+    Rebuild,
+    Resume,
+    Stop,
+    Switch,
+)
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 SNAPSHOT_S = 1 / 10
@@ -112,8 +126,12 @@ class Server:
             match command:
                 case Load():
                     self._load(command)
-                case Chat(turns, sampling):
-                    self._work(lambda session: session.answer(turns, sampling, self._between))
+                case Chat(turns, sampling, conversation):
+                    self._work(lambda session: session.answer(turns, sampling, self._between, conversation))
+                case Resume(conversation, turns):
+                    self._work(lambda session: session.resume(conversation, turns))
+                case Forget(conversation):
+                    self._loaded().forget(conversation)
                 case Rebuild():
                     self._work(lambda session: session.rebuild())
                 case Switch():
@@ -131,7 +149,8 @@ class Server:
 
     def _load(self, command: Load) -> None:
         """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
-        self._outbox.send(Loading("importing torch"))  # 4 seconds before the loader can say anything
+        # The first load takes seconds before the loader can say anything.
+        self._outbox.send(Loading(f"loading {command.model}" if self._session else "importing torch"))
         with self._failures_reported():
             self._replace_session(command)
         if self._session is None and (in_use := self._in_use):

@@ -7,7 +7,7 @@ in ``attention`` depends on which mode it is, and a decode step reads nothing ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -243,6 +243,38 @@ class KVManager:
         except BaseException:
             self._dirty = self._fresh = True
             raise
+
+    def adopt(
+        self,
+        tokens: int,
+        read: Callable[[Sequence[Tensor], int], int],
+        pinned: Sequence[int],
+        specs: Sequence[AttentionSpec],
+        query: bytes = b"",
+    ) -> int:
+        """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
+
+        ``read`` puts their pages into the host pool's layers ``[page, H, 2, p, d]`` and returns how many it has; those
+        at the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet;
+        ``query`` are the last token's queries in bytes, empty where they are not known.
+
+        Raises:
+            DoesNotFitError: there is no memory for them. Then, and after any error of ``read``, nothing is stored.
+        """
+        state = self.state
+        self.truncate(0)
+        try:
+            state.reserve(tokens)
+            state.host.settle()
+            state.host.total = read(state.host.layers, tokens)
+            state.pinned[torch.tensor(pinned, dtype=torch.int64, device=state.device)] = True
+            state.specs, state.query_bytes = list(specs), query
+            self.refill(fresh=True)
+        except BaseException:
+            self._forget(0)
+            self._dirty = self._fresh = True
+            raise
+        return self.total
 
     # ---- called by the model's attention
 

@@ -55,6 +55,17 @@ class KVState:
         return self.host.total
 
     @property
+    def query_bytes(self) -> bytes:
+        """``query`` as bytes; where none are set it is zero."""
+        return self.query.cpu().view(torch.uint8).numpy().tobytes()
+
+    @query_bytes.setter
+    def query_bytes(self, held: bytes) -> None:
+        self.query.zero_()
+        if held:
+            self.query.copy_(torch.frombuffer(bytearray(held), dtype=self.query.dtype).view(self.query.shape))
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of the device slots and their tables."""
         return sum(slots.nbytes for slots in self.slots)

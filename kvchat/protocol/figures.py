@@ -135,6 +135,7 @@ class Snapshot:
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
     (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the last 256 steps' copies,
     ``exposed_ms_*`` of the time waited for them. ``extras`` are figures of the current mode only, in display order.
+    ``kv_parked_bytes`` are those of other conversations in host memory.
     ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn of how
     the engine runs: a few words, a colon, the reason.
     """
@@ -146,6 +147,7 @@ class Snapshot:
     context: Count
     kv_device_bytes: Count
     kv_host_bytes: Count
+    kv_parked_bytes: Count = 0
     weight_bytes: Count = 0
     process_bytes: Count | None = None
     torch_allocated: Count | None = None

@@ -36,6 +36,15 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """How K/V of conversations are kept: ``parked_bytes`` in host memory, ``saved_bytes`` in ``folder``; 0 for none."""
+
+    parked_bytes: Count = 0
+    saved_bytes: Count = 0
+    folder: str = ""
+
+
+@dataclass(frozen=True)
 class Load:
     """Load a model in place of the one in use; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
@@ -56,6 +65,7 @@ class Load:
     quantize: str = "none"
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    keeping: Keeping = Keeping()
 
 
 @dataclass(frozen=True)
@@ -70,11 +80,28 @@ class Plan:
 class Chat:
     """Answer the last turn; answered by ``Started``, ``Text``* and ``Finished``, or ``Failed``.
 
-    ``turns`` ends with a user turn, or with an assistant turn that is to be continued.
+    ``turns`` ends with a user turn, or with an assistant turn that is to be continued. ``conversation`` is its id,
+    empty for one whose K/V are not kept.
     """
 
     turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
+    conversation: str = ""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept."""
+
+    conversation: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A conversation was deleted: keep nothing of it; answered by nothing."""
+
+    conversation: str
 
 
 @dataclass(frozen=True)
@@ -135,6 +162,23 @@ class Loaded:
     notes: tuple[str, ...] = ()
     weights: str = ""
     fast: str = ""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """``tokens`` of a conversation came back from ``where`` (memory or disk) in ``seconds``, not to be read again."""
+
+    conversation: str
+    tokens: Count
+    seconds: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something that a person should know and that stops nothing, in a line."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -260,6 +304,8 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Plan | Chat | Stop | Switch | Rebuild | Peek
+Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Peek
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
-Event = Loading | Loaded | AnswerEvent | Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
+Kept = Resumed | Noted
+Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
+Event = Loading | Loaded | Kept | AnswerEvent | Report

@@ -134,7 +134,6 @@ ACTIONS = (
     Action(id="branch", command="branch", run=conversation_commands.next_branch,
            doc="show the next branch of the last message that has some"),
     Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=model_commands.choose,
-           hint="model",
            doc="load another model, which reads the conversation; alone: the models on this machine"),
     Action(id="plan", command="plan", usage="NAME context=N", run=model_commands.plan,
            doc="what a model takes in memory and what fits; alone: the one in use, with what was measured"),

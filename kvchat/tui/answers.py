@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
@@ -57,6 +58,12 @@ class Answers:
             await self.abandon()
             self.view.add_error(error)
             await self.ready()
+
+    def take_up(self) -> None:
+        """Let the engine take up what it keeps of the conversation, before the next question."""
+        if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
+            with suppress(UsageError):  # the next question tells, and does it all the same
+                self.client.send(self.state.conversation.to_resume())
 
     def stop(self) -> None:
         """Stop the answer; one that is only being asked for is stopped as soon as it is. What is queued is held."""

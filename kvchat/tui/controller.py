@@ -10,7 +10,7 @@ from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Command, Peek, Rebuild, Switch
+from kvchat.protocol.messages import Command, Forget, Peek, Rebuild, Switch
 from kvchat.tui import sampling
 from kvchat.tui.answers import Answers
 from kvchat.tui.archive import Archive
@@ -135,6 +135,8 @@ class ChatController:
         """Delete a conversation; the present one gives way to a new one."""
         if id == self.state.conversation.id:
             await self.new()
+        if self.state.info is not None:
+            self._send(Forget(id))
         await self.archive.delete(id)
         self._deleted.append(id)
         self.view.toast(f"“{title}” is deleted; /restore brings it back within a day.", timeout=10)
@@ -326,6 +328,7 @@ class ChatController:
         self.state.exchange(conversation)
         self.view.show_state(self.state)
         await self.view.show_messages(self.state.footed(), below=None)
+        self.answers.take_up()
 
     async def _save(self) -> None:
         await self.archive.save(self.state.conversation)

@@ -13,12 +13,14 @@ from kvchat.protocol.messages import (
     Finished,
     Loaded,
     Loading,
+    Noted,
     Peeked,
     Planned,
     Prefilled,
     Preparing,
     Rebuilt,
     Recovered,
+    Resumed,
     Started,
     Switched,
     SwitchRefused,
@@ -63,6 +65,10 @@ class EngineEvents:
                 self.view.show_state(self.state)
             case Loaded():
                 await self._loaded(report)
+            case Resumed():
+                self._resumed(report)
+            case Noted(text):
+                self.view.add_note(text)
             case Started(prompt, reused):
                 self.answers.wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
             case Prefilled(done, total):
@@ -107,7 +113,16 @@ class EngineEvents:
             self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
             for note in loaded.notes:
                 self.view.add_note(note)
+        if not self.answers.queue:
+            self.answers.take_up()
         await self.answers.ready()
+
+    def _resumed(self, resumed: Resumed) -> None:
+        if resumed.conversation == self.state.conversation.id:
+            self.state.is_stored = True
+            text = f"{count(resumed.tokens)} tokens came back from {resumed.where} in {seconds(resumed.seconds)}."
+            self.view.add_note(text)
+            self.view.log_event(text)
 
     def _recovered(self, recovered: Recovered) -> None:
         value = figure(recovered.value, digits=1)

@@ -33,6 +33,7 @@ EXPLANATIONS = {
     "load": "use of the GPU, its temperature and power",
     "torch": "GPU memory allocated by torch, of what it has reserved",
     "weights": "memory of the model's weights",
+    "parked": "the K/V of other conversations, kept in host memory until they are gone back to",
     "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
 }
 
@@ -97,6 +98,8 @@ def recall_rows(s: Snapshot) -> Rows:
 def memory_rows(s: Snapshot) -> Rows:
     """Memory: of the device by NVML, of torch, and of kvchat."""
     own = [("weights", size(s.weight_bytes)), ("K/V on the host", size(s.kv_host_bytes))]
+    if s.kv_parked_bytes:
+        own.append(("parked", size(s.kv_parked_bytes)))
     if not has_gpu(s):
         return [("no GPU", "all K/V is in RAM"), ("this process", size(s.process_bytes)), *own]
     torch = MISSING if s.torch_allocated is None else f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"

@@ -46,6 +46,14 @@ def test_a_changed_default_makes_a_result_older():
     assert "parameters.rho" in outdated(before)
 
 
+def test_a_parameter_that_came_later_does_not():
+    before = result()
+    del before["methods"]["sync:m=7"]["parameters"]["rho"]
+    assert outdated(before) == ""
+    before["methods"]["sync:m=7"]["parameters"]["gone"] = 1
+    assert "parameters.gone" in outdated(before)
+
+
 def test_what_changes_logits_or_times_does_not_stand_side_by_side():
     one = result()
     assert incompatible(one, result()) == ""

@@ -9,7 +9,15 @@ import pytest
 from support.environment import environ
 from typer.testing import CliRunner
 
-from kvchat.cli.completion import complete_device, complete_mode, complete_param, complete_theme, words_of
+from kvchat.cli.completion import (
+    complete_device,
+    complete_mode,
+    complete_model,
+    complete_param,
+    complete_profile,
+    complete_theme,
+    words_of,
+)
 from kvchat.cli.main import app
 from kvchat.config.modes import mode_names
 
@@ -31,6 +39,8 @@ def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypat
     assert names(complete_param("recovery=t")) == ["recovery=true"]
     assert names(complete_param("budget=")) == []
     assert {"kvchat-dark", "own"} <= set(names(complete_theme("")))
+    assert names(complete_model("bun")) == ["bundled"]
+    assert names(complete_profile("8g")) == ["8gb"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

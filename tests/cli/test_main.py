@@ -404,8 +404,9 @@ def test_options_before_a_command_are_refused(run: Run, session: FakeSession) ->
 def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
     listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
     assert list(listed) == list(registered())
-    assert listed["speculative"]["params"][4]["name"] == "tau"
-    assert listed["speculative"]["params"][4]["default"] == 0.8
+    defaults = {param["name"]: param["default"] for param in listed["speculative"]["params"]}
+    assert defaults["tau"] == 0.8
+    assert defaults["pin_system"] is False
     text = run("modes").out
     assert "tau        0.8" in text
 

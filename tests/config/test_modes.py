@@ -21,7 +21,7 @@ def test_every_mode_has_defaults(mode: str) -> None:
     ("mode", "params", "message"),
     [
         ("frezee", {}, 'There is no KV mode "frezee". Did you mean "freeze"?'),
-        ("full", {"budget": 512}, 'The full mode has no parameter "budget". Known: recovery.'),
+        ("full", {"budget": 512}, 'The full mode has no parameter "budget". Known: pin_system, recovery, resident.'),
         ("streaming", {"sigm": 1}, 'The streaming mode has no parameter "sigm". Did you mean "sigma"?'),
         ("speculative", {"budget": 3}, "speculative: budget = 3 is refused. It must be a whole number of at least 64."),
         ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused. It must be a number."),
@@ -67,7 +67,7 @@ def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
     kept = {"budget": 512, "tau": 0.5}
     assert modes.merge(kept, "streaming", {"sigma": 1}) == StreamingParameters(budget=512, sigma=1)
     assert modes.merge(kept, "streaming", {"budget": 256}) == StreamingParameters(budget=256)
-    assert modes.merge(kept, "full", {}).model_dump() == {"recovery": False}
+    assert modes.merge(kept, "full", {}).model_dump() == {"recovery": False, "pin_system": False, "resident": None}
     with pytest.raises(UsageError, match="no KV mode"):
         modes.merge(kept, "ful", {})
 

@@ -10,10 +10,12 @@ from support import tiny_models, tiny_multimodal
 
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
-from kvchat.engine.plan import memory_plan, propose
+from kvchat.engine.plan import fits_beside, memory_plan, plan_of, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
+from kvchat.kv.memory import available
 from kvchat.protocol.figures import ModeNeed
+from kvchat.protocol.messages import Load, Plan
 
 TOKENS = 300
 WITHIN = 0.02
@@ -126,3 +128,19 @@ def test_a_mode_that_cannot_be_entered_says_why():
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ModelError):
         planned(tmp_path)
+
+
+def test_what_fits_beside_the_model_in_use(monkeypatch):
+    asked = Load("bundled", dtype="float32")
+    needed = planned("bundled", 1).weights["none"] + planned("bundled", 1).workspace
+    for free, fits in ((int(needed / 0.93), True), (needed, False)):
+        monkeypatch.setattr(available, "host_free", lambda free=free: free)
+        assert fits_beside(asked, silent) is fits
+
+
+def test_the_application_plans_with_the_values_given_at_run_time():
+    asked = Load("bundled", mode_params={"speculative": {"budget": 1024}}, given={"speculative": {"budget": 256}})
+    made = plan_of(Plan(asked, TOKENS), silent)
+    assert (made.context, made.modes["speculative"].params["budget"]) == (TOKENS, 256)
+    assert made.proposal.budget is None
+    assert propose(replace(made, modes={**made.modes, "full": ModeNeed(0, {}, "no")})).budget == 256

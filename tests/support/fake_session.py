@@ -20,6 +20,7 @@ from kvchat.protocol.messages import (
     Plan,
     Prefilled,
     Rebuilt,
+    Resumed,
     Sampling,
     Started,
     Switched,
@@ -43,6 +44,7 @@ class FakeSession:
         self.pieces, self.on_token, self.failure, self.error = pieces, on_token, failure, error
         self.mode = "full"
         self.params: dict[str, Any] = {}
+        self.resumed: list[tuple[str, tuple[Turn, ...]]] = []
         self.token_ids: list[int] = []
         self.asked: list[tuple[tuple[Turn, ...], Sampling]] = []
         self.switches: list[dict[str, Any]] = []
@@ -62,8 +64,19 @@ class FakeSession:
     def info(self) -> Loaded:
         return Loaded("fake", "Fake", 1, "cpu", "float32", 4096, 2, 2, 32, 64, self.mode, self.params, self.notes)
 
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+        self.resumed.append((conversation, tuple(turns)))
+        yield Resumed(conversation, 7, 0.5, "disk")
+
+    def forget(self, conversation: str) -> None:
+        self.resumed = [one for one in self.resumed if one[0] != conversation]
+
     def answer(
-        self, turns: Sequence[Turn], sampling: Sampling, between: Callable[[int], None] | None = None
+        self,
+        turns: Sequence[Turn],
+        sampling: Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
     ) -> Iterator[Event]:
         self.cancelled.clear()
         self.asked.append((tuple(turns), sampling))

@@ -17,9 +17,9 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.welcome import Welcome
 
 SLASH = (
-    "stop queue mode next previous budget sink window set system regen continue edit undo branch rebuild new last open"
-    " title fork delete restore export import stats copy code editor file thinking theme panels restart help settings"
-    " chats quit model plan profile pin"
+    "stop queue mode next previous budget sink window set system pin regen continue edit undo branch rebuild new "
+    "last open title fork delete restore export import stats copy code editor file thinking theme panels restart "
+    "help settings chats quit model plan profile"
 )
 
 

@@ -53,7 +53,7 @@ async def test_a_question_is_sent_with_the_whole_conversation(chat):
     await chat.controller.handle(DONE)
     await chat.ask("two")
     turns = (Turn("system", "be brief"), Turn("user", "one"), Turn("assistant", "hi"), Turn("user", "two"))
-    assert chat.client.sent[-1] == Chat(turns, chat.controller.state.sampling)
+    assert chat.client.sent[-1] == Chat(turns, chat.controller.state.sampling, chat.controller.state.conversation.id)
     assert chat.phase is Phase.PREFILL
 
 

@@ -37,11 +37,12 @@ def test_many_parameters_share_lines_that_fit():
         ("e", "5"),
     ]
     for mode, cls in registered().items():
-        params = cls().model_dump()
+        params = cls(pin_system=True).model_dump()
         rows = mode_rows(snapshot(mode=mode, params=params))
         assert sorted(" · ".join(label for label, _ in rows).split(" · ")) == (sorted(params) or ["parameters"])
         assert all(len(label) + 1 + len(value) <= WIDTH for label, value in rows)
         assert len(rows) <= 8
+        assert ("pin_system", "no") not in mode_rows(snapshot(mode=mode, params=cls().model_dump()))
 
 
 def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
@@ -85,7 +86,7 @@ def test_without_a_gpu_one_line_says_so():
 def test_every_label_is_explained():
     full = snapshot(
         params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
-        recall_ms_p95=2.0, gpu=Gpu("H200"),
+        recall_ms_p95=2.0, gpu=Gpu("H200"), kv_parked_bytes=1,
     )  # fmt: skip
     shown = [context_rows(full), context_rows(snapshot(total=1)), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}

@@ -13,7 +13,8 @@ from kvchat.bench.intervals import mean, wilson
 from kvchat.bench.paper.study import Lab, Part, Study, row
 from kvchat.bench.reading import passage
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Sampling, Turn
 

@@ -103,8 +103,8 @@ def _accuracy(lab: Lab) -> list[Row]:
 PARTS = {
     "figure-3a": Part(
         "Figure 3a: cosine of adjacent queries, mean of a generation by head",
-        "13,000 tokens of Llama-3.1-8B and DeepSeek-R1-Qwen-14B there. A small head dimension and a short model turn "
-        "queries much more.",
+        "13,000 tokens of Llama-3.1-8B and DeepSeek-R1-Qwen-14B there. The bundled model's queries turn much more, so "
+        "that a published tau corrects nearly every head of it.",
         _figure_3a,
         drawn=True,
     ),

@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from torch import Tensor
 
 from kvchat.engine.generate.detokenizer import AnswerText
-from kvchat.engine.generate.prompt import Prompt, PromptEncoder, Stored
+from kvchat.engine.generate.prompt import Prompt, PromptEncoder
 from kvchat.engine.generate.recovery import RecoveryMonitor
 from kvchat.engine.generate.recovery_signals import Trigger
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import OneAtATime, Released
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
@@ -48,12 +49,12 @@ class AnswerLoop(Released):
     def __init__(self, runner: ModelRunner, switcher: ModeSwitcher, metrics: MetricsCollector, stored: Stored) -> None:
         self.token_ids: list[int] = []
         self.stored = stored
+        self.encoder = PromptEncoder(runner.model.tokenizer)
         self._runner = runner
         self._model = runner.model
         self._kv = runner.kv
         self._switcher = switcher
         self._metrics = metrics
-        self._encoder = PromptEncoder(runner.model.tokenizer)
         self._cancelled = threading.Event()
         self.one = OneAtATime()
 
@@ -78,13 +79,13 @@ class AnswerLoop(Released):
             yield from self._answer(turns, sampling, between)
 
     def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
-        prompt = self._encoder.encode(turns, self.stored)
+        prompt = self.encoder.encode(turns, self.stored)
         sampler = Sampler(sampling, self._model.vocab, self._model.device)
         self._switcher.check_context(len(prompt.ids))
         self.token_ids = []
         self._switcher.narrow()
-        self._switcher.note_preamble(self._encoder.preamble(turns))
-        self._forget(prompt.reused)
+        self._switcher.note_preamble(self.encoder.preamble(turns))
+        self.forget(prompt.reused)
         answer = self._metrics.begin(len(prompt.ids), prompt.reused)
         yield Started(len(prompt.ids), prompt.reused)
         logits = yield from self._read_prompt(prompt.ids[prompt.reused :])
@@ -127,7 +128,7 @@ class AnswerLoop(Released):
                 yield Text(piece, 1)
         if piece := text.finish():
             yield Text(piece, 0)
-        self.stored.agree(self._encoder.answered(prompt, text.decoded))
+        self.stored.agree(self.encoder.answered(prompt, text.decoded))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
@@ -163,7 +164,7 @@ class AnswerLoop(Released):
         kept = self._text_of(monitor.sampler.sampling, self.token_ids)
         # The token before the first withdrawn one is read again, exactly: its logits are needed.
         last = self.stored.ids[-tokens - 1]
-        self._forget(self._kv.total - tokens - 1)
+        self.forget(self._kv.total - tokens - 1)
         logits = self.prefill([last])
         yield Withdrawn(len(text.shown) - len(kept.shown), tokens)
         return logits, kept
@@ -194,16 +195,16 @@ class AnswerLoop(Released):
         reduced if it did before.
         """
         if not 0 < tokens < self._kv.total:
-            self._forget(tokens)
+            self.forget(tokens)
             return
         whole = copy.deepcopy(self.stored)
         whole.truncate(tokens)
-        self._forget(tokens - 1)
+        self.forget(tokens - 1)
         self.prefill(whole.ids[-1:])
         self.stored.agree_as(whole)
         self.stored.reduced = whole.reduced
 
-    def _forget(self, tokens: int) -> None:
+    def forget(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; those that follow are prefilled at once."""
         if tokens < self._kv.total:
             self.stored.truncate(tokens)  # first: if filling the slots fails, these tokens are forgotten all the same
@@ -219,7 +220,7 @@ class AnswerLoop(Released):
         first = self.stored.first_reduced
         whole, began = copy.deepcopy(self.stored), time.perf_counter()
         ids = whole.ids[first:]
-        self._forget(first)
+        self.forget(first)
         if (yield from self._read_prompt(ids)) is not None:
             self.stored.agree_as(whole)
         yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
@@ -241,7 +242,7 @@ class AnswerLoop(Released):
 
     def _text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""
-        text = AnswerText(self._model.tokenizer, (*sampling.stop, *self._encoder.stop))
+        text = AnswerText(self._model.tokenizer, (*sampling.stop, *self.encoder.stop))
         for token in tokens:
             text.add(token)
         return text

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine.generate.limits import LimitExceededError, limited
+from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
 
@@ -42,58 +42,6 @@ class Prompt(NamedTuple):
     ids: list[int]
     reused: int
     text: str
-
-
-@dataclass
-class Stored:
-    """The ids whose K/V are stored, and the text that they stand for.
-
-    ``marks`` are pairs (number of ids, number of characters), ascending: that many ids stand for exactly that much of
-    ``text``. Ids after the last mark have no known text. ``reduced`` tells for each id whether its K/V were computed
-    while a mode attended to less than everything.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    marks: list[tuple[int, int]] = field(default_factory=list)
-    reduced: list[bool] = field(default_factory=list)
-
-    @property
-    def reduced_tokens(self) -> int:
-        """Number of ids whose K/V were computed with less context."""
-        return sum(self.reduced)
-
-    @property
-    def first_reduced(self) -> int:
-        """Index of the first of them; the number of ids where there is none."""
-        return self.reduced.index(True) if True in self.reduced else len(self.ids)
-
-    def extend(self, ids: Sequence[int], reduced: bool = False) -> None:
-        """Add ids without a text."""
-        self.ids.extend(ids)
-        self.reduced.extend([reduced] * len(ids))
-
-    def agree_as(self, other: Stored) -> None:
-        """Take text and marks of ``other``, whose ids are the same."""
-        self.text, self.marks = other.text, other.marks
-
-    def agree(self, text: str) -> None:
-        """Say that all ids so far stand for ``text``; older marks that contradict it are dropped."""
-        agreed, _ = self.agreed(text)
-        kept = [mark for mark in self.marks if mark[0] <= agreed and mark[0] < len(self.ids)]
-        self.marks = [*kept, (len(self.ids), len(text))]
-        self.text = text
-
-    def truncate(self, length: int) -> None:
-        """Keep the first ``length`` ids."""
-        del self.ids[length:], self.reduced[length:]
-        self.marks = [mark for mark in self.marks if mark[0] <= length]
-        self.text = self.text[: self.marks[-1][1]] if self.marks else ""
-
-    def agreed(self, text: str) -> tuple[int, int]:
-        """The last mark whose text is a prefix of ``text``, (0, 0) where there is none."""
-        found = (mark for mark in reversed(self.marks) if text.startswith(self.text[: mark[1]]))
-        return next(found, (0, 0))
 
 
 class PromptEncoder:
@@ -127,11 +75,13 @@ class PromptEncoder:
             UsageError: an unknown role, nothing to answer, or the template refuses the conversation.
         """
         text = self.render(turns)
+        ids = self.ids_of(text, stored)
+        return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
+
+    def ids_of(self, text: str, stored: Stored) -> list[int]:
+        """The ids of a rendered text, those of ``stored`` for as much of it as they are known to stand for."""
         kept, chars = stored.agreed(text)
-        rest = self._tokenize(text[chars:], anchored=chars > 0)
-        ids = stored.ids[:kept] + rest
-        reused = kept + common_prefix(stored.ids[kept:], rest)
-        return Prompt(ids, min(reused, len(ids) - 1), text)
+        return stored.ids[:kept] + self._tokenize(text[chars:], anchored=chars > 0)
 
     def preamble(self, turns: Sequence[Turn]) -> int:
         """Tokens before the first user turn's text, where the conversation begins with a system prompt; else 0."""
@@ -285,11 +235,6 @@ class PromptEncoder:
         anchor = self._anchor if anchored else ""
         ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False, verbose=False)
         return ids[1:] if anchor else ids
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading elements are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -98,6 +98,11 @@ class HostPool:
         """Forget all but the first ``tokens``; memory is kept for what comes next."""
         self.total = min(self.total, tokens)
 
+    def settle(self) -> None:
+        """Wait until what steps wrote through has arrived in host memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # ---- views: of ``device`` where pinned, else of the CPU; ``gather`` and ``scatter`` take both
 
     @property
@@ -204,8 +209,7 @@ class HostPool:
         unified = self.geometry.unified
         size = self._affordable(least, wanted, beside=self.nbytes if unified else self._regions[0].committed)
         used = self.geometry.pages(self.total)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what the last step wrote through is to be copied too
+        self.settle()
         tokens = self._lies.tokens(size)
         moved = self._reserved(2 * tokens, tokens)
         for layer, region in enumerate(moved):

@@ -230,9 +230,13 @@ class Mode:
         return table
 
 
-def everything(geometry: Geometry, first: int, last: int, capacity: int) -> Layout:
-    """Slots for all tokens of the layers ``first`` to ``last``; none in unified memory, where the host pool is read."""
-    return Layout(first, last, sink=0, window=0 if geometry.unified else capacity, spills=geometry.unified)
+def everything(geometry: Geometry, first: int, last: int, capacity: int, in_slots: bool = False) -> Layout:
+    """Slots for all tokens of the layers ``first`` to ``last``; in unified memory none, unless they must be ``in_slots``.
+
+    There attention reads the host pool. A mode that will want other slots soon asks for room for these at once.
+    """
+    in_place = geometry.unified and not in_slots
+    return Layout(first, last, sink=0, window=0 if in_place else capacity, spills=in_place)
 
 
 def budget_of(parameters: BudgetParameters, context: int) -> int:

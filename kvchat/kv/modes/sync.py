@@ -112,7 +112,7 @@ class Sync(Mode):
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if not self.split:
-            return Plan([everything(self.geometry, 0, layers, capacity)])
+            return Plan([everything(self.geometry, 0, layers, capacity, in_slots=self.needs_calibration)])
         held_bytes = layers * self.clusters * self._width(self._most(capacity)) * torch.int64.itemsize
         return Plan([self._representatives(capacity), self._followers(capacity)], held_bytes)
 
@@ -166,12 +166,11 @@ class Sync(Mode):
         self.t = 0
         self.k = self.k_of(state.total)
         self.static = min(self.k - SINK - self._dynamic_share(self.k), candidates)
-        layers = self.geometry.layers
-        self.held = self.held.new_empty((layers, self.clusters, 0))
+        self.held = self.held.new_empty((self.geometry.layers, self.clusters, 0))
         self._widen_held()
         last = torch.tensor(state.total - self.window, device=state.device)
         if candidates:
-            for layer in range(layers):
+            for layer in range(len(self.held)):
                 room = min(self.k - SINK, self.held.shape[2])
                 chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), room)
                 self.held[layer, :, : chosen.shape[1]] = chosen

@@ -44,7 +44,6 @@ class SettingsScreen(ModalScreen[None]):
     SettingsScreen #edit Input { width: 1fr; background: $panel; }
     SettingsScreen #refusal { height: auto; color: $error; }
     SettingsScreen #hints { color: $text-muted; height: 1; }
-    SettingsScreen .hidden { display: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Close", priority=True, id="settings.close"),
@@ -69,14 +68,15 @@ class SettingsScreen(ModalScreen[None]):
             yield Input(placeholder="Find a setting…", id="find")
             yield OptionList(id="list")
             yield Static(id="about", markup=False)
-            yield OptionList(id="choices", classes="hidden")
-            with Horizontal(id="edit", classes="hidden"):
+            yield OptionList(id="choices")
+            with Horizontal(id="edit"):
                 yield Static(id="name", markup=False)
                 yield Input(id="value")
-            yield Static(id="refusal", classes="hidden", markup=False)
+            yield Static(id="refusal", markup=False)
             yield Static(HINTS, id="hints", markup=False)
 
     def on_mount(self) -> None:
+        self._close_edit()
         self._show()
         self.set_interval(REFRESH_S, self._refresh)
 
@@ -108,13 +108,13 @@ class SettingsScreen(ModalScreen[None]):
             choices.clear_options()
             choices.add_options(Option(visible(word)) for word in setting.choices)
             choices.highlighted = setting.choices.index(setting.text) if setting.text in setting.choices else 0
-            choices.focus()
+            self.set_focus(choices)  # at once: the next key is for it
         else:
             self._reveal("#edit", Horizontal)
             self.query_one("#name", Static).update(f"{setting.key[-1]} = ")
             value = self.query_one("#value", Input)
             value.value = visible(setting.text)
-            value.focus()
+            self.set_focus(value)
 
     @on(Input.Submitted, "#value")
     def take_value(self, event: Input.Submitted) -> None:
@@ -181,15 +181,15 @@ class SettingsScreen(ModalScreen[None]):
 
     def _reveal(self, selector: str, kind: type[W]) -> W:
         widget = self.query_one(selector, kind)
-        widget.remove_class("hidden")
+        widget.display = True
         return widget
 
     def _close_edit(self) -> None:
         self._edited = None
         for selector in ("#choices", "#edit", "#refusal"):
-            self.query_one(selector).add_class("hidden")
+            self.query_one(selector).display = False
         self.query_one("#hints", Static).update(HINTS)
-        self.query_one("#find").focus()
+        self.set_focus(self.query_one("#find"))
 
     def _refresh(self) -> None:
         if self._found() != list(self._listed.values()):

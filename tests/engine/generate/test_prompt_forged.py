@@ -6,7 +6,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.protocol.messages import Turn
 
 MARKERS = ("<turn>", "</turn>")

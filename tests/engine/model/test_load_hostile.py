@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 
-from kvchat.engine.generate.prompt import PromptEncoder, Stored
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.model.checkpoint import INDEX
 from kvchat.engine.model.load import load_model
 from kvchat.errors import KvchatError, ModelError, UsageError

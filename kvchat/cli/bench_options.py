@@ -1,0 +1,50 @@
+"""The options of ``kvchat bench``: one type for each that several commands have, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvchat.bench.variant import with_budgets
+
+BUDGET = 512  # of modes where neither they nor it are named
+
+Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+Quantize = Annotated[str, typer.Option(help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])")]
+Shape = Annotated[
+    str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
+]
+Variants = Annotated[list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")]
+Mode = Annotated[str, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="the KV mode")]
+Budget = Annotated[int, typer.Option(help="tokens per KV head")]
+Budgets = Annotated[
+    list[int] | None, typer.Option(help="tokens per KV head, for modes that name no budget; repeatable")
+]
+Texts = Annotated[list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")]
+Seed = Annotated[int, typer.Option(help="the same seed gives the same cases")]
+Cases = Annotated[int, typer.Option(min=1, help="conversations")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs kvchat[plot])")]
+Out = Annotated[
+    Path | None, typer.Option(help="keep the rows in this file, as JSON; one that is there is gone on with")
+]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
+
+
+def standard_variants(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:
+    """The modes that are measured where none is named."""
+    return with_budgets(modes, budgets or (BUDGET,))
+
+
+def baseline_names(baselines: str | None) -> tuple[str, ...] | None:
+    """The baselines named, by commas; None where nothing was said."""
+    return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
+
+
+def file_names(texts: list[Path] | None) -> tuple[str, ...]:
+    """Files as a result names them."""
+    return tuple(str(path) for path in texts or ())

@@ -1,0 +1,268 @@
+"""Keeper: the K/V of conversations other than the present one, parked in host memory or saved on disk.
+
+Going to another conversation parks the present one; coming back, or beginning one that begins alike, takes the longest
+prefix from what is parked or saved. It settles into the mode as after a switch, and only the rest is read. After an
+answer what is new is written behind, a page at a time; the next question interrupts that.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvchat.engine.generate.answer import AnswerLoop
+from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.generate.stored import Stored, common_prefix
+from kvchat.engine.keep import rows as row
+from kvchat.engine.keep.saved_folder import SavedFolder
+from kvchat.engine.keep.write_behind import Job, WriteBehind
+from kvchat.engine.memory_errors import explained
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.memory import available
+from kvchat.kv.memory.page_file import DamagedFileError, PageFile
+from kvchat.kv.memory.parked import ParkedPages, parked_bytes
+from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
+
+LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
+LOOKED_AT = 64  # files of other conversations whose beginning is compared
+RECURRENT = "Its conversations are read again when they are gone back to: only K/V are kept, no recurrent state."
+
+
+Read = Callable[[Sequence[Tensor], int], int]
+
+
+@dataclass
+class Parked:
+    """A conversation in host memory; ``pinned`` are the positions that modes should keep."""
+
+    stored: Stored
+    pinned: list[int]
+    pages: ParkedPages
+
+
+@dataclass
+class Source:
+    """Where the first ``tokens`` of a conversation can be taken from; ``where`` it is: memory or disk.
+
+    ``query`` gives the queries of the last id of ``stored``.
+    """
+
+    tokens: int
+    stored: Stored
+    pinned: list[int]
+    where: str
+    read: Read
+    query: Callable[[], bytes]
+
+
+class Keeper:
+    """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the present one's."""
+
+    def __init__(self, runner: ModelRunner, loop: AnswerLoop, keeping: Keeping) -> None:
+        self._runner = runner
+        self._kv = runner.kv
+        self._loop = loop
+        self._keeping = keeping
+        self._identity = row.identity(runner.model)
+        self._present = ""
+        self._parked: dict[str, Parked] = {}  # the one used last comes last
+        self._folder = SavedFolder(Path(keeping.folder), keeping.saved_bytes)
+        self._writer = WriteBehind(self._folder, self._kv.state.geometry.page)
+        self._is_problem_told = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of how this model's conversations are kept."""
+        wanted = self._keeping.parked_bytes or self._saves
+        return (RECURRENT,) if wanted and self._runner.recurrent.exists else ()
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of host memory that parked conversations take."""
+        return sum(parked.pages.nbytes for parked in self._parked.values())
+
+    def interrupt(self) -> None:
+        """Stop writing: what is stored is about to change."""
+        self._writer.interrupt()
+
+    def close(self) -> None:
+        """Write what is left, for a moment, and let go of all."""
+        self._writer.finish(LAST_WRITES_S)
+        self._parked.clear()
+
+    def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Iterator[Event]:
+        """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
+        yield from self.resume(conversation, turns)
+        yield from self._problem()
+        try:
+            yield from answer
+        finally:
+            self.save()
+
+    # ---- going to a conversation
+
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+        """Make ``conversation`` the present one; ``Noted``*, and ``Resumed`` where some of it came back.
+
+        Raises:
+            UsageError: as ``PromptEncoder.encode``.
+        """
+        if conversation == self._present or self._runner.recurrent.exists:
+            return
+        self.interrupt()
+        text, began = self._loop.encoder.render(turns), time.perf_counter()
+        present = self._source_of(self._loop.stored, [], text, "memory", lambda layers, tokens: 0, bytes)
+        self._park()
+        self._present = conversation
+        sources: list[Source] = []
+        if conversation:
+            sources += self._parked_sources(conversation, text)
+            try:
+                sources += self._saved_sources(conversation, text)
+            except (DamagedFileError, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                yield Noted(f"This conversation is read anew; its saved K/V cannot be used: {reason}.")
+        self._loop.stored.saved = 0
+        best = max(sources, key=lambda source: source.tokens, default=present)
+        if best.tokens >= present.tokens + self._kv.state.geometry.page:
+            yield from self._adopt(best, began)
+        self._parked.pop(conversation, None)
+
+    def forget(self, conversation: str) -> None:
+        """The conversation is deleted: keep nothing of it."""
+        self.interrupt()
+        self._parked.pop(conversation, None)
+        if conversation == self._present:
+            self._present = ""
+            self._loop.stored.saved = 0
+
+    def _adopt(self, source: Source, began: float) -> Iterator[Event]:
+        stored = copy.deepcopy(source.stored)
+        stored.truncate(source.tokens)
+        self._loop.stored.truncate(0)
+        try:
+            query = source.query() if source.tokens == len(source.stored.ids) else b""
+            with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
+                there = self._kv.adopt(source.tokens, source.read, source.pinned, self._runner.model.probe.specs, query)
+        except (DoesNotFitError, OSError) as error:
+            yield Noted(f"This conversation is read anew: {error}")
+            return
+        if there < source.tokens:
+            yield Noted("A page of the saved K/V is damaged; what follows it is read anew.")
+        stored.truncate(there)
+        self._loop.stored.become(stored)
+        if there:
+            yield Resumed(self._present, there, time.perf_counter() - began, source.where)
+
+    # ---- where it can be taken from
+
+    def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
+        for name, parked in self._parked.items():
+            pages = parked.pages
+            source = self._source_of(
+                parked.stored, parked.pinned, text, "memory", pages.read, partial(bytes, pages.query)
+            )
+            yield source if name == conversation else _of_another(source)
+
+    def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
+        """The conversation's own file, and those of others that begin alike.
+
+        Raises:
+            DamagedFileError, OSError: its own file cannot be used.
+        """
+        if not self._saves:
+            return
+        own = self._folder.path(conversation)
+        beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
+        for path in self._folder.latest_first()[:LOOKED_AT]:
+            if path != own and path.suffix == own.suffix and self._begins(path, beginning):
+                yield self._saved_source(path, text)
+        if own.exists():
+            source = self._saved_source(own, text)
+            source.stored.saved = len(source.stored.ids)
+            self._folder.touch(own)
+            yield source
+
+    def _begins(self, path: Path, ids: list[int]) -> bool:
+        """Whether a file of another conversation can be used and begins with ``ids``, a page of them."""
+        try:
+            return bool(self._file(path).rows(pages=1)["id"].tolist() == ids)
+        except (DamagedFileError, OSError):
+            return False
+
+    def _saved_source(self, path: Path, text: str) -> Source:
+        file = self._file(path)
+        rows = file.rows()
+        stored, pinned = row.stored_of(rows, text), row.pinned_positions(rows)
+        return self._source_of(stored, pinned, text, "disk", file.read, lambda: file.query(len(rows)))
+
+    def _source_of(
+        self, stored: Stored, pinned: list[int], text: str, where: str, read: Read, query: Callable[[], bytes]
+    ) -> Source:
+        tokens = common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
+        return Source(tokens, stored, [at for at in pinned if at < tokens], where, read, query)
+
+    # ---- keeping
+
+    def _park(self) -> None:
+        """Copy the present conversation, if there is room; those used least recently give way."""
+        stored, pool = self._loop.stored, self._kv.state.host
+        needed = parked_bytes(pool)
+        if not (self._present and stored.ids) or needed > self._keeping.parked_bytes:
+            return
+        while self._parked and self.parked_bytes + needed > self._keeping.parked_bytes:
+            del self._parked[next(iter(self._parked))]
+        if needed <= available.usable(available.host_free()):
+            self._parked[self._present] = Parked(
+                copy.deepcopy(stored), self._pinned(), ParkedPages(pool, self._kv.state.query_bytes)
+            )
+
+    def save(self) -> None:
+        """Begin to write what is new, of the present conversation and of parked ones."""
+        if not self._saves or self._runner.recurrent.exists:
+            return
+        self.interrupt()
+        self._kv.state.host.settle()
+        jobs = [self._job(name, one.stored, one.pinned, one.pages) for name, one in self._parked.items()]
+        if self._present:
+            jobs.insert(0, self._job(self._present, self._loop.stored, self._pinned(), None))
+        self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
+
+    def _problem(self) -> Iterator[Event]:
+        """``Noted`` where saving failed since it worked last."""
+        problem = self._writer.problem
+        if problem and not self._is_problem_told:
+            yield Noted(f"K/V cannot be saved: {problem}. The conversation goes on; after a restart it is read again.")
+        self._is_problem_told = bool(problem)
+
+    @property
+    def _saves(self) -> bool:
+        return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
+
+    def _job(self, conversation: str, stored: Stored, pinned: list[int], pages: ParkedPages | None) -> Job:
+        """What of a conversation is not on disk: of a parked one, or of the present one."""
+        page = self._kv.state.geometry.page
+        first = stored.saved // page
+        file = self._file(self._folder.path(conversation))
+        layers = pages.layers if pages else self._kv.state.host.layers
+        query = pages.query if pages else self._kv.state.query_bytes
+        return Job(file, stored, first, row.rows_of(stored, pinned, first * page), layers, stored.saved, query)
+
+    def _pinned(self) -> list[int]:
+        found: list[int] = self._kv.state.pinned[: self._kv.total].nonzero().flatten().tolist()
+        return found
+
+    def _file(self, path: Path) -> PageFile:
+        return PageFile(path, self._kv.state.geometry, self._identity)
+
+
+def _of_another(source: Source) -> Source:
+    """The same for another conversation, in whose file nothing of it is yet."""
+    return replace(source, stored=replace(source.stored, saved=0))

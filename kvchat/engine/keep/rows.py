@@ -1,0 +1,66 @@
+"""What is stored, as rows of a page file and back; and what a file's K/V must be of to be used."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvchat.engine.generate.stored import Stored
+from kvchat.engine.model.load import LoadedModel
+from kvchat.kv.memory.page_file import TOKEN, Rows
+
+REDUCED, PINNED = 1, 2  # flags
+DIGEST_BYTES = 16
+
+
+def identity(model: LoadedModel) -> dict[str, Any]:
+    """What K/V depend on, by the name that completes "of another ..."."""
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "configuration": _digest(model.model.config.to_json_string()),
+        "number format": str(model.dtype).removeprefix("torch."),
+        "quantization": model.weights,
+        "chat template": _digest(getattr(model.tokenizer, "chat_template", None) or ""),
+    }
+
+
+def rows_of(stored: Stored, pinned: list[int], start: int) -> Rows:
+    """The rows of the ids from ``start`` on; ``pinned`` are the positions that modes should keep."""
+    rows = np.zeros(len(stored.ids) - start, TOKEN)
+    rows["id"] = stored.ids[start:]
+    rows["flags"] = REDUCED * np.array(stored.reduced[start:], np.uint8)
+    rows["flags"][[at - start for at in pinned if at >= start]] |= PINNED
+    rows["chars"] = -1
+    for ids, chars in stored.marks:
+        if ids > start:
+            rows[ids - 1 - start]["chars"] = chars
+            rows[ids - 1 - start]["digest"] = np.void(_text_digest(stored.text[:chars]))
+    return rows
+
+
+def stored_of(rows: Rows, text: str) -> Stored:
+    """What the rows say is stored; of their marks those that ``text`` begins with."""
+    stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
+    for index in np.flatnonzero(rows["chars"] >= 0).tolist():
+        chars = int(rows["chars"][index])
+        if chars <= len(text) and rows["digest"][index].tobytes() == _text_digest(text[:chars]):
+            stored.marks.append((index + 1, chars))
+    stored.text = text[: stored.marks[-1][1]] if stored.marks else ""
+    return stored
+
+
+def pinned_positions(rows: Rows) -> list[int]:
+    """The positions of the ids that modes should keep."""
+    found: list[int] = np.flatnonzero(rows["flags"] & PINNED).tolist()
+    return found
+
+
+def _text_digest(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
+
+
+def _digest(value: str | dict[str, str]) -> str:
+    return _text_digest(str(value)).hex()

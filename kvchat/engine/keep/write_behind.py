@@ -1,0 +1,98 @@
+"""Pages written to disk while nobody waits for the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvchat.engine.generate.stored import Stored
+from kvchat.engine.keep.saved_folder import SavedFolder
+from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError, PageFile, Rows, blocks_of
+
+
+@dataclass
+class Job:
+    """The pages of ``layers`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
+
+    ``query`` is the last token's.
+
+    ``saved`` counts the tokens of ``stored`` that are on disk, as far as the job has come.
+    """
+
+    file: PageFile
+    stored: Stored
+    first: int
+    rows: Rows
+    layers: Sequence[Tensor]
+    saved: int = 0
+    query: bytes = b""
+
+
+class WriteBehind:
+    """Writes jobs on a thread of its own until it is interrupted, which waits for one page's copy at most.
+
+    ``problem`` says why the last page could not be written, empty where it could.
+    """
+
+    def __init__(self, folder: SavedFolder, page: int) -> None:
+        self.problem = ""
+        self._folder = folder
+        self._page = page
+        self._copying = threading.Lock()
+        self._interrupted = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._jobs: Sequence[Job] = ()
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Write these, after ``interrupt``."""
+        before, self._jobs = self._thread, jobs
+        self._interrupted = threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(jobs, self._interrupted, before), daemon=True)
+        self._thread.start()
+
+    def interrupt(self) -> None:
+        """Take nothing more from the jobs' layers from now on, and note what was saved of them."""
+        with self._copying:
+            self._interrupted.set()
+        for job in self._jobs:
+            job.stored.saved = job.saved
+        self._jobs = ()
+
+    def finish(self, seconds: float) -> None:
+        """Let it write for so long at most, then end."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+            self.interrupt()
+            thread.join()
+
+    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()  # it may be writing its last page, to the same file
+        for job in jobs:
+            try:
+                self._write(job, interrupted)
+            except DamagedFileError:
+                job.saved = 0  # gone or changed meanwhile: all of it is written again next time
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+
+    def _write(self, job: Job, interrupted: threading.Event) -> None:
+        end = HEADER_BYTES + (job.first + -(-len(job.rows) // self._page)) * job.file.record_bytes
+        allowed = self._folder.make_room(job.file.path, end)
+        for start in range(0, len(job.rows), self._page):
+            page = job.first + start // self._page
+            if HEADER_BYTES + (page + 1) * job.file.record_bytes > allowed:
+                return
+            with self._copying:
+                if interrupted.is_set():
+                    return
+                blocks = blocks_of(job.layers, page)
+            rows = job.rows[start : start + self._page]
+            is_last = start + self._page >= len(job.rows)
+            job.file.write(page, rows, blocks, job.query if is_last else b"")
+            job.saved = page * self._page + len(rows)
+            self.problem = ""

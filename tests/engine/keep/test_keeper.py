@@ -1,0 +1,247 @@
+"""Keeping conversations of a tiny model, whose tokens are the characters of what is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, token_ids
+
+from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.generate.stored import Stored, common_prefix
+from kvchat.engine.keep.keeper import RECURRENT, Keeper
+from kvchat.kv.inspect import check_integrity
+from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
+
+TALE = "Once upon a time there was a cat that read every letter of the house. " * 4
+OTHER = "Quite another text, of which nothing has been read so far at all. " * 3
+
+
+class CharacterEncoder:
+    """In place of ``PromptEncoder``: an id a character."""
+
+    def render(self, turns) -> str:
+        return "".join(f"<{turn.content}" for turn in turns)
+
+    def ids_of(self, text: str, stored: Stored) -> list[int]:
+        kept, chars = stored.agreed(text)
+        return stored.ids[:kept] + [ord(character) for character in text[chars:]]
+
+
+class Chat:
+    """A runner and its keeper, used as a session uses them."""
+
+    def __init__(self, tmp_path, model=None, row="full", parked=2**30, saved=2**30) -> None:
+        model = model or loaded("llama")
+        self.runner = ModelRunner(model, mode_of(model, row))
+        self.stored = Stored()
+        self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
+        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder())
+        self.keeper = Keeper(self.runner, self.loop, self.keeping)
+
+    def say(self, conversation: str, text: str) -> list:
+        """Go to a conversation and read what is not stored of ``text``; the keeper's events."""
+        turns = (Turn("user", text),)
+        events = list(self.keeper.resume(conversation, turns))
+        self.keeper.interrupt()
+        ids = self.loop.encoder.ids_of(self.loop.encoder.render(turns), self.stored)
+        reused = min(common_prefix(self.stored.ids, ids), len(ids) - 1)
+        if reused < self.runner.kv.total:
+            self.stored.truncate(reused)
+            self.runner.truncate(reused)
+        self.logits = prefilled(self.runner, ids[reused:])
+        self.stored.extend(ids[reused:])
+        self.stored.agree(self.loop.encoder.render(turns))
+        self.keeper.save()
+        return events
+
+    def written(self) -> None:
+        self.keeper._writer._thread.join()
+
+    def restarted(self, tmp_path, **changes) -> Chat:
+        self.keeper.close()
+        return Chat(tmp_path, **{"model": self.runner.model, **changes})
+
+
+def came_back(events) -> tuple[int, str]:
+    (resumed,) = [event for event in events if isinstance(event, Resumed)]
+    return resumed.tokens, resumed.where
+
+
+def notes(events) -> list[str]:
+    return [event.text for event in events if isinstance(event, Noted)]
+
+
+def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    assert chat.say("a", TALE) == []
+    one = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
+    before = [tensor.clone() for tensor in one]
+    total = len(chat.stored.ids)
+    assert chat.say("b", OTHER) == []
+    assert chat.keeper.parked_bytes > 0
+    assert came_back(chat.keeper.resume("a", (Turn("user", TALE),))) == (total, "memory")
+    assert chat.stored.ids == [ord(c) for c in f"<{TALE}"]
+    after = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    check_integrity(chat.runner.kv.state)
+
+
+def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    chat.say("a", TALE)
+    chat.keeper._keeping = replace(
+        chat.keeping, parked_bytes=int(2.5 * chat.runner.kv.state.geometry.token_bytes * 320)
+    )
+    for name, text in (("b", "2" + TALE), ("c", "3" + TALE), ("d", "4" + TALE)):
+        chat.say(name, text)
+    assert chat.keeper.parked_bytes <= chat.keeper._keeping.parked_bytes
+    assert list(chat.keeper._parked) == ["b", "c"]
+
+
+def test_a_shared_beginning_is_taken_from_another_conversation(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE + OTHER)
+    chat.say("b", OTHER)
+    tokens, where = came_back(chat.say("c", TALE + "and then"))
+    assert (tokens, where) == (1 + len(TALE), "memory")
+    again = chat.restarted(tmp_path)
+    tokens, where = came_back(again.say("d", TALE + "but"))
+    assert (tokens, where) == (1 + len(TALE), "disk")
+    again.written()
+    one = Chat(tmp_path, chat.runner.model).say("d", TALE + "but")
+    assert came_back(one) == (1 + len(TALE) + 3, "disk")
+
+
+def test_what_is_on_disk_is_not_written_again(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    path = tmp_path / "kv" / "a.kv"
+    before = path.read_bytes()
+    record = chat.keeper._file(path).record_bytes
+    chat = chat.restarted(tmp_path)
+    chat.say("a", TALE + OTHER)
+    (job,) = chat.keeper._writer._jobs
+    assert job.first == (1 + len(TALE)) // 32
+    chat.written()
+    assert path.read_bytes()[: 4096 + job.first * record] == before[: 4096 + job.first * record]
+    assert len(chat.keeper._file(path).rows()) == 1 + len(TALE + OTHER)
+
+
+def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.keeper.interrupt()
+    chat.runner.step(65)
+    chat.stored.extend([65], reduced=True)
+    chat.keeper.save()
+    chat = chat.restarted(tmp_path)
+    chat.say("a", TALE + "A!")
+    assert chat.stored.first_reduced == 1 + len(TALE)
+    assert chat.stored.reduced_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "other"}, "another model"),
+        ({"revision": "1"}, "another revision"),
+        ({"weights": "int8"}, "another quantization"),
+        (
+            {"tokenizer": SimpleNamespace(chat_template="x", added_tokens_decoder={}, all_special_ids=[])},
+            "another chat",
+        ),
+    ],
+)
+def test_kv_of_something_else_are_refused_in_a_line_and_replaced(tmp_path, changes, reason):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat = chat.restarted(tmp_path, model=replace(chat.runner.model, **changes))
+    (note,) = notes(chat.say("a", TALE))
+    assert reason in note
+    assert came_back(chat.restarted(tmp_path).say("a", TALE))
+
+
+def test_a_damaged_page_gives_back_what_is_before_it(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    path = tmp_path / "kv" / "a.kv"
+    data = bytearray(path.read_bytes())
+    data[4096 + 3 * chat.keeper._file(path).record_bytes - 1] ^= 1
+    path.write_bytes(data)
+    events = chat.restarted(tmp_path).say("a", TALE)
+    assert "damaged" in notes(events)[0]
+    assert came_back(events) == (64, "disk")
+
+
+def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
+    chat = Chat(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvchat.kv.memory.page_file._write", full)
+    for text, told in ((TALE, 0), (TALE + "a", 1), (TALE + "ab", 0)):
+        assert len(list(chat.keeper.kept("a", (), iter(())))) == told
+        chat.say("a", text)
+        chat.written()
+    assert (tmp_path / "kv" / "a.kv").stat().st_size == 0
+
+
+def test_what_was_said_in_a_deleted_conversation_is_kept_nowhere(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    chat.say("a", TALE)
+    chat.say("b", OTHER)
+    chat.keeper.forget("a")
+    chat.keeper.forget("b")
+    chat.say("c", "x")
+    assert chat.keeper.parked_bytes == 0
+
+
+def test_recurrent_models_are_left_out_and_say_so(tmp_path):
+    chat = Chat(tmp_path, loaded("qwen3_5"))
+    assert chat.keeper.notes == (RECURRENT,)
+    assert list(chat.keeper.resume("a", ())) == []
+    chat.keeper.save()
+    assert not (tmp_path / "kv").exists()
+
+
+def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
+    return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", PARAMS)
+def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
+    """In most modes of one that entered its mode anew, as a switch does: what was dropped or frozen, and which slot a
+    token has (the order of a sum), is no part of what is kept.
+    """
+    names = ["llama", "gemma3", "deepseek_v3", "phi", "qwen3", "olmo2"]
+    name = names[list(PARAMS).index(row) % len(names)]
+    chat = Chat(tmp_path, loaded(name, dtype=dtype), row)
+    tokens = int(torch.randint(70, 300, (1,), generator=torch.Generator().manual_seed(len(row))))
+    ids = token_ids(tokens)
+    prefilled(chat.runner, ids[:-9])
+    chat.stored.extend(ids[:-9])
+    for token in ids[-9:]:
+        chat.runner.step(token)
+        chat.stored.extend([token])
+    chat.keeper._present = "a"
+    chat.stored.agree("".join(map(chr, ids)))
+    chat.keeper.save()
+    chat.written()
+
+    later = Chat(tmp_path, chat.runner.model, row)
+    later.loop.encoder.render = lambda turns: "".join(map(chr, ids))
+    assert came_back(later.keeper.resume("a", ())) == (tokens, "disk")
+    assert later.stored.ids == ids
+    if PARAMS[row][0] not in ("full", "sync"):
+        with torch.inference_mode():
+            chat.runner.kv.switch(mode_of(chat.runner.model, row))
+    more = token_ids(5, seed=2)
+    for mine, its in zip(stepped(later.runner, more), stepped(chat.runner, more), strict=True):
+        assert torch.equal(mine, its)

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, blocks_of
+
+PAGE = 4
+TOKENS = 14
+
+
+def geometry(dtype=torch.float32) -> Geometry:
+    return Geometry(layers=2, q_heads=2, kv_heads=2, d_k=3, d_v=2, dtype=dtype, page=PAGE)
+
+
+def pages_of(tokens: int, dtype=torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    g = geometry(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (g.pages(tokens), g.kv_heads, 2, g.page, g.d)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(g.layers)]
+
+
+def rows_of(tokens: int, seed: int = 0):
+    rows = np.zeros(tokens, TOKEN)
+    rows["id"] = np.random.default_rng(seed).integers(0, 1000, tokens)
+    rows["chars"] = -1
+    return rows
+
+
+def written(path, tokens=TOKENS, dtype=torch.float32, seed=0, first=0, identity=None) -> PageFile:
+    file = PageFile(path, geometry(dtype), identity or {"model": "a"})
+    layers, rows = pages_of(tokens, dtype, seed), rows_of(tokens, seed)
+    for page in range(first, len(layers[0])):
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(layers, page))
+    return file
+
+
+def usable(path) -> int:
+    """Tokens that a reader takes from a damaged copy of ``written``, whose K/V it compares; 0 if it is refused."""
+    file, into = PageFile(path, geometry(), {"model": "a"}), pages_of(TOKENS, seed=9)
+    try:
+        rows = file.rows()
+    except DamagedFileError:
+        return 0
+    there = file.read(into, len(rows))
+    assert rows[:there].tobytes() == rows_of(TOKENS)[:there].tobytes()
+    for layer, stored in zip(into, pages_of(TOKENS), strict=True):
+        assert torch.equal(layer[: there // PAGE], stored[: there // PAGE])
+    return there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_was_written_is_read_back_bit_by_bit(tmp_path, dtype):
+    file = written(tmp_path / "folder" / "a.kv", dtype=dtype)
+    into = pages_of(TOKENS, dtype, seed=9)
+    assert file.rows().tobytes() == rows_of(TOKENS).tobytes()
+    assert file.read(into, TOKENS) == TOKENS
+    assert all(torch.equal(a, b) for a, b in zip(into, pages_of(TOKENS, dtype), strict=True))
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    assert file.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_conversation_that_goes_on_is_appended_to(tmp_path):
+    path = tmp_path / "a.kv"
+    file = written(path, tokens=10)
+    whole = HEADER_BYTES + 2 * file.record_bytes
+    before = path.read_bytes()[:whole]
+    layers, rows = pages_of(TOKENS), rows_of(TOKENS)
+    for page in (2, 3):
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(layers, page))
+    assert path.read_bytes()[:whole] == before
+    assert len(file.rows()) == TOKENS
+
+
+def test_a_branch_cuts_off_what_followed(tmp_path):
+    file = written(tmp_path / "a.kv")
+    file.write(1, rows_of(TOKENS, seed=5)[4:7], blocks_of(pages_of(TOKENS, seed=5), 1))
+    assert file.rows()["id"].tolist() == [*rows_of(TOKENS)["id"][:4], *rows_of(TOKENS, seed=5)["id"][4:7]]
+
+
+def test_a_file_cut_anywhere_is_whole_up_to_there_or_refused(tmp_path):
+    """What is left when the process is killed while it writes: any number of the last bytes is missing."""
+    path = tmp_path / "a.kv"
+    record, data = written(path).record_bytes, path.read_bytes()
+    for length in [*range(0, HEADER_BYTES, 512), *range(HEADER_BYTES - 2, len(data), 7), len(data)]:
+        path.write_bytes(data[:length])
+        whole = max(0, length - HEADER_BYTES) // record
+        assert usable(path) == min(TOKENS, whole * PAGE)
+
+
+def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
+    path = tmp_path / "a.kv"
+    record, data = written(path).record_bytes, path.read_bytes()
+    places = random.Random(0).sample(range(len(data)), 300)
+    for place in places:
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        assert usable(path) == max(0, place - HEADER_BYTES) // record * PAGE
+
+
+def test_pages_of_two_histories_do_not_go_together(tmp_path):
+    one, other = tmp_path / "one.kv", tmp_path / "other.kv"
+    record = written(one).record_bytes
+    written(other, seed=1)
+    cut = HEADER_BYTES + 2 * record
+    one.write_bytes(one.read_bytes()[:cut] + other.read_bytes()[cut:])
+    assert usable(one) == 2 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("identity", "dtype", "reason"),
+    [
+        ({"model": "b"}, torch.float32, "another model"),
+        ({"model": "a", "chat template": "x"}, torch.float32, "another chat template"),
+        ({"model": "a"}, torch.float16, "another number format of K/V"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_with_the_difference(tmp_path, identity, dtype, reason):
+    path = written(tmp_path / "a.kv").path
+    with pytest.raises(DamagedFileError, match=reason):
+        PageFile(path, geometry(dtype), identity).rows()
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4" * 2000, b"KVCHATKV\xff\xff\xff\xff" + b"[" * 9000])
+def test_what_is_no_such_file_is_refused(tmp_path, data):
+    path = tmp_path / "a.kv"
+    path.write_bytes(data)
+    with pytest.raises(DamagedFileError, match="damaged"):
+        PageFile(path, geometry(), {"model": "a"}).rows()
+
+
+def test_a_page_is_not_written_behind_pages_that_are_gone(tmp_path):
+    file = written(tmp_path / "a.kv")
+    file.path.unlink()
+    with pytest.raises(DamagedFileError):
+        file.write(2, rows_of(PAGE), blocks_of(pages_of(TOKENS), 2))
+    assert usable(file.path) == 0
