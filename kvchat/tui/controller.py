@@ -175,11 +175,14 @@ class ChatController:
             return
         await self.branches.leave_edited()
         phase = self.state.phase
+        if phase is Phase.READY:
+            self.answers.expect()
         question = await self.view.add_question(text, queued=phase is not Phase.READY)
         # The phase may have changed while the question was mounted.
         if self.state.phase is Phase.READY:
             await self.answers.send(question)
             return
+        self.answers.is_asking = False
         self.answers.queue.add(question)
         if phase is Phase.DOWN:
             await self.restart()
@@ -208,7 +211,7 @@ class ChatController:
 
     def stop(self) -> None:
         """Stop the answer in progress, whose text is kept; queued questions are held."""
-        if self.state.phase.busy:
+        if self.state.phase.busy or self.answers.is_asking:
             self.answers.stop()
         else:
             self.answers.queue.hold()
