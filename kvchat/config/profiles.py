@@ -1,4 +1,4 @@
-"""GPU profiles: settings and measured ceilings for a kind of GPU, one TOML file each.
+"""GPU profiles: settings and measured speeds for a kind of GPU, one TOML file each.
 
 A file has a table ``[match]``, settings as in config.toml, and ``[measured]``, which ``kvchat bench decode
 --save-profile`` writes. A profile matches if every key of its ``[match]`` holds. All matching bundled profiles are in
@@ -191,7 +191,7 @@ def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> D
 
 
 def save(measured: Measured, device: str = "auto") -> Path:
-    """Write ceilings to the user's profile that matches exactly this device; keep the settings in it. Return its path.
+    """Write measured speeds to the user's profile for exactly this device, whose settings stay. Return its path.
 
     Raises:
         UsageError: the file cannot be written, or the existing one is not TOML.

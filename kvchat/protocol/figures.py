@@ -186,7 +186,6 @@ class Snapshot:
     context: Count
     kv_device_bytes: Count
     kv_host_bytes: Count
-    kv_parked_bytes: Count = 0
     weight_bytes: Count = 0
     process_bytes: Count | None = None
     torch_allocated: Count | None = None
@@ -209,3 +208,4 @@ class Snapshot:
     extras: Params = field(default_factory=dict)
     prices: tuple[Price, ...] = ()
     badges: tuple[str, ...] = ()
+    kv_parked_bytes: Count = 0

@@ -37,7 +37,7 @@ class Answers:
         self._save = save
         self._is_real_time = is_real_time
         self._said = ""
-        self._is_asking = self._is_stop_due = False
+        self.is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
         self.queue = QuestionQueue(view)
         self._question: QuestionView | None = None
@@ -55,7 +55,7 @@ class Answers:
             return
         self.answer = answer
         self.answer.feed(said)
-        self._is_asking = False
+        self.is_asking = False
         try:
             self.client.send(conversation.command(self.state.sampling))
             if self._is_stop_due:
@@ -75,10 +75,15 @@ class Answers:
             with suppress(UsageError):  # the next question tells, and does it all the same
                 self.client.send(self.state.conversation.to_resume())
 
+    def expect(self) -> None:
+        """From now on a stop is meant for the answer to come, also before it can be asked for."""
+        if not self.is_asking:
+            self.is_asking, self._is_stop_due = True, False
+
     def stop(self) -> None:
         """Stop the answer; one that is only being asked for is stopped as soon as it is. What is queued is held."""
         self.queue.hold()
-        if self._is_asking:
+        if self.is_asking:
             self._is_stop_due = True
         else:
             self.client.send(Stop())
@@ -208,16 +213,14 @@ class Answers:
         self.view.toast(f"{what} is {place}.")
 
     def _begin_asking(self) -> None:
-        """From now on a stop is meant for the answer, also before it can be asked for."""
-        if not self._is_asking:
-            self._is_asking, self._is_stop_due = True, False
+        self.expect()
         self._show_phase(Phase.PREFILL)
 
     def _is_left(self, conversation: Conversation) -> bool:
         """Whether the user went over to another conversation before the answer could be asked for: then it is not."""
         if self.state.conversation is conversation:
             return False
-        self._is_asking = False
+        self.is_asking = False
         self._show_phase(Phase.READY)
         return True
 

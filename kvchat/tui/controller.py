@@ -42,9 +42,8 @@ class ChatController:
         self.comparisons = Comparisons(self.state, client, self.branches, view)
         self.models = Models(config, self.state, client, view, self.restart)
         self._events = EngineEvents(self.state, self.answers, self.comparisons, self.models, view, self.restart)
-        self._system = config.system
+        self._system, self._is_log_problem_shown = config.system, False
         self._deleted: list[str] = []
-        self._is_log_problem_shown = False
 
     # ---- the engine's process --------------------------------------------------------------------
 
@@ -179,11 +178,14 @@ class ChatController:
             return
         await self.branches.leave_edited()
         phase = self.state.phase
+        if phase is Phase.READY:
+            self.answers.expect()
         question = await self.view.add_question(text, queued=phase is not Phase.READY)
         # The phase may have changed while the question was mounted.
         if self.state.phase is Phase.READY:
             await self.answers.send(question)
             return
+        self.answers.is_asking = False
         self.answers.queue.add(question)
         if phase is Phase.DOWN:
             await self.restart()
@@ -212,7 +214,7 @@ class ChatController:
 
     def stop(self) -> None:
         """Stop the answer in progress, whose text is kept; queued questions are held."""
-        if self.state.phase.busy:
+        if self.state.phase.busy or self.answers.is_asking:
             self.answers.stop()
         else:
             self.answers.queue.hold()
@@ -320,8 +322,7 @@ class ChatController:
             return
         if self.client.log_problem and not self._is_log_problem_shown:
             self._is_log_problem_shown = True
-            text = f"{self.client.log_problem} The engine's messages are dropped."
-            self.view.toast(text, title="Log", severity="warning", timeout=10)
+            self.view.toast(f"{self.client.log_problem} The engine's messages are dropped.", "Log", "warning", 10)
         self.replay.begin()
         self.models.load_in_use()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-MOST_WIDGETS = 180
-WIDGETS_OF_ITEM = 3  # its box, bullet and paragraph
+MOST_WIDGETS = 160
+WIDGETS_OF_ITEM = 4  # its box, bullet, body and paragraph
 LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
 CHARACTERS_OF_WIDGET = 800
 SLICE_LINES = 40

@@ -34,10 +34,10 @@ def test_what_full_finds_streaming_loses_and_the_command_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings(tasks=("passkeys",)), 'Did you mean "passkey"'),
-        (Settings(depths=(1.5,)), "depth 1.5 is refused"),
-        (Settings(keys=1), "1 keys are refused"),
-        (Settings(modes=("fulll",)), 'no KV mode "fulll"'),
+        (Settings((), tasks=("passkeys",)), 'Did you mean "passkey"'),
+        (Settings((), depths=(1.5,)), "depth 1.5 is refused"),
+        (Settings((), keys=1), "1 keys are refused"),
+        (Settings(("fulll",)), 'no KV mode "fulll"'),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(settings, message):

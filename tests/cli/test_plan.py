@@ -20,7 +20,8 @@ def test_json(capsys):
     assert plan("bundled", "cpu", "float32", 1000, {}, as_json=True) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["weights"]["none"] == 69_232_384
-    assert made["modes"]["full"]["device_bytes"] > made["modes"]["speculative"]["device_bytes"] > 0
+    assert made["modes"]["full"]["device_bytes"] == 0, "on a CPU it reads the host pool itself"
+    assert made["modes"]["speculative"]["device_bytes"] > 0
     assert made["proposal"] == {"quantize": "none", "mode": "full", "budget": None, "gave_up": []}
 
 

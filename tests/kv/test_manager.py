@@ -9,11 +9,11 @@ from itertools import permutations
 
 import pytest
 import torch
+from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
 from support.memory import tensors_of
 from support.memory_faults import EVERYWHERE, MemoryRunsOut
 from support.mode_rows import CORE, MIXED, ROWS
-from support.store_run import Run
 from support.toy_model import toy
 
 from kvchat.config.modes import mode_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.store_run import Run
+from support.kv_run import Run
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu, decode_step, forward
 from support.mode_rows import MIXED, ROWS
-from support.store_run import Run
 from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 

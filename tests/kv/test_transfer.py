@@ -6,9 +6,9 @@ import time
 
 import pytest
 import torch
+from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu
 from support.mode_rows import ROWS
-from support.store_run import Run
 from support.toy_model import toy
 
 from kvchat.kv.ops.torch_ops import TorchOps

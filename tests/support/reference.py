@@ -2,7 +2,7 @@
 
 Nothing here is taken from the modes: the sets follow the papers (Lazy Pruning/Slack/Max_Drop, Algorithm 1; FreeKV,
 sections 3.2 and 3.3; SyncKV, equations 3 to 8) in plain loops; freeze mode's is in ``freeze_reference``. A new mode is
-one more class in ``store_run.REFERENCES`` and one more row in ``mode_rows``.
+one more class in ``kv_run.REFERENCES`` and one more row in ``mode_rows``.
 """
 
 from __future__ import annotations

@@ -95,6 +95,17 @@ async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it
     assert [type(command) for command in chat.client.sent] == [Chat, Stop]
 
 
+async def test_a_stop_while_the_question_is_mounted_stops_the_answer_as_soon_as_it_is_asked_for(chat):
+    await chat.load()
+
+    async def stop():
+        chat.controller.stop()
+
+    chat.view.while_mounting = stop
+    await chat.ask("one")
+    assert [type(command) for command in chat.client.sent] == [Chat, Stop]
+
+
 @pytest.mark.parametrize("when", ["saved", "mounted"])
 async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_the_question_unasked(chat, when):
     await chat.load()

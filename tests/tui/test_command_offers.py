@@ -31,7 +31,7 @@ def test_a_slash_lists_all_commands_with_their_use():
     [
         ("/exi", ["/quit"]),
         ("/uild", ["/rebuild"]),
-        ("/MOD", ["/mode "]),
+        ("/BUD", ["/budget "]),
         ("/mode s", ["streaming", "sync", "speculative"]),
         ("/mo spec t", ["tau="]),
         ("/mode speculative tau=0.7 fir", ["first_full="]),

@@ -9,7 +9,20 @@ import pytest
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.protocol.messages import Chat, Finished, Load, Peek, Rebuild, Stop, Switch, Switched, Text, Turn
+from kvchat.protocol.messages import (
+    Chat,
+    Finished,
+    Forget,
+    Load,
+    Peek,
+    Rebuild,
+    Resumed,
+    Stop,
+    Switch,
+    Switched,
+    Text,
+    Turn,
+)
 from kvchat.tui import controller
 from kvchat.tui.client import Crashed
 from kvchat.tui.controller import PEEK_TOKENS
@@ -286,3 +299,22 @@ async def test_the_system_prompt_given_by_hand_goes_into_new_conversations(chat)
     chat.controller.set_system("be brief")
     await chat.controller.new()
     assert chat.controller.state.conversation.system == "be brief"
+
+
+async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat, tmp_path):
+    await chat.controller.archive.open()
+    await chat.load()
+    await chat.controller.ask("hello")
+    first = chat.controller.state.conversation
+    await chat.controller.handle(Finished("eos", "Hello!", Stats()))
+    await chat.controller.new()
+    assert chat.client.sent[-1] != first.to_resume()  # nothing was said in the new one yet
+    await chat.controller.open(first.id)
+    assert chat.client.sent[-1] == first.to_resume()
+    await chat.controller.handle(Resumed("another", 9, 0.1, "disk"))
+    assert not chat.controller.state.is_stored
+    await chat.controller.handle(Resumed(first.id, 30_112, 0.4, "memory"))
+    assert chat.controller.state.is_stored
+    assert chat.view.notes[-1] == "30,112 tokens came back from memory in 400 ms."
+    await chat.controller.delete(first.id, first.title)
+    assert Forget(first.id) in chat.client.sent

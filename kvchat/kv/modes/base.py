@@ -231,7 +231,7 @@ class Mode:
 
 
 def everything(geometry: Geometry, first: int, last: int, capacity: int, in_slots: bool = False) -> Layout:
-    """Slots for all tokens of the layers ``first`` to ``last``; in unified memory none unless ``in_slots`` are needed.
+    """Slots for all tokens of layers ``first`` to ``last``; in unified memory none, unless they must be ``in_slots``.
 
     There attention reads the host pool. A mode that will want other slots soon asks for room for these at once.
     """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.kv_run import Run
 from support.memory import resident, tensors_of
 from support.mode_rows import CORE, ROWS
-from support.store_run import Run
 from support.toy_model import toy
 
 PLAIN = ("plain", "plain")

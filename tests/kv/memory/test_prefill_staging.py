@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.kv_run import Run
 from support.kv_steps import prefill
 from support.mode_rows import ROWS
-from support.store_run import Run
 from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

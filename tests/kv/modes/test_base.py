@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.kv_run import Run
 from support.mode_rows import ROWS
-from support.store_run import Run
 from support.toy_model import toy
 
 from kvchat.engine.ribbon import Ribbon

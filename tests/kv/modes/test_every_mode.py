@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.kv_run import REFERENCES, Run
 from support.mode_rows import CORE, MIXED, ROWS
-from support.store_run import REFERENCES, Run
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny_models
+from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu
-from support.store_run import Run
 from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 from support.toy_model import toy
 

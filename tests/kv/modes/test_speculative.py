@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.store_run import Run
+from support.kv_run import Run
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError, UsageError

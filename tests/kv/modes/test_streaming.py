@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.store_run import Run
+from support.kv_run import Run
 from support.toy_model import toy
 
 from kvchat.config.modes import parse

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.kv_run import REFERENCES, Run
 from support.reference import FullReference
-from support.store_run import REFERENCES, Run
 from support.toy_model import calibration, toy
 
 from kvchat.config.modes import parse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.random_stores import SHAPES, geometry_of
+from support.random_kv import SHAPES, geometry_of
 
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import verify

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 from support.dense_attention import assert_near, dense
+from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
 from support.mode_rows import FIRST, ROWS
-from support.store_run import Run
 from support.toy_model import toy
 
 from kvchat.config.modes import parse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.random_stores import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides
+from support.random_kv import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.page_bounds import PageBounds

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.random_stores import LAYERS, SHAPES, assert_near, fill_table, geometry_of, noise, sides
+from support.random_kv import LAYERS, SHAPES, assert_near, fill_table, geometry_of, noise, sides
 
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, Layout

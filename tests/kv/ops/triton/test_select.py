@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_stores import LAYERS, SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
+from support.random_kv import LAYERS, SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
 from kvchat.kv.modes.page_bounds import PageBounds

@@ -1,4 +1,4 @@
-"""A conversation with the toy model: drives a kv and checks every output and every set against the reference."""
+"""A conversation with the toy model: drives a KV manager and holds every output and set against the reference."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ REFERENCES: dict[str, type[FullReference]] = {
 
 
 class Run:
-    """Drives a kv with a ``Toy`` and holds every output and every set against the reference.
+    """Drives a KV manager with a ``Toy`` and holds every output and every set against the reference.
 
     ``exact`` is off for half precision, whose page scores may rank close pages otherwise: the sets are then the
-    store's own, and outputs are compared under them.
+    manager's own, and outputs are compared under them.
     """
 
     def __init__(self, made: Toy, mode: str, preamble: int = 0, **params: Any) -> None:

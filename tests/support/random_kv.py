@@ -1,4 +1,4 @@
-"""Pairs of stores with the same random K/V: one with torch's ops, one with the Triton kernels."""
+"""Pairs of device slots over the same random K/V: one with torch's ops, one with the Triton kernels."""
 
 from __future__ import annotations
 
