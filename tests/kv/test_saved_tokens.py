@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.kv_run import Run
 from support.mode_rows import FIRST, ROWS
-from support.store_run import Run
 from support.toy_model import toy
 
 from kvchat.kv.inspect import check_integrity
