@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from kvchat.cli.output import echo, progress
 from kvchat.protocol.figures import Params
-from kvchat.tui.plan_table import plan_lines
+from kvchat.tui.model_choice.plan_table import plan_lines
 
 
 def plan(

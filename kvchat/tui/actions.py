@@ -9,10 +9,14 @@ from typing import Literal
 from textual.binding import Binding, BindingType
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui import arguments, commands, compare_commands, conversation_commands, model_commands, words
-from kvchat.tui.arguments import Values
+from kvchat.tui import commands
 from kvchat.tui.commands import Handler
+from kvchat.tui.comparing import compare_commands
+from kvchat.tui.kept import conversation_commands
 from kvchat.tui.keys import describe_key, is_key, types_text
+from kvchat.tui.model_choice import model_commands
+from kvchat.tui.prompt import arguments, words
+from kvchat.tui.prompt.arguments import Values
 
 Scope = Literal["app", "chat", "prompt", "transcript", "ribbon"]
 TYPING = ("transcript", "ribbon")  # scopes in which a key alone types nothing

@@ -24,12 +24,12 @@ from kvchat.tui.actions import bindings, check_keys
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.palette import CommandProvider
+from kvchat.tui.prompt.words import resolve
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
-from kvchat.tui.words import resolve
 
 
 def run(config: AppConfig) -> int:

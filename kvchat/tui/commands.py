@@ -13,10 +13,12 @@ from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params
-from kvchat.tui import arguments, mentions, sampling, thinking
+from kvchat.tui import sampling
+from kvchat.tui.answering import thinking
 from kvchat.tui.controller import ChatController
+from kvchat.tui.prompt import arguments, mentions
+from kvchat.tui.prompt.words import resolve
 from kvchat.tui.state import describe_modes, summarize
-from kvchat.tui.words import resolve
 
 Handler = Callable[[ChatController, str], Awaitable[None]]
 

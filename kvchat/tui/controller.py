@@ -12,14 +12,14 @@ from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Command, Forget, Peek, Rebuild, Switch
 from kvchat.tui import sampling
-from kvchat.tui.answers import Answers
-from kvchat.tui.archive import Archive
-from kvchat.tui.branches import Branches
+from kvchat.tui.answering.answers import Answers
 from kvchat.tui.client import EngineClient, Report
-from kvchat.tui.comparisons import Comparisons
+from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.config import AppConfig
 from kvchat.tui.events import EngineEvents
-from kvchat.tui.models import Models
+from kvchat.tui.kept.archive import Archive
+from kvchat.tui.kept.branches import Branches
+from kvchat.tui.model_choice.models import Models
 from kvchat.tui.replay import Replay
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView

@@ -30,10 +30,10 @@ from kvchat.protocol.messages import (
     Withdrawn,
 )
 from kvchat.protocol.replaying import Asked, Replayed
-from kvchat.tui.answers import Answers
+from kvchat.tui.answering.answers import Answers
 from kvchat.tui.client import Crashed, Report
-from kvchat.tui.comparisons import Comparisons
-from kvchat.tui.models import Models
+from kvchat.tui.comparing.comparisons import Comparisons
+from kvchat.tui.model_choice.models import Models
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 from kvchat.units import count, figure, seconds

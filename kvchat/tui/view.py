@@ -9,7 +9,7 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed
 
 Severity = Literal["information", "warning", "error"]

@@ -9,7 +9,7 @@ from kvchat.conversations.conversation import CUT_OFF, Message
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Switched
-from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase
 
 Hook = Callable[[], Coroutine[Any, Any, None]]

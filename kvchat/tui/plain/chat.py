@@ -12,14 +12,14 @@ from contextlib import suppress
 from kvchat.config.modes import mode_infos
 from kvchat.config.sources import KEYS, dotted
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui import questions
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
-from kvchat.tui.mentions import Part
 from kvchat.tui.plain.lines import LineReader, LineWriter
 from kvchat.tui.plain.view import PlainView
+from kvchat.tui.prompt import questions
+from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.screens.conversations import describe_age
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.state import Phase

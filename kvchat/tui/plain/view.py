@@ -13,9 +13,9 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui.needle_rows import HEADINGS, needle_rows, verdict
+from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
+from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.plain.lines import LineWriter
-from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
 from kvchat.tui.view import Severity
 from kvchat.units import count, size

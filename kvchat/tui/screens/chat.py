@@ -20,15 +20,15 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui import external_editor, questions
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
-from kvchat.tui.arguments import Surroundings
 from kvchat.tui.client import EngineClient
+from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
-from kvchat.tui.history import PromptHistory
-from kvchat.tui.mentions import Part
-from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.prompt import external_editor, questions
+from kvchat.tui.prompt.arguments import Surroundings
+from kvchat.tui.prompt.history import PromptHistory
+from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.screens import needle
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.models import ModelsScreen

@@ -20,8 +20,8 @@ from kvchat.conversations.comparison import COLUMNS, Comparison, first_differenc
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
-from kvchat.tui.comparisons import Comparisons
-from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.comparing.comparisons import Comparisons
+from kvchat.tui.comparing.running_comparison import RunningComparison
 
 MARK = "▶"  # before the first token that another answer does not have
 

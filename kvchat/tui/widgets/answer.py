@@ -13,8 +13,8 @@ from textual.widgets import Static
 
 from kvchat.conversations.conversation import Message
 from kvchat.foreign_text import visible
-from kvchat.tui import flush, thinking
-from kvchat.tui.large_answers import markdown_end
+from kvchat.tui.answering import flush, thinking
+from kvchat.tui.answering.large_answers import markdown_end
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.slices import Slices
 

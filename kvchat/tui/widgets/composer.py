@@ -8,9 +8,9 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import OptionList, TextArea
 
-from kvchat.tui import command_offers
-from kvchat.tui.arguments import Surroundings
-from kvchat.tui.history import PromptHistory
+from kvchat.tui.prompt import command_offers
+from kvchat.tui.prompt.arguments import Surroundings
+from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.suggestions import SuggestionList
 

@@ -19,8 +19,8 @@ from textual.widgets import TextArea
 from kvchat.conversations.attachments import pieces
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
-from kvchat.tui.history import PromptHistory
-from kvchat.tui.mentions import Part
+from kvchat.tui.prompt.history import PromptHistory
+from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.widgets.suggestions import SuggestionList
 from kvchat.units import count, size
 

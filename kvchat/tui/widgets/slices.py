@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Static
 
-from kvchat.tui.large_answers import slices
+from kvchat.tui.answering.large_answers import slices
 
 MOUNTED_AT_ONCE = 4
 

@@ -7,7 +7,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from kvchat.foreign_text import visible
-from kvchat.tui.suggestions import Offer, Suggestion
+from kvchat.tui.prompt.suggestions import Offer, Suggestion
 
 MAX_LABEL = 34
 

@@ -9,8 +9,8 @@ from textual.widgets import Static
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Run, Stats
 from kvchat.protocol.messages import Sampling
-from kvchat.tui.needle_rows import FOUND, MISSED, WAITING, needle_rows, verdict
-from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.comparing.needle_rows import FOUND, MISSED, WAITING, needle_rows, verdict
+from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.screens.needle import NeedleScreen
 
 MODES = ("full", "streaming", "sync", "freeze")

@@ -8,7 +8,7 @@ from textual.app import App, ComposeResult
 from textual.widgets import Static
 
 from kvchat.conversations.conversation import Message
-from kvchat.tui.large_answers import MOST_WIDGETS, slices
+from kvchat.tui.answering.large_answers import MOST_WIDGETS, slices
 from kvchat.tui.widgets import slices as widget
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.slices import MOUNTED_AT_ONCE, Slices

@@ -10,8 +10,8 @@ from time import monotonic
 from kvchat.conversations.conversation import CUT_OFF, Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Stop, Switched, Text
+from kvchat.tui.answering.question_queue import QuestionQueue
 from kvchat.tui.client import EngineClient
-from kvchat.tui.question_queue import QuestionQueue
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
 

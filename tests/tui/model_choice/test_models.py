@@ -12,7 +12,7 @@ from kvchat.catalog import models as catalog
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot
 from kvchat.protocol.messages import Failed, Load, Loading, Plan, Planned, Stop
-from kvchat.tui import model_commands
+from kvchat.tui.model_choice import model_commands
 from kvchat.tui.state import Phase
 
 PLAN = MemoryPlan(

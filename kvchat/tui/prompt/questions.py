@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvchat.tui import mentions
 from kvchat.tui.actions import unescaped
+from kvchat.tui.prompt import mentions
 from kvchat.tui.state import ChatState
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvchat.conversations.conversation import Message
 from kvchat.errors import UsageError
-from kvchat.tui.answers import Answers
+from kvchat.tui.answering.answers import Answers
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvchat.errors import UsageError
-from kvchat.tui import mentions
 from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, Action, find_command, is_command
-from kvchat.tui.arguments import Surroundings
-from kvchat.tui.suggestions import Offer, Suggestion
+from kvchat.tui.prompt import mentions
+from kvchat.tui.prompt.arguments import Surroundings
+from kvchat.tui.prompt.suggestions import Offer, Suggestion
 
 PATHS = ("FILE", "PATH")  # arguments that name a file
 

@@ -11,7 +11,7 @@ import pytest
 from support.app_driver import prompt, toasts
 
 from kvchat.errors import UsageError
-from kvchat.tui import external_editor
+from kvchat.tui.prompt import external_editor
 
 SHOUT = "path.write_text(path.read_text().upper() + '\\n')"
 

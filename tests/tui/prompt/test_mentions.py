@@ -6,8 +6,8 @@ import pytest
 
 from kvchat.conversations.attachments import fenced
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui import mentions
-from kvchat.tui.mentions import Part
+from kvchat.tui.prompt import mentions
+from kvchat.tui.prompt.mentions import Part
 
 LIMIT = 1000
 

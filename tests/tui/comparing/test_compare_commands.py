@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.errors import UsageError
 from kvchat.protocol.comparing import MAX_VARIANTS, Variant
-from kvchat.tui.compare_commands import MIN_NEEDLE_TOKENS, parse_variants, search_needle
+from kvchat.tui.comparing.compare_commands import MIN_NEEDLE_TOKENS, parse_variants, search_needle
 
 
 def test_each_mode_is_followed_by_its_parameters():

@@ -13,8 +13,8 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.messages import Load, Plan, Planned, Stop
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
-from kvchat.tui.downloads import Download
-from kvchat.tui.plan_table import plan_lines
+from kvchat.tui.model_choice.downloads import Download
+from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 from kvchat.units import count, size

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvchat.conversations import attachments
 from kvchat.errors import UsageError
-from kvchat.tui.suggestions import Offer, Suggestion
+from kvchat.tui.prompt.suggestions import Offer, Suggestion
 from kvchat.units import size
 
 OFFERED = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.large_answers import MOST_WIDGETS, SLICE_CHARACTERS, SLICE_LINES, markdown_end, slices
+from kvchat.tui.answering.large_answers import MOST_WIDGETS, SLICE_CHARACTERS, SLICE_LINES, markdown_end, slices
 
 TABLE = "".join("| " + " | ".join(f"c{row}.{column}" for column in range(60)) + " |\n" for row in range(150))
 LARGE = {

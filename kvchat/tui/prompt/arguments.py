@@ -10,8 +10,8 @@ from kvchat.config.modes import mode_infos, registered
 from kvchat.config.schema import SamplingSettings
 from kvchat.config.validation_errors import choices, expected
 from kvchat.tui import sampling
+from kvchat.tui.prompt.suggestions import Suggestion
 from kvchat.tui.state import ChatState
-from kvchat.tui.suggestions import Suggestion
 
 
 @dataclass(frozen=True)

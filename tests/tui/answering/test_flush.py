@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvchat.tui.flush import OpenBlock, interval
+from kvchat.tui.answering.flush import OpenBlock, interval
 
 FENCE = "before\n```py\nx = 1\n```\nafter\n"
 TABLE = "| a | b |\n|---|---|\n| 1 | 2 |\n\nafter\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.history import MAX_BYTES, MAX_CHARACTERS, MAX_ENTRIES, PromptHistory
+from kvchat.tui.prompt.history import MAX_BYTES, MAX_CHARACTERS, MAX_ENTRIES, PromptHistory
 
 
 def test_walking_back_and_forth_keeps_the_draft():

@@ -10,7 +10,7 @@ from support.fake_view import FakeView
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore, StoreError
-from kvchat.tui.archive import Archive
+from kvchat.tui.kept.archive import Archive
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.tui.words import resolve
+from kvchat.tui.prompt.words import resolve
 
 KNOWN = ("mode", "model", "K", "k", "stop", "stats")
 

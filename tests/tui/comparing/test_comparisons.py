@@ -10,7 +10,7 @@ from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNee
 from kvchat.protocol.figures import Run, Snapshot, Stats
 from kvchat.protocol.messages import Compare, Failed, Finished, NeedleHidden, Prefilled, Stop, Turn
 from kvchat.tui.client import Crashed
-from kvchat.tui.comparisons import completed
+from kvchat.tui.comparing.comparisons import completed
 from kvchat.tui.state import Phase
 
 SNAPSHOT = Snapshot("streaming", {}, 1.0, 2, 3, 4, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.thinking import split, summarize
+from kvchat.tui.answering.thinking import split, summarize
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The model in use and another in its place: choosing, downloading, planning."""
