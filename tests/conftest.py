@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,19 @@ def pytest_configure(config: pytest.Config) -> None:
         from support import fake_cuda
 
         fake_cuda.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with those that take minutes, so that no worker is left alone with them at the end."""
+    items.sort(key=lambda item: "fake_cuda" not in item.path.parts)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker half of the tests, and an idle one some of another's."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

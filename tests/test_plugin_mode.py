@@ -49,11 +49,8 @@ def test_it_is_listed_behind_the_built_in_modes(installed: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
     assert list(listed) == [*(cls.name for cls in BUILT_IN), "recency"]
-    assert listed["recency"]["params"][1] == {
-        "name": "keep",
-        "default": 256,
-        "doc": "most recent tokens, always attended",
-    }
+    keep = {"name": "keep", "default": 256, "doc": "most recent tokens, always attended"}
+    assert keep in listed["recency"]["params"]
 
 
 def test_listing_modes_does_not_import_its_implementation(installed: Path) -> None:
@@ -113,9 +110,9 @@ def test_wrong_parameters_are_refused(installed: Path) -> None:
     assert result.stderr == 'kvchat: --param keep: "0" is refused: it must be a whole number of at least 1.\n'
     settings("[kv.recency]\nkep = 1\n")
     result = kvchat(installed, "config", "validate")
-    assert result.stderr == (
-        'kvchat: config.toml:2: kv.recency.kep: there is no such setting. Did you mean "keep"?\n  kep = 1\n        ^\n'
-    )
+    told = 'kvchat: config.toml:2: kv.recency.kep: there is no such setting. Did you mean "keep"?\n'
+    assert result.stderr.startswith(told)
+    assert result.stderr.endswith("\n  kep = 1\n        ^\n")
     assert result.returncode == 2
 
 

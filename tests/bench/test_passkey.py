@@ -15,6 +15,9 @@ from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
 
 
+TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_model("bundled", "cpu", "auto", lambda stage: None).tokenizer
@@ -65,7 +68,8 @@ def test_an_unknown_mode_is_refused():
 def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
     rows = passkey.run(Settings(("full", "sync", "streaming:budget=512"), cases=2, tokens=2000))["summary"]
     assert [row["right"] for row in rows] == [2, 2, 0]
-    assert rows[1]["kv_device_bytes"] < 0.53 * rows[0]["kv_device_bytes"]
+    stored = rows[0]["read_tokens"] * TOKEN_BYTES  # on a CPU full holds nothing beside what is stored
+    assert rows[1]["kv_device_bytes"] < 0.54 * stored
 
 
 def test_a_question_may_come_inside_an_answer_whose_steps_count():

@@ -14,7 +14,7 @@ import torch
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
-from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.generate.runner import GROWTH_HEADROOM, ModelRunner
 from kvchat.kv.transfer import SideStream
 
 pytestmark = pytest.mark.cuda
@@ -27,6 +27,13 @@ PEERS = ["llama", "qwen2-window"]
 def later_ids(steps: int, seed: int = 1) -> list[int]:
     """Return tokens to decode: fewer in Triton's interpreter."""
     return token_ids(steps // 25 if os.environ.get("TRITON_INTERPRET") == "1" else steps, seed=seed)
+
+
+@pytest.fixture(autouse=True)
+def small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter every slot that there is room for costs time."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        monkeypatch.setitem(GROWTH_HEADROOM, "cuda", 128)
 
 
 def eager(runner: ModelRunner) -> ModelRunner:

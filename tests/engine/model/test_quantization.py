@@ -101,10 +101,10 @@ def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, 
 
 
 def test_weights_too_large_even_in_4_bits(monkeypatch):
-    from kvchat.engine.model import load
+    from kvchat.engine.model import description
 
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(load, "resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(description, "resolve_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
