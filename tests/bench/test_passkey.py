@@ -14,7 +14,6 @@ from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
 
-
 TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32
 
 
