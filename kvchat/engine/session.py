@@ -175,10 +175,10 @@ class Session(Released, Comparisons):
             UsageError: the model's template refuses the turns.
         """
         self._ask()
-        yield from self._keeper.resume(conversation, turns)
+        yield from self._keeper.saving(self._keeper.resume(conversation, turns))
 
     def forget(self, conversation: str) -> None:
-        """Keep nothing of a conversation that was deleted; its file is the caller's."""
+        """Keep nothing of a conversation that was deleted; call it once its file was set aside."""
         self._loop.one.check_idle()
         self._keeper.forget(conversation)
 
@@ -249,7 +249,7 @@ class Session(Released, Comparisons):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._ask()
-        return self._loop.rebuild()
+        return self._keeper.saving(self._loop.rebuild())
 
     def prices(self) -> tuple[Price, ...]:
         """What switching to each of the other modes would cost now."""

@@ -133,7 +133,8 @@ class Server:
                 case Resume(conversation, turns):
                     self._work(lambda session: session.resume(conversation, turns))
                 case Forget(conversation):
-                    self._loaded().forget(conversation)
+                    if self._session:
+                        self._session.forget(conversation)
                 case Rebuild():
                     self._work(lambda session: session.rebuild())
                 case Compare(turns, variants, sampling):

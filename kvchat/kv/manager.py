@@ -262,7 +262,7 @@ class KVManager:
             state.reserve(tokens)
             state.host.settle()
             state.host.total = read(state.host.layers, tokens)
-            state.pinned[torch.tensor(pinned, dtype=torch.int64, device=state.device)] = True
+            state.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
             state.specs, state.query_bytes = list(specs), query
             self.refill(fresh=True)
         except BaseException:

@@ -138,9 +138,9 @@ class ChatController:
         """Delete a conversation; the present one gives way to a new one."""
         if id == self.state.conversation.id:
             await self.new()
-        if self.state.info is not None:
-            self._send(Forget(id))
         await self.archive.delete(id)
+        if self.state.info is not None:
+            self._send(Forget(id))  # after its file was set aside: what the engine wrote since is deleted
         self._deleted.append(id)
         self.view.toast(f"“{title}” is deleted; /restore brings it back within a day.", timeout=10)
 

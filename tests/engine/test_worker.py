@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from kvchat.protocol.messages import (
     Event,
     Failed,
     Finished,
+    Forget,
     Load,
     Loaded,
     Loading,
@@ -33,6 +35,8 @@ from kvchat.protocol.messages import (
     Peeked,
     Plan,
     Planned,
+    Resume,
+    Resumed,
     Started,
     Stop,
     Switch,
@@ -129,6 +133,22 @@ def tick(clock: Clock, seconds: float) -> None:
 def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: FakeSession) -> None:
     assert session.loaded == Load("bundled", mode="speculative", given={"speculative": {"budget": 128}})
     assert isinstance(child.until(Snapshot)[-1], Snapshot)
+
+
+def test_a_conversation_is_taken_up_and_forgotten(child: Child, session: FakeSession) -> None:
+    child.send(Resume("a", CHAT.turns), Resume("b", CHAT.turns))
+    assert [child.until(Resumed)[-1].conversation for _ in "ab"] == ["a", "b"]
+    child.send(Forget("a"), CHAT)
+    assert not any(isinstance(event, Failed) for event in child.until(Finished))
+    assert session.resumed == [("b", CHAT.turns)]
+
+
+def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock: Clock) -> None:
+    with closing(Child(FakeLoader(FakeSession()), clock)) as child:
+        child.send(Forget("a"), CHAT)
+        assert [event.title for event in child.until(Failed)] == ["No model is loaded."]  # only the question's
+        child.send(Load("bundled"))
+        assert not any(isinstance(event, Failed) for event in child.until(Loaded))
 
 
 def test_an_answer_is_started_text_finished(child: Child, session: FakeSession) -> None:

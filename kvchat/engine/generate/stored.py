@@ -12,7 +12,8 @@ class Stored:
 
     ``marks`` are pairs (number of ids, number of characters), ascending: that many ids stand for exactly that much of
     ``text``. Ids after the last mark have no known text. ``reduced`` tells for each id whether its K/V were computed
-    while a mode attended to less than everything. The K/V of the first ``saved`` ids are on disk as they are here.
+    while a mode attended to less than everything. The K/V of the first ``saved`` ids are on disk as they are here, in
+    pages with these ``links``.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -20,6 +21,7 @@ class Stored:
     marks: list[tuple[int, int]] = field(default_factory=list)
     reduced: list[bool] = field(default_factory=list)
     saved: int = 0
+    links: list[bytes] = field(default_factory=list)
 
     @property
     def reduced_tokens(self) -> int:

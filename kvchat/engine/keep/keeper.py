@@ -101,8 +101,13 @@ class Keeper:
         """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
         yield from self.resume(conversation, turns)
         yield from self._problem()
+        yield from self.saving(answer)
+
+    def saving(self, work: Iterator[Event]) -> Iterator[Event]:
+        """The events of ``work``, which changes what is stored; that is saved afterwards."""
+        self.interrupt()
         try:
-            yield from answer
+            yield from work
         finally:
             self.save()
 
@@ -120,7 +125,7 @@ class Keeper:
         text, began = self._loop.encoder.render(turns), time.perf_counter()
         present = self._source_of(self._loop.stored, [], text, "memory", lambda layers, tokens: 0, bytes)
         self._park()
-        self._present = conversation
+        self._present, self._loop.stored.saved = conversation, 0
         sources: list[Source] = []
         if conversation:
             sources += self._parked_sources(conversation, text)
@@ -129,19 +134,28 @@ class Keeper:
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is read anew; its saved K/V cannot be used: {reason}.")
-        self._loop.stored.saved = 0
         best = max(sources, key=lambda source: source.tokens, default=present)
         if best.tokens >= present.tokens + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
+        else:  # what was said in the conversation before this one is not to be saved as this one's
+            self._truncate(present.tokens)
         self._parked.pop(conversation, None)
 
     def forget(self, conversation: str) -> None:
-        """The conversation is deleted: keep nothing of it."""
-        self.interrupt()
+        """The conversation is deleted, its file was set aside: keep nothing of it, nor what was written since."""
+        self._writer.finish(0)
         self._parked.pop(conversation, None)
         if conversation == self._present:
             self._present = ""
             self._loop.stored.saved = 0
+        if self._keeping.folder:
+            self._folder.path(conversation).unlink(missing_ok=True)
+        self.save()
+
+    def _truncate(self, tokens: int) -> None:
+        if tokens < self._kv.total:
+            self._loop.stored.truncate(tokens)
+            self._runner.truncate(tokens)
 
     def _adopt(self, source: Source, began: float) -> Iterator[Event]:
         stored = copy.deepcopy(source.stored)
@@ -201,6 +215,7 @@ class Keeper:
         file = self._file(path)
         rows = file.rows()
         stored, pinned = row.stored_of(rows, text), row.pinned_positions(rows)
+        stored.links = file.links
         return self._source_of(stored, pinned, text, "disk", file.read, lambda: file.query(len(rows)))
 
     def _source_of(
@@ -251,6 +266,7 @@ class Keeper:
         page = self._kv.state.geometry.page
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))
+        file.links = stored.links[:first]
         layers = pages.layers if pages else self._kv.state.host.layers
         query = pages.query if pages else self._kv.state.query_bytes
         return Job(file, stored, first, row.rows_of(stored, pinned, first * page), layers, stored.saved, query)

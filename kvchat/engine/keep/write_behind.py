@@ -58,7 +58,7 @@ class WriteBehind:
         with self._copying:
             self._interrupted.set()
         for job in self._jobs:
-            job.stored.saved = job.saved
+            job.stored.saved, job.stored.links = job.saved, job.file.links.copy()
         self._jobs = ()
 
     def finish(self, seconds: float) -> None:

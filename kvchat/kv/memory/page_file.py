@@ -8,8 +8,9 @@ end        link (16 bytes) of the last record and the queries of the last token,
 =========  ========================================================================================================
 
 Numbers are little-endian. A record's link is the BLAKE2b of the link before it (the first: of the header), its two
-numbers and its rows: pages of two histories do not go together, also if two applications write at once. Blocks are
-checked by their CRC when they are read. So a file is good up to its first record that is torn, damaged or of another
+numbers and its rows, so it names a whole history. Who writes or reads a page says by its link which history he means,
+and pages of two do not go together, also if two applications write at once. Blocks are checked by their CRC when they
+are read. So a file is good up to its first record that is torn, damaged or of another
 history, at whatever moment its writer ended; only the last page of a conversation that goes on is written again.
 """
 
@@ -21,6 +22,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,14 @@ class DamagedFileError(Exception):
 
 
 class PageFile:
-    """The file at ``path`` with pages of this geometry; ``identity`` says of which model, template and so on."""
+    """The file at ``path`` with pages of this geometry; ``identity`` says of which model, template and so on.
+
+    ``links`` are those of the pages known to be there, as ``rows`` found or ``write`` left them.
+    """
 
     def __init__(self, path: Path, geometry: Geometry, identity: dict[str, Any]) -> None:
         self.path = path
+        self.links: list[bytes] = []
         self._page = geometry.page
         self._block_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
         self._query_bytes = geometry.layers * geometry.q_heads * geometry.d_k * geometry.dtype.itemsize
@@ -79,13 +85,14 @@ class PageFile:
         with self.path.open("rb") as file:
             link = self._checked_header(file.read(HEADER_BYTES))
             size = os.fstat(file.fileno()).st_size
-            found = []
+            found, self.links = [], []
             for record in range((size - HEADER_BYTES) // self.record_bytes)[:pages]:
                 file.seek(self._at(record))
                 head = file.read(self._head_bytes)
                 if head[:LINK_BYTES] != _link(link, head[LINK_BYTES:]):
                     break
                 link = head[:LINK_BYTES]
+                self.links.append(link)
                 tokens, _ = NUMBERS.unpack_from(head, LINK_BYTES)
                 found.append(np.frombuffer(head, TOKEN, offset=LINK_BYTES + NUMBERS.size)[:tokens])
                 if tokens < self._page:
@@ -95,7 +102,7 @@ class PageFile:
     def read(self, layers: Sequence[Tensor], tokens: int) -> int:
         """Read the pages of the first ``tokens`` into ``layers [page, H, 2, p, d]``, which lie in host memory.
 
-        Returns how many of them are there, fewer where a page is damaged. To be called after ``rows``.
+        Returns how many of them are there, fewer where a page is damaged or no longer the one that ``rows`` found.
 
         Raises:
             OSError: the file cannot be read.
@@ -104,43 +111,41 @@ class PageFile:
         into = record_blocks.view(torch.uint8).numpy().data.cast("B")
         with self.path.open("rb", buffering=0) as file:
             for record in range(-(-tokens // self._page)):
-                file.seek(self._at(record) + LINK_BYTES)
-                numbers = file.read(NUMBERS.size)
+                file.seek(self._at(record))
+                head = file.read(LINK_BYTES + NUMBERS.size)
+                if head[:LINK_BYTES] != self.links[record]:
+                    return record * self._page
                 file.seek(self._at(record) + self._head_bytes)
-                whole = len(numbers) == NUMBERS.size and file.readinto(into) == len(into)
-                if not whole or zlib.crc32(into) != NUMBERS.unpack(numbers)[1]:
+                whole = file.readinto(into) == len(into)
+                if not whole or zlib.crc32(into) != NUMBERS.unpack_from(head, LINK_BYTES)[1]:
                     return record * self._page
                 for layer, block in zip(layers, record_blocks, strict=True):
                     layer[record] = block
         return tokens
 
     def query(self, tokens: int) -> bytes:
-        """The queries of the last of ``tokens``; empty where they are not there.
+        """The queries of the last of ``tokens``, all that ``rows`` found; empty where they are not there.
 
         Raises:
             OSError: the file cannot be read.
         """
         record = -(-tokens // self._page)
         with self.path.open("rb") as file:
-            file.seek(self._at(record - 1))
-            before = file.read(LINK_BYTES)
             file.seek(self._at(record))
             end = file.read(LINK_BYTES + self._query_bytes)
-        return end[LINK_BYTES:] if end[:LINK_BYTES] == _link(before, end[LINK_BYTES:]) else b""
+        return end[LINK_BYTES:] if end[:LINK_BYTES] == _link(self.links[record - 1], end[LINK_BYTES:]) else b""
 
     # ---- writing
 
     def write(self, page: int, rows: Rows, blocks: bytes, query: bytes = b"") -> None:
-        """Write a page after those before it and cut off what follows; ``rows`` are those of the tokens in it.
+        """Write a page after those of ``links`` before it and cut off what follows; ``rows`` are its tokens'.
 
         With the last page comes the last token's ``query``.
 
         Raises:
             DamagedFileError: the pages before it are not there; OSError: the disk is full, for example.
         """
-        files.make_folder(self.path.parent)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "r+b", buffering=0) as file:
+        with self._opened(page) as file:
             if page == 0:
                 file.truncate(0)
                 _write(file, self._header)
@@ -157,15 +162,25 @@ class PageFile:
             except OSError:
                 file.truncate(self._at(page))
                 raise
+        self.links[page:] = [link]
 
-    def _link_before(self, file: Any, page: int) -> bytes:
+    def _opened(self, page: int) -> FileIO:
+        files.make_folder(self.path.parent)
+        new = os.O_CREAT if page == 0 else 0
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | new, 0o600)
+        except FileNotFoundError:
+            raise DamagedFileError("it is gone") from None
+        return open(descriptor, "r+b", buffering=0)
+
+    def _link_before(self, file: FileIO, page: int) -> bytes:
         file.seek(0)
         link = self._checked_header(file.read(HEADER_BYTES))
         if page > 0:
             file.seek(self._at(page - 1))
             link = file.read(LINK_BYTES)
-            if os.fstat(file.fileno()).st_size < self._at(page):
-                raise DamagedFileError("pages are missing")
+            if self.links[page - 1 : page] != [link] or os.fstat(file.fileno()).st_size < self._at(page):
+                raise DamagedFileError("pages are missing or of another history")
         return link
 
     def _checked_header(self, header: bytes) -> bytes:

@@ -12,6 +12,7 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, token_ids
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.keep.keeper import RECURRENT, Keeper
+from kvchat.engine.keep.write_behind import WriteBehind
 from kvchat.kv.inspect import check_integrity
 from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
 
@@ -200,6 +201,74 @@ def test_what_was_said_in_a_deleted_conversation_is_kept_nowhere(tmp_path):
     chat.keeper.forget("b")
     chat.say("c", "x")
     assert chat.keeper.parked_bytes == 0
+
+
+def test_a_file_written_while_its_conversation_was_deleted_goes_with_it(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("b", OTHER)
+    chat.say("a", TALE)
+    chat.keeper.forget("a")  # the application had set its file aside before there was one
+    chat.written()
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["b.kv"]
+    chat.keeper.save()
+    chat.say("c", "x")
+    chat.written()
+    assert not (tmp_path / "kv" / "a.kv").exists()
+
+
+def test_what_was_said_before_is_not_saved_as_a_conversation_that_was_only_opened(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    with pytest.raises(ZeroDivisionError):
+        list(chat.keeper.kept("b", (Turn("user", OTHER),), (1 // 0 for _ in "x")))
+    chat.written()
+    assert not (tmp_path / "kv" / "b.kv").exists() or len(chat.keeper._file(tmp_path / "kv" / "b.kv").rows()) <= 1
+    assert chat.runner.kv.total == len(chat.stored.ids) <= 1
+
+
+def test_going_away_does_not_end_the_writing_of_what_was_said(tmp_path, monkeypatch):
+    chat = Chat(tmp_path)
+    monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
+    chat.say("a", TALE)
+    monkeypatch.undo()
+    list(chat.keeper.saving(chat.keeper.resume("b", (Turn("user", OTHER),))))
+    chat.written()
+    assert len(chat.keeper._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
+
+
+def test_two_applications_with_one_conversation_do_not_mix_its_branches(tmp_path):
+    one, beginning = Chat(tmp_path), TALE[:95]  # with what the encoder puts before it three pages
+    other = Chat(tmp_path, one.runner.model)
+    one.say("a", beginning)
+    one.written()
+    other.say("a", beginning[:40] + OTHER[:55])
+    other.written()
+    for there in (40 + 1, 1 + len(TALE)):  # the other's branch is kept as it is, then replaced as a whole
+        one.say("a", TALE)
+        one.written()
+        again = Chat(tmp_path, one.runner.model)
+        assert came_back(again.keeper.resume("a", (Turn("user", TALE),))) == (there, "disk")
+        assert again.stored.ids == [ord(c) for c in f"<{TALE}"][:there]
+
+
+def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.keeper.interrupt()
+    with torch.inference_mode():
+        chat.runner.kv.state.pinned[200:210] = True
+    chat.stored.saved = 0
+    chat.keeper.save()
+    chat.written()
+    path = tmp_path / "kv" / "a.kv"
+    data = bytearray(path.read_bytes())
+    data[4096 + 3 * chat.keeper._file(path).record_bytes - 1] ^= 1
+    path.write_bytes(data)
+    chat = chat.restarted(tmp_path)
+    list(chat.keeper.resume("a", (Turn("user", TALE),)))
+    assert chat.runner.kv.total == 64
+    assert not chat.runner.kv.state.pinned.any()
 
 
 def test_recurrent_models_are_left_out_and_say_so(tmp_path):

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -134,9 +137,66 @@ def test_what_is_no_such_file_is_refused(tmp_path, data):
         PageFile(path, geometry(), {"model": "a"}).rows()
 
 
+def test_a_page_is_not_written_behind_those_of_another_history(tmp_path):
+    one = written(tmp_path / "a.kv", tokens=8)
+    other = written(tmp_path / "a.kv", tokens=8, seed=1)  # another application, with the same conversation
+    with pytest.raises(DamagedFileError, match="another history"):
+        one.write(2, rows_of(TOKENS)[8:12], blocks_of(pages_of(TOKENS), 2))
+    assert other.rows()["id"].tolist() == rows_of(8, seed=1)["id"].tolist()
+
+
+def test_pages_written_between_rows_and_read_are_not_taken_for_those_of_the_rows(tmp_path):
+    written(tmp_path / "a.kv")
+    reader, into = PageFile(tmp_path / "a.kv", geometry(), {"model": "a"}), pages_of(TOKENS, seed=9)
+    assert len(reader.rows()) == TOKENS
+    written(tmp_path / "a.kv", seed=1)
+    assert reader.read(into, TOKENS) == 0
+    assert reader.query(TOKENS) == b""
+
+
+def killed_while_writing(path, seconds: float) -> None:
+    """Let another process write one history after the other to ``path``, and kill it after so long."""
+    histories = [
+        (rows_of(TOKENS, seed), [blocks_of(pages_of(TOKENS, seed=seed), page) for page in range(4)])
+        for seed in range(3)
+    ]
+    if (child := os.fork()) == 0:
+        try:
+            while True:
+                for rows, blocks in histories:
+                    file = PageFile(path, geometry(), {"model": "a"})
+                    for page in range(4):
+                        file.write(page, rows[page * PAGE :][:PAGE], blocks[page], b"query" if page == 3 else b"")
+        finally:
+            os._exit(1)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_a_file_whose_writer_was_killed_is_of_one_history_or_refused(tmp_path):
+    moments = random.Random(0)
+    for _ in range(40):
+        path = tmp_path / "a.kv"
+        killed_while_writing(path, moments.uniform(0, 0.02))
+        file, into = PageFile(path, geometry(), {"model": "a"}), pages_of(TOKENS, seed=9)
+        try:
+            rows = file.rows()
+        except (DamagedFileError, FileNotFoundError):
+            continue
+        if not len(rows):
+            continue
+        there = file.read(into, len(rows))
+        assert there == len(rows)
+        seed = next(seed for seed in range(3) if rows[0]["id"] == rows_of(TOKENS, seed)[0]["id"])
+        assert rows.tobytes() == rows_of(TOKENS, seed)[: len(rows)].tobytes()
+        for page in range(-(-there // PAGE)):
+            assert blocks_of(into, page) == blocks_of(pages_of(TOKENS, seed=seed), page)
+
+
 def test_a_page_is_not_written_behind_pages_that_are_gone(tmp_path):
     file = written(tmp_path / "a.kv")
     file.path.unlink()
     with pytest.raises(DamagedFileError):
         file.write(2, rows_of(PAGE), blocks_of(pages_of(TOKENS), 2))
-    assert usable(file.path) == 0
+    assert not file.path.exists()
