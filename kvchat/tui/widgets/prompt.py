@@ -203,8 +203,8 @@ class Prompt(TextArea):
         lines = text.count("\n") + 1
         if len(text) <= FOLD_CHARACTERS and lines <= FOLD_LINES:
             return text
-        words = f"[pasted {_megabytes(len(text))}" + (f", {count(lines)} lines]" if lines > 1 else "]")
-        return self._label(words, text)
+        amount = size(len(text.encode("utf-8", "replace")))
+        return self._label(f"[pasted {amount}, {count(lines)} lines]" if lines > 1 else f"[pasted {amount}]", text)
 
     def _label(self, label: str, text: str) -> str:
         while self._pastes.get(label, text) != text:
@@ -228,7 +228,3 @@ def _parts(text: str, pastes: dict[str, str]) -> tuple[Part, ...]:
 
 def _expanded(text: str, pastes: dict[str, str]) -> str:
     return "".join(part.text for part in _parts(text, pastes))
-
-
-def _megabytes(characters: int) -> str:
-    return f"{characters / 1e6:.1f} MB" if characters >= 1e6 else size(characters).replace("KiB", "KB")
