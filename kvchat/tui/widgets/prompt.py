@@ -112,6 +112,17 @@ class Prompt(TextArea):
         if self._sent:
             self.prompts.add(_expanded(*self._sent.popleft()))
 
+    def put_aside(self) -> None:
+        """Empty the prompt; its text stays in the history.
+
+        Raises:
+            OSError: the history file cannot be written.
+        """
+        text = self.expanded()
+        self.load_text("")
+        if text.strip():
+            self.prompts.add(text)
+
     def give_back(self) -> None:
         """Put the text sent first back, before what has been typed since."""
         text, pastes = self._sent.popleft()
