@@ -143,10 +143,14 @@ class ChatScreen(Screen[None]):
             await run(self.controller, "")
 
     async def action_stop(self) -> None:
-        """Stop the answer, the loading of a model or the editing of a question, and focus the prompt."""
+        """Stop the answer, the loading of a model or the editing of a message, and focus the prompt."""
         await self.controller.stop_work()
-        self.controller.branches.stop_editing()
-        self.query_one(Prompt).focus()
+        prompt = self.query_one(Prompt)
+        if self.controller.state.edited is not None:
+            self.controller.branches.stop_editing()
+            with self._unwritten_history_as_toast():
+                prompt.put_aside()
+        prompt.focus()
 
     async def action_ask_example(self, typed: str) -> None:
         """Ask a question of the first screen."""
@@ -274,10 +278,8 @@ class ChatScreen(Screen[None]):
         self.app.push_screen(ModelsScreen(self.controller))
 
     def accept_prompt(self) -> None:
-        try:
+        with self._unwritten_history_as_toast():
             self.query_one(Prompt).accept()
-        except OSError as error:
-            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)
@@ -330,6 +332,13 @@ class ChatScreen(Screen[None]):
             yield
         except KvchatError as error:
             self.toast(str(error), severity="warning")
+
+    @contextmanager
+    def _unwritten_history_as_toast(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
     @contextmanager
     def _missing_widgets_ignored_at_exit(self) -> Iterator[None]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
@@ -43,7 +45,7 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll() as box:
             box.border_title = "kvchat help"
             box.border_subtitle = "Esc closes"
-            color = self.app.theme_variables["accent"]
+            color = Color.parse(self.app.theme_variables["accent"])
             sections = (
                 ("Keys", key_rows(self._keys)),
                 ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
@@ -57,10 +59,10 @@ class HelpScreen(ModalScreen[None]):
             yield Static(legend())
 
 
-def table(rows: Iterable[tuple[str, str]], color: str) -> Table:
+def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:
     """Lay out two columns; text wraps in the second."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style=color)
+    grid.add_column(no_wrap=True, style=Style(color=color.rich_color))
     grid.add_column()
     for row in rows:
         grid.add_row(*map(Text, row))

@@ -97,7 +97,8 @@ class StatusBar(Widget):
         if s is None:
             return Content("")
         speed = Content.assemble(
-            (f" {figure(s.tokens_per_s, 'tok/s', 1)} " if s.tokens_per_s is not None else "", "bold $foreground"),
+            " ",
+            (f"{figure(s.tokens_per_s, 'tok/s', 1)} " if s.tokens_per_s is not None else "", "bold $foreground"),
             (bars(self._speeds), "$primary"),
         )
         reads = f"reads {percent(s.active / s.total)}" if s.total else ""
@@ -108,8 +109,9 @@ class StatusBar(Widget):
         right = badges.short(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
         line = speed
         for word in filter(None, words):
-            if line.cell_length + len(word) + 3 + right.cell_length <= self.size.width:
-                line += f"   {word}"
+            spaced = f"   {word}" if line.plain.strip() else word
+            if line.cell_length + len(spaced) + right.cell_length <= self.size.width:
+                line += spaced
         return spread(line, right, self.size.width)
 
     def _recall(self, s: Snapshot) -> list[str]:

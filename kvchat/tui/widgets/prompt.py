@@ -112,6 +112,17 @@ class Prompt(TextArea):
         if self._sent:
             self.prompts.add(_expanded(*self._sent.popleft()))
 
+    def put_aside(self) -> None:
+        """Empty the prompt; its text stays in the history.
+
+        Raises:
+            OSError: the history file cannot be written.
+        """
+        text = self.expanded()
+        self.load_text("")
+        if text.strip():
+            self.prompts.add(text)
+
     def give_back(self) -> None:
         """Put the text sent first back, before what has been typed since."""
         text, pastes = self._sent.popleft()
@@ -203,8 +214,8 @@ class Prompt(TextArea):
         lines = text.count("\n") + 1
         if len(text) <= FOLD_CHARACTERS and lines <= FOLD_LINES:
             return text
-        words = f"[pasted {_megabytes(len(text))}" + (f", {count(lines)} lines]" if lines > 1 else "]")
-        return self._label(words, text)
+        amount = size(len(text.encode("utf-8", "replace")))
+        return self._label(f"[pasted {amount}, {count(lines)} lines]" if lines > 1 else f"[pasted {amount}]", text)
 
     def _label(self, label: str, text: str) -> str:
         while self._pastes.get(label, text) != text:
@@ -228,7 +239,3 @@ def _parts(text: str, pastes: dict[str, str]) -> tuple[Part, ...]:
 
 def _expanded(text: str, pastes: dict[str, str]) -> str:
     return "".join(part.text for part in _parts(text, pastes))
-
-
-def _megabytes(characters: int) -> str:
-    return f"{characters / 1e6:.1f} MB" if characters >= 1e6 else size(characters).replace("KiB", "KB")

@@ -203,3 +203,6 @@ async def test_keys_act_on_a_chosen_message_and_typing_goes_to_the_prompt(runnin
         assert app.chat.chosen is None
         await pilot.press("escape")
         assert prompt(app).border_title in ("", None)
+        assert prompt(app).text == ""  # else it would be asked at the end, an answer even as a question
+        await pilot.press("up")
+        assert prompt(app).text == "hello"

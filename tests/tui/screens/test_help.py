@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvchat.config.modes import mode_infos, registered
 from kvchat.tui.actions import ACTIONS
-from kvchat.tui.screens.help import key_rows, mode_rows
+from kvchat.tui.screens.help import HelpScreen, key_rows, mode_rows
+from kvchat.tui.themes import ANSI
 
 
 def test_every_mode_is_listed_with_its_parameters():
@@ -18,3 +21,11 @@ def test_every_key_is_listed_as_it_is_in_force():
     assert "F7" not in rows
     assert rows["F10 / Ctrl+T"] == "show or hide the panels"
     assert len(rows) == sum(bool(action.keys) for action in ACTIONS)
+
+
+async def test_help_is_shown_in_the_terminals_own_colors(running, config):
+    """Their names are Textual's, which Rich does not know."""
+    async with running(replace(config, theme=ANSI), ready=False) as (app, pilot, until):
+        await pilot.press("f1")
+        await until(lambda: isinstance(app.screen, HelpScreen))
+        await until(lambda: any("Ctrl+J" in strip.text for strip in app.screen._compositor.render_strips()))

@@ -42,6 +42,10 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         status = app.chat.query_one(StatusBar).render().plain
         assert "tok/s" in status
         assert "VRAM 6.0 GiB/140 GiB" in status
+        bar = app.chat.query_one(StatusBar)
+        bar._speeds.clear()
+        bar.snapshot = replace(app.controller.state.snapshot, tokens_per_s=None)
+        assert bar.render().plain.startswith(" reads ")
 
 
 async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running, monkeypatch):

@@ -32,7 +32,7 @@ async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
         begun = time.monotonic()
         prompt = paste(app, text)
         await until(lambda: prompt.text)
-        assert prompt.text == "[pasted 5.0 MB, 312,501 lines]"
+        assert prompt.text == "[pasted 4.8 MiB, 312,501 lines]"
         assert time.monotonic() - begun < 5
         prompt.insert(" what is this?")
         await pilot.press("enter")
