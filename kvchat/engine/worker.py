@@ -169,8 +169,10 @@ class Server:
             self._snapshot()
 
     def _replace_session(self, command: Load) -> None:
-        self._loading, self._stop_due = True, self._inbox.stops()
         try:
+            self._loading = True
+            self._stop_due = self._inbox.stops()
+            self.check_stopped()  # one that came before has interrupted nothing
             if self._session and not self._loader.fits_beside(command, self._progress):
                 self._progress(f"unloading {self._session.info.model}: both do not fit")
                 self._close_session()

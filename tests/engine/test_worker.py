@@ -473,6 +473,17 @@ def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
         assert process.wait(20) == 0
 
 
+def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock: Clock) -> None:
+    events, loader = io.BytesIO(), FakeLoader(FakeSession())
+    server = worker.Server(events, loader, clock)
+    server._inbox.put(FIRST, 0)
+    server._inbox.put(Stop(), 0)
+    server._do(server._inbox.get(0))
+    events.seek(0)
+    assert [read_event(events), read_event(events)][1] == Failed("Loading first was stopped.", fatal=True)
+    assert server._session is None
+
+
 def test_a_plan_is_answered_and_a_refusal_of_one_fails_nothing(child: Child) -> None:
     child.server._loader.planned = PLAN
     child.send(Plan(OTHER))
