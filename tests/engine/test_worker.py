@@ -475,6 +475,7 @@ def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
 
 def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock: Clock) -> None:
     events, loader = io.BytesIO(), FakeLoader(FakeSession())
+    loader.open_session = lambda load, progress: loader.sessions[0]
     server = worker.Server(events, loader, clock)
     server._inbox.put(FIRST, 0)
     server._inbox.put(Stop(), 0)
