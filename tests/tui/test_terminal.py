@@ -133,7 +133,7 @@ def test_a_large_paste_does_not_hang(terminal: Terminal) -> None:
     terminal.sees("● ready")
     terminal("load-buffer", "-", stdin=b"fifteen letters\n" * 312_500)
     terminal("paste-buffer", "-p", "-r")
-    terminal.sees("[pasted 4.8 MiB]")
+    terminal.sees("[pasted 4.8 MiB, 312,501 lines]")
     terminal.key("C-q")
     terminal.sees("left with 0")
 
