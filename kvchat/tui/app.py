@@ -12,9 +12,12 @@ from typing import ClassVar
 
 from textual.app import App
 from textual.binding import BindingType
+from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
+from textual.widget import MountError
+from textual.worker import WorkerFailed
 
 from kvchat.config.modes import mode_infos
 from kvchat.errors import UsageError, did_you_mean
@@ -99,6 +102,12 @@ class KvchatApp(App[None]):
     ) -> None:
         """Show a toast; control characters are marks, and markup is text unless asked for."""
         super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
+
+    def _handle_exception(self, error: Exception) -> None:
+        """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""
+        cause = error.error if isinstance(error, WorkerFailed) else error
+        if not (self._exit and isinstance(cause, NoMatches | MountError)):
+            super()._handle_exception(error)
 
     def on_mount(self) -> None:
         self._leave_on_signals()

@@ -36,6 +36,19 @@ async def test_ctrl_c_stops_then_quits_when_pressed_twice(running):
         await until(lambda: app._exit)
 
 
+async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no_failure(running):
+    async with running() as (app, _pilot, until):
+
+        async def ask_late() -> None:
+            app.exit()
+            await app.chat.query_one(ModeBar).remove()
+            app.chat.show_state(app.controller.state)
+
+        app.chat.run_worker(ask_late())
+        await until(lambda: app._exit)
+    assert app.return_code == 0
+
+
 async def test_help_and_palette(running):
     async with running() as (app, pilot, until):
         await pilot.press("f1")
@@ -156,7 +169,7 @@ async def test_no_engine_survives_quitting(running):
 
 async def test_a_widget_that_draws_foreign_text_as_it_is_sends_no_control_character(running):
     async with running() as (app, _pilot, until):
-        await app.chat.query_one(Transcript).add(Static(hostile("raw"), markup=False))
+        await app.chat.query_one(Transcript).add(Static(f" {hostile('raw')}", markup=False))  # beside the gutter
 
         def drawn() -> str:
             lines = app.screen._compositor.render_strips()

@@ -12,9 +12,8 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.css.query import NoMatches
 from textual.screen import Screen
-from textual.widget import MountError, Widget
+from textual.widget import Widget
 
 from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
@@ -87,7 +86,7 @@ class ChatScreen(Screen[None]):
     async def on_mount(self) -> None:
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
-        self.run_worker(self._listen(), name="events")
+        self.run_worker(self.controller.listen(), name="events")
         self.run_worker(self._open_archive(), name="conversations")
         self.call_after_refresh(self.controller.start)
 
@@ -322,10 +321,6 @@ class ChatScreen(Screen[None]):
                 welcome.offer(latest.title)
         await self.controller.keep()
 
-    async def _listen(self) -> None:
-        with self._missing_widgets_ignored_at_exit():
-            await self.controller.listen()
-
     @contextmanager
     def _refusals_as_toasts(self) -> Iterator[None]:
         try:
@@ -339,12 +334,3 @@ class ChatScreen(Screen[None]):
             yield
         except OSError as error:
             self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
-
-    @contextmanager
-    def _missing_widgets_ignored_at_exit(self) -> Iterator[None]:
-        """While the application closes, widgets vanish under a running handler."""
-        try:
-            yield
-        except (NoMatches, MountError):
-            if self.app.is_running:
-                raise
