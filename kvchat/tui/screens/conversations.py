@@ -11,7 +11,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -19,34 +18,24 @@ from kvchat.conversations.store import MARK, Summary
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.controller import ChatController
+from kvchat.tui.screens.search import SearchScreen
 from kvchat.units import count
 
 
-class ConversationsScreen(ModalScreen[None]):
+class ConversationsScreen(SearchScreen[Summary]):
     """What is typed is searched for in all messages; the list below shows what was found."""
 
-    CSS = """
-    ConversationsScreen { align: center middle; }
-    ConversationsScreen > Vertical {
-        width: 100; max-width: 100%; height: 90%; padding: 0 1; background: $surface; border: round $primary;
-    }
-    ConversationsScreen Input { border: none; height: 1; margin: 0 0 1 0; background: $surface; }
-    ConversationsScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
-    ConversationsScreen Static { color: $text-muted; height: 1; }
-    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Close", id="conversations.close"),
         Binding("down,up", "list", "Choose", id="conversations.choose"),
         Binding("ctrl+d,delete", "delete", "Delete", priority=True, id="conversations.delete"),
         Binding("ctrl+z", "restore", "Restore", priority=True, id="conversations.restore"),
     ]
-    AUTO_FOCUS = "Input"
 
     def __init__(self, controller: ChatController, text: str) -> None:
         super().__init__()
         self._controller = controller
         self._text = text
-        self._found: dict[str, Summary] = {}
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -66,31 +55,22 @@ class ConversationsScreen(ModalScreen[None]):
     @on(Input.Submitted)
     async def open_highlighted(self) -> None:
         """Enter in the search field opens the highlighted conversation."""
-        if self._highlighted is not None:
-            await self._open(self._highlighted)
+        if self.highlighted is not None:
+            await self._open(self.highlighted)
 
     @on(OptionList.OptionSelected)
     async def open_selected(self, event: OptionList.OptionSelected) -> None:
         """Open a conversation, at the message found."""
-        await self._open(self._found[event.option.id or ""])
-
-    def action_list(self) -> None:
-        """Go from the search field to the list."""
-        self.query_one(OptionList).focus()
+        await self._open(self.shown[event.option.id or ""])
 
     async def action_delete(self) -> None:
         """Delete the highlighted conversation."""
-        if (chosen := self._highlighted) is not None:
+        if (chosen := self.highlighted) is not None:
             await self._try(self._controller.delete(chosen.id, visible(chosen.title)))
 
     async def action_restore(self) -> None:
         """Bring back the conversation deleted last."""
         await self._try(self._controller.restore())
-
-    @property
-    def _highlighted(self) -> Summary | None:
-        option = self.query_one(OptionList).highlighted_option
-        return self._found.get(option.id or "") if option else None
 
     async def _open(self, chosen: Summary) -> None:
         self.dismiss()
@@ -107,7 +87,7 @@ class ConversationsScreen(ModalScreen[None]):
             return
         if not self.query(OptionList):
             return  # the screen was closed meanwhile
-        self._found = {summary.id: summary for summary in found}
+        self.shown = {summary.id: summary for summary in found}
         options = self.query_one(OptionList)
         options.clear_options()
         now = time.time()

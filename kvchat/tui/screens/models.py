@@ -12,7 +12,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -22,37 +21,28 @@ from kvchat.catalog.models import FoundModel
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.controller import ChatController
+from kvchat.tui.screens.search import SearchScreen
 from kvchat.units import count, size
 
 PROBLEM_CELLS = 50
 DOWNLOADED = "download"  # the kind of a model that is not on this machine
 
 
-class ModelsScreen(ModalScreen[None]):
+class ModelsScreen(SearchScreen[FoundModel]):
     """What is typed is looked for in the names; a path or a name on the hub may be typed too."""
 
-    CSS = """
-    ModelsScreen { align: center middle; }
-    ModelsScreen > Vertical {
-        width: 110; max-width: 100%; height: 90%; padding: 0 1; background: $surface; border: round $primary;
-    }
-    ModelsScreen Input { border: none; height: 1; margin: 0 0 1 0; background: $surface; }
-    ModelsScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
-    ModelsScreen Static { color: $text-muted; height: 1; }
-    """
+    CSS = SearchScreen.CSS + "ModelsScreen > Vertical { width: 110; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Close", id="models.close"),
         Binding("down,up", "list", "Choose", id="models.choose"),
         Binding("ctrl+l", "plan", "Plan", priority=True, id="models.plan"),
     ]
-    AUTO_FOCUS = "Input"
 
     def __init__(self, controller: ChatController) -> None:
         super().__init__()
         self._controller = controller
         self._models = controller.models
         self._found: list[FoundModel] | None = None
-        self._shown: dict[str, FoundModel] = {}
         self._room: Room | None = None
 
     def compose(self) -> ComposeResult:
@@ -75,31 +65,22 @@ class ModelsScreen(ModalScreen[None]):
     @on(Input.Submitted)
     async def load_highlighted(self) -> None:
         """Enter in the search field loads the highlighted model."""
-        if self._highlighted is not None:
-            await self._choose(self._highlighted)
+        if self.highlighted is not None:
+            await self._choose(self.highlighted)
 
     @on(OptionList.OptionSelected)
     async def load_selected(self, event: OptionList.OptionSelected) -> None:
         """Load a model."""
-        await self._choose(self._shown[event.option.id or ""])
-
-    def action_list(self) -> None:
-        """Go from the search field to the list."""
-        self.query_one(OptionList).focus()
+        await self._choose(self.shown[event.option.id or ""])
 
     def action_plan(self) -> None:
         """Show what the highlighted model will take, in the transcript."""
-        if self._highlighted is not None:
+        if self.highlighted is not None:
             self.dismiss()
             try:
-                self._models.plan(self._highlighted.name, None)
+                self._models.plan(self.highlighted.name, None)
             except KvchatError as error:
                 self.app.notify(str(error), severity="warning")
-
-    @property
-    def _highlighted(self) -> FoundModel | None:
-        option = self.query_one(OptionList).highlighted_option
-        return self._shown.get(option.id or "") if option else None
 
     async def _choose(self, model: FoundModel) -> None:
         self.dismiss()
@@ -124,7 +105,7 @@ class ModelsScreen(ModalScreen[None]):
         text = self.query_one(Input).value.strip()
         models = [model for model in self._found if text.lower() in model.name.lower()]
         models = [*models, *typed(text, models)]
-        self._shown = {model.name: model for model in models}
+        self.shown = {model.name: model for model in models}
         options = self.query_one(OptionList)
         options.clear_options()
         width = max(options.size.width - 3, 40)
