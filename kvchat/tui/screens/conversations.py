@@ -18,13 +18,14 @@ from kvchat.conversations.store import MARK, Summary
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.search import SearchScreen
+from kvchat.tui.screens.search import SearchScreen, css_of
 from kvchat.units import count
 
 
 class ConversationsScreen(SearchScreen[Summary]):
     """What is typed is searched for in all messages; the list below shows what was found."""
 
+    CSS = css_of("ConversationsScreen", width=100)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Close", id="conversations.close"),
         Binding("down,up", "list", "Choose", id="conversations.choose"),

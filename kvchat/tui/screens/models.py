@@ -21,7 +21,7 @@ from kvchat.catalog.models import FoundModel
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.search import SearchScreen
+from kvchat.tui.screens.search import SearchScreen, css_of
 from kvchat.units import count, size
 
 PROBLEM_CELLS = 50
@@ -31,7 +31,7 @@ DOWNLOADED = "download"  # the kind of a model that is not on this machine
 class ModelsScreen(SearchScreen[FoundModel]):
     """What is typed is looked for in the names; a path or a name on the hub may be typed too."""
 
-    CSS = SearchScreen.CSS + "ModelsScreen > Vertical { width: 110; }"
+    CSS = css_of("ModelsScreen", width=110)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Close", id="models.close"),
         Binding("down,up", "list", "Choose", id="models.choose"),

@@ -10,18 +10,22 @@ from textual.widgets import OptionList
 Found = TypeVar("Found")
 
 
+def css_of(screen: str, width: int) -> str:
+    """The styles of the screen of that name: Textual applies a screen's ``CSS`` by the name of its own class only."""
+    return f"""
+    {screen} {{ align: center middle; }}
+    {screen} > Vertical {{
+        width: {width}; max-width: 100%; height: 90%; padding: 0 1; background: $surface; border: round $primary;
+    }}
+    {screen} Input {{ border: none; height: 1; margin: 0 0 1 0; background: $surface; }}
+    {screen} OptionList {{ height: 1fr; border: none; padding: 0; background: $surface; }}
+    {screen} Static {{ color: $text-muted; height: 1; }}
+    """
+
+
 class SearchScreen(ModalScreen[None], Generic[Found]):
     """``shown`` are the things in the list, by the ids of their options."""
 
-    CSS = """
-    SearchScreen { align: center middle; }
-    SearchScreen > Vertical {
-        width: 100; max-width: 100%; height: 90%; padding: 0 1; background: $surface; border: round $primary;
-    }
-    SearchScreen Input { border: none; height: 1; margin: 0 0 1 0; background: $surface; }
-    SearchScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
-    SearchScreen Static { color: $text-muted; height: 1; }
-    """
     AUTO_FOCUS = "Input"
 
     def __init__(self) -> None:
