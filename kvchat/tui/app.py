@@ -106,7 +106,8 @@ class KvchatApp(App[None]):
     def _handle_exception(self, error: Exception) -> None:
         """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""
         cause = error.error if isinstance(error, WorkerFailed) else error
-        if not (self._exit and isinstance(cause, NoMatches | MountError)):
+        is_closing = self._exit or not self.is_running
+        if not (is_closing and isinstance(cause, NoMatches | MountError)):
             super()._handle_exception(error)
 
     def on_mount(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,17 @@ async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no
         app.chat.run_worker(ask_late())
         await until(lambda: app._exit)
     assert app.return_code == 0
+
+
+async def test_what_comes_from_the_engine_while_the_widgets_go_is_no_failure(running):
+    async with running() as (app, _pilot, _until):
+
+        async def show_on() -> None:
+            while True:
+                app.chat.show_state(app.controller.state)
+                await asyncio.sleep(0)
+
+        app.chat.run_worker(show_on())
 
 
 async def test_help_and_palette(running):

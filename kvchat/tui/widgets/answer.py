@@ -130,13 +130,19 @@ class Answer(Vertical):
         self.post_message(self.Grew())
 
     async def set_collapsed(self, collapsed: bool) -> None:
-        """Swap the Markdown blocks for one plain widget of the remembered height, or back."""
-        if collapsed == self.collapsed or not self.finished:
+        """Swap the Markdown blocks for one plain widget of the remembered height, or back.
+
+        The height is let go only once the blocks stand: a layout between would show the answer empty and move all
+        below it. An answer that no layout has seen yet has no height to remember and stays as it is.
+        """
+        if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):
             return
-        self.styles.height = self.size.height if collapsed else "auto"
+        if collapsed:
+            self.styles.height = self.size.height
         self.collapsed = collapsed
         await self.recompose()
         if not collapsed:
+            self.styles.height = "auto"
             self._weigh()
 
     async def _flush(self) -> None:
