@@ -8,9 +8,10 @@ packed rows take 0.8 ms.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,26 @@ def attend(
     scores = _capped(torch.bmm(query * spec.scaling, keys.transpose(1, 2)), spec)
     weights = _softmax(scores if bias is None else scores.add_(bias), sinks)
     return torch.bmm(weights.to(values.dtype), values), weights
+
+
+class Part(NamedTuple):
+    """``tokens`` tokens whose ``keys [H, tokens, d_k]`` and ``values [H, tokens, d_v]`` are made when they are read."""
+
+    tokens: int
+    keys: Callable[[], Tensor]
+    values: Callable[[], Tensor]
+
+
+def attend_in_parts(query: Tensor, parts: Sequence[Part], spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+    """``attend`` over ``parts``, one after the other: first the keys of all, then the values. ``[H, G, d_v]``."""
+    query = query * spec.scaling
+    scores = torch.cat([torch.bmm(query, part.keys().transpose(1, 2)) for part in parts], -1)
+    weights = _softmax(_capped(scores, spec), sinks).to(query.dtype)
+    total, done = torch.zeros((), device=query.device), 0
+    for part in parts:
+        total = total + torch.bmm(weights[..., done : done + part.tokens], part.values()).float()
+        done += part.tokens
+    return total.to(query.dtype)
 
 
 class Partial:

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.rounding import LARGEST
 from kvchat.kv.state import KVState
 
 
@@ -54,7 +57,7 @@ def read_tokens(state: KVState) -> float:
 def check_integrity(state: KVState) -> None:
     """Check that every readable slot holds its token's stored K/V and that the last attention read no token twice.
 
-    Keys of sinks are not compared: a mode may have rotated them.
+    Keys of sinks are not compared: a mode may have rotated them. What is stored in 8 bits may be exact in a slot.
 
     Raises:
         AssertionError: naming layer and head.
@@ -66,6 +69,7 @@ def check_integrity(state: KVState) -> None:
 
 def _check_slots(state: KVState, slots: DeviceSlots, layer: int) -> None:
     keys, values = state.host.dense(layer, state.total)
+    key_step, value_step = _steps(state.host, keys, values)
     for row, head in enumerate(slots.heads_of(layer).tolist()):
         where = f"layer {layer}, head {head}"
         table = slots.table_of(layer).expand(len(slots.heads_of(layer)), -1)[row].long()
@@ -73,6 +77,14 @@ def _check_slots(state: KVState, slots: DeviceSlots, layer: int) -> None:
         read = slots.attended_of(layer).expand(len(slots.heads_of(layer)), -1)[row]
         assert not bool((torch.bincount(read[read >= 0], minlength=1) > 1).any()), f"{where}: a token read twice"
         assert bool((held < state.total).all()), f"{where}: a token beyond the end"
-        assert torch.equal(slots.values(layer)[row][table >= 0], values[head][held]), f"{where}: values"
+        off = (slots.values(layer)[row][table >= 0] - values[head][held]).abs()
+        assert bool((off <= value_step[head][held]).all()), f"{where}: values"
         late = held >= slots.layout.sink
-        assert torch.equal(slots.keys(layer)[row][table >= 0][late], keys[head][held][late]), f"{where}: keys"
+        off = (slots.keys(layer)[row][table >= 0][late] - keys[head][held][late]).abs()
+        assert bool((off <= key_step[head]).all()), f"{where}: keys"
+
+
+def _steps(host: HostPool, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """How far what is stored may be from what was computed: keys ``[H, 1, d_k]``, values ``[H, n, 1]``."""
+    step = 0.55 / LARGEST + torch.finfo(keys.dtype).eps if isinstance(host, EightBitPool) else 0.0
+    return keys.abs().amax(1, keepdim=True) * step, values.abs().amax(2, keepdim=True) * step

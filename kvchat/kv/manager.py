@@ -17,6 +17,7 @@ from kvchat.kv.attention import attend_prefill
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
+from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import Level
@@ -242,15 +243,16 @@ class KVManager:
     def adopt(
         self,
         tokens: int,
-        read: Callable[[Sequence[Tensor], int], int],
+        read: Callable[[HostPool, int], int],
+        kinds: Sequence[bool],
         pinned: Sequence[int],
         specs: Sequence[AttentionSpec],
         query: bytes = b"",
     ) -> int:
         """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
 
-        ``read`` puts their pages into the host pool's layers ``[page, H, 2, p, d]`` and returns how many it has; those
-        at the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet;
+        ``read`` puts their pages, of these ``kinds``, into the host pool and returns how many tokens it has; those at
+        the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet;
         ``query`` are the last token's queries in bytes, empty where they are not known.
 
         Raises:
@@ -260,8 +262,9 @@ class KVManager:
         self.truncate(0)
         try:
             state.reserve(tokens)
+            state.admit(kinds)
             state.host.settle()
-            state.host.total = read(state.host.layers, tokens)
+            state.host.total = read(state.host, tokens)
             state.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
             state.specs, state.query_bytes = list(specs), query
             self.refill(fresh=True)

@@ -10,19 +10,20 @@ from torch import Tensor
 from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
+from kvchat.kv.memory.pages import Pages
 from kvchat.kv.state import KVState
 
 
 @dataclass(frozen=True)
 class SavedTokens:
-    """Tokens ``start`` to ``total``: whole pages ``[page, H, 2, p, d]`` of each layer, from that of ``start`` on.
+    """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
 
     ``pinned`` marks those that modes should keep; ``query`` and ``after_step`` are the state's, of the last forward.
     """
 
     start: int
     total: int
-    pages: list[Tensor]
+    pages: Pages
     pinned: Tensor
     query: Tensor
     after_step: bool
@@ -37,7 +38,7 @@ def save(state: KVState, start: int) -> SavedTokens:
     """
     _check_room(state, start)
     _wait_for_device(state)
-    pages = [pages.clone() for pages in _pages(state, start, state.total)]
+    pages = state.host.copied(start // state.geometry.page)
     pinned, query = state.pinned[start : state.total].clone(), state.query.clone()
     return SavedTokens(start, state.total, pages, pinned, query, state.after_step)
 
@@ -49,8 +50,8 @@ def restore(state: KVState, saved: SavedTokens) -> None:
     Those first tokens must not have changed. The slots are left as they are: a refill is due.
     """
     _wait_for_device(state)
-    for pages, kept in zip(_pages(state, saved.start, saved.total), saved.pages, strict=True):
-        pages.copy_(kept)
+    state.admit(saved.pages.kinds)
+    state.host.put(saved.start // state.geometry.page, saved.pages)
     state.host.total = saved.total
     state.pinned[saved.start :] = False
     state.pinned[saved.start : saved.total] = saved.pinned
@@ -58,14 +59,10 @@ def restore(state: KVState, saved: SavedTokens) -> None:
     state.after_step = saved.after_step
 
 
-def _pages(state: KVState, start: int, total: int) -> list[Tensor]:
-    g = state.geometry
-    return [layer[start // g.page : g.pages(total)] for layer in state.host.layers]
-
-
 def _check_room(state: KVState, start: int) -> None:
     tokens = state.total - start
-    needed, free = tokens * state.geometry.token_bytes, available.usable(available.host_free())
+    kinds = state.host.kinds[start // state.geometry.page :]
+    needed, free = sum(map(state.host.page_bytes, kinds)), available.usable(available.host_free())
     if needed > free:
         raise DoesNotFitError(
             "There is not enough host memory to set the conversation aside.",

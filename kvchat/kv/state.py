@@ -10,6 +10,7 @@ from torch import Tensor
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer
@@ -26,6 +27,7 @@ class KVState:
         query: ``[layers, H_q, d_k]``, the last token's queries.
         pinned: ``[reserved]`` bool, tokens that a mode should keep if it has the choice (the chat's control tokens).
         specs: each layer's attention rule, None until its first forward.
+        rounds: pages that get full are stored in 8 bits.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
         ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
     """
@@ -43,6 +45,7 @@ class KVState:
         self.specs: list[AttentionSpec | None] = [None] * g.layers
         self.slots: list[DeviceSlots] = []
         self.slots_of: list[list[DeviceSlots]] = []
+        self.rounds = False
         self.head_orders: dict[int, Tensor] = {}
         self.capacity = 0
         self.steps = 0
@@ -83,9 +86,8 @@ class KVState:
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that a step reads or changes and that last from step to step."""
         slots = [tensor for slots in self.slots for tensor in slots.graph_buffers()]
-        pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
         own = [self.query, self.position, self.pinned, self.transfer.counters, *self.head_orders.values()]
-        return [*own, *slots, *pool]
+        return [*own, *slots, *self.host.graph_buffers()]
 
     # ---- room, between steps only
 
@@ -95,11 +97,37 @@ class KVState:
         Raises:
             DoesNotFitError: the host has no memory for them; what is stored is unchanged.
         """
+        if isinstance(self.host, EightBitPool) and not (self.rounds or self.total):
+            self._use_pool(HostPool(self.geometry, self.device, self.host.reserved - 1, self.host.registrar))
         if self.host.reserve(tokens) and not self.host.pinned:
-            self.ops = self.transfer.ops = choose_ops(self.geometry, self.host, self.device)
-        more = self.host.reserved - len(self.pinned)
-        if more > 0:
+            self._use_pool(self.host)
+        if tokens > len(self.pinned):
+            more = max(self.host.reserved, self.geometry.grown(tokens)) - len(self.pinned)
             self.pinned = torch.nn.functional.pad(self.pinned, (0, more))
+
+    def round_pages(self, rounds: bool) -> None:
+        """Let pages that get full from now on be 8-bit ones, or exact; those that are full stay what they are.
+
+        Raises:
+            DoesNotFitError: the host has no memory for the first of them; nothing changed.
+        """
+        self.admit([rounds])
+        self.rounds = rounds
+        if isinstance(self.host, EightBitPool):
+            self.host.rounds = rounds
+
+    def admit(self, kinds: Sequence[bool]) -> None:
+        """Let the host pool take pages of these kinds, 8-bit ones or exact ones.
+
+        Raises:
+            DoesNotFitError: the host has no memory for the first 8-bit one; nothing changed.
+        """
+        if any(kinds) and not isinstance(self.host, EightBitPool):
+            self._use_pool(EightBitPool(self.host, self.rounds))
+
+    def _use_pool(self, pool: HostPool) -> None:
+        self.ops = self.transfer.ops = choose_ops(self.geometry, pool, self.device)
+        self.host = pool
 
     def allocate(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Replace all slots by empty ones of these layouts, made for ``capacity`` tokens."""

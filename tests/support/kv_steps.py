@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvchat.kv.manager import KVManager
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def as_on_a_gpu(kv: KVManager) -> None:
     """Let the kv take the path of a GPU: shapes are fixed and nothing is read back."""
-    ops = TorchOps(kv.state.geometry, kv.state.host, kv.state.device)
+    kind = EightBitOps if isinstance(kv.state.host, EightBitPool) else TorchOps
+    ops = kind(kv.state.geometry, kv.state.host, kv.state.device)
     ops.skip_unchanged = False
     kv.state.ops = kv.state.transfer.ops = ops
 

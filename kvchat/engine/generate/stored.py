@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvchat.kv.memory.page_file import Link
+
 
 @dataclass
 class Stored:
@@ -21,7 +23,7 @@ class Stored:
     marks: list[tuple[int, int]] = field(default_factory=list)
     reduced: list[bool] = field(default_factory=list)
     saved: int = 0
-    links: list[bytes] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
 
     @property
     def reduced_tokens(self) -> int:

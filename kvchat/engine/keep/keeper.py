@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.runner import ModelRunner
@@ -26,6 +25,7 @@ from kvchat.engine.keep.write_behind import Job, WriteBehind
 from kvchat.engine.memory_errors import explained
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
+from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.page_file import DamagedFileError, PageFile
 from kvchat.kv.memory.parked import ParkedPages, parked_bytes
 from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
@@ -35,7 +35,7 @@ LOOKED_AT = 64  # files of other conversations whose beginning is compared
 RECURRENT = "Its conversations are read again when they are gone back to: only K/V are kept, no recurrent state."
 
 
-Read = Callable[[Sequence[Tensor], int], int]
+Read = Callable[[HostPool, int], int]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Parked:
 class Source:
     """Where the first ``tokens`` of a conversation can be taken from; ``where`` it is: memory or disk.
 
-    ``query`` gives the queries of the last id of ``stored``.
+    ``kinds`` are those of its pages; ``query`` gives the queries of the last id of ``stored``.
     """
 
     tokens: int
@@ -59,6 +59,7 @@ class Source:
     pinned: list[int]
     where: str
     read: Read
+    kinds: Sequence[bool]
     query: Callable[[], bytes]
 
 
@@ -123,7 +124,7 @@ class Keeper:
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns), time.perf_counter()
-        present = self._source_of(self._loop.stored, [], text, "memory", lambda layers, tokens: 0, bytes)
+        present = self._source_of(self._loop.stored, [], text, "memory", lambda pool, tokens: 0, (), bytes)
         self._park()
         self._present, self._loop.stored.saved = conversation, 0
         sources: list[Source] = []
@@ -164,7 +165,9 @@ class Keeper:
         try:
             query = source.query() if source.tokens == len(source.stored.ids) else b""
             with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
-                there = self._kv.adopt(source.tokens, source.read, source.pinned, self._runner.model.probe.specs, query)
+                there = self._kv.adopt(
+                    source.tokens, source.read, source.kinds, source.pinned, self._runner.model.probe.specs, query
+                )
         except (DoesNotFitError, OSError) as error:
             yield Noted(f"This conversation is read anew: {error}")
             return
@@ -181,7 +184,7 @@ class Keeper:
         for name, parked in self._parked.items():
             pages = parked.pages
             source = self._source_of(
-                parked.stored, parked.pinned, text, "memory", pages.read, partial(bytes, pages.query)
+                parked.stored, parked.pinned, text, "memory", pages.read, pages.kinds, partial(bytes, pages.query)
             )
             yield source if name == conversation else _of_another(source)
 
@@ -216,13 +219,20 @@ class Keeper:
         rows = file.rows()
         stored, pinned = row.stored_of(rows, text), row.pinned_positions(rows)
         stored.links = file.links
-        return self._source_of(stored, pinned, text, "disk", file.read, lambda: file.query(len(rows)))
+        return self._source_of(stored, pinned, text, "disk", file.read, file.kinds, lambda: file.query(len(rows)))
 
     def _source_of(
-        self, stored: Stored, pinned: list[int], text: str, where: str, read: Read, query: Callable[[], bytes]
+        self,
+        stored: Stored,
+        pinned: list[int],
+        text: str,
+        where: str,
+        read: Read,
+        kinds: Sequence[bool],
+        query: Callable[[], bytes],
     ) -> Source:
         tokens = common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
-        return Source(tokens, stored, [at for at in pinned if at < tokens], where, read, query)
+        return Source(tokens, stored, [at for at in pinned if at < tokens], where, read, kinds, query)
 
     # ---- keeping
 
@@ -267,9 +277,16 @@ class Keeper:
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))
         file.links = stored.links[:first]
-        layers = pages.layers if pages else self._kv.state.host.layers
         query = pages.query if pages else self._kv.state.query_bytes
-        return Job(file, stored, first, row.rows_of(stored, pinned, first * page), layers, stored.saved, query)
+        return Job(
+            file,
+            stored,
+            first,
+            row.rows_of(stored, pinned, first * page),
+            pages or self._kv.state.host,
+            stored.saved,
+            query,
+        )
 
     def _pinned(self) -> list[int]:
         found: list[int] = self._kv.state.pinned[: self._kv.total].nonzero().flatten().tolist()

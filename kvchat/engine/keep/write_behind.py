@@ -6,16 +6,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError, PageFile, Rows, blocks_of
+from kvchat.kv.memory.pages import StoredPages
 
 
 @dataclass
 class Job:
-    """The pages of ``layers`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
+    """``pages`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
 
     ``query`` is the last token's.
 
@@ -26,7 +25,7 @@ class Job:
     stored: Stored
     first: int
     rows: Rows
-    layers: Sequence[Tensor]
+    pages: StoredPages
     saved: int = 0
     query: bytes = b""
 
@@ -54,7 +53,7 @@ class WriteBehind:
         self._thread.start()
 
     def interrupt(self) -> None:
-        """Take nothing more from the jobs' layers from now on, and note what was saved of them."""
+        """Take nothing more from the jobs' pages from now on, and note what was saved of them."""
         with self._copying:
             self._interrupted.set()
         for job in self._jobs:
@@ -81,16 +80,18 @@ class WriteBehind:
                 self.problem = error.strerror or str(error)
 
     def _write(self, job: Job, interrupted: threading.Event) -> None:
-        end = HEADER_BYTES + (job.first + -(-len(job.rows) // self._page)) * job.file.record_bytes
+        end = before = job.file.links[-1].end if job.file.links else HEADER_BYTES
+        end += sum(job.file.record_bytes(kind) for kind in job.pages.kinds[job.first :])
         allowed = self._folder.make_room(job.file.path, end)
         for start in range(0, len(job.rows), self._page):
             page = job.first + start // self._page
-            if HEADER_BYTES + (page + 1) * job.file.record_bytes > allowed:
-                return
             with self._copying:
                 if interrupted.is_set():
                     return
-                blocks = blocks_of(job.layers, page)
+                before += job.file.record_bytes(job.pages.kinds[page])
+                if before > allowed:
+                    return
+                blocks = blocks_of(job.pages.stored(page))
             rows = job.rows[start : start + self._page]
             is_last = start + self._page >= len(job.rows)
             job.file.write(page, rows, blocks, job.query if is_last else b"")

@@ -1,7 +1,7 @@
 """How a layer's K/V lies in its region of host memory: by page for a device that fetches pages, by head for a CPU.
 
 Both are one array, cut into rows (a token's K or V of one head) and blocks (a page's K or V of one head), and seen as
-``[page, H, 2, p, d]``. Only what is next to what differs.
+``[page, H, 2, p, d]``. Only what is next to what differs. 8-bit pages lie by page in either case.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import rounding
 from kvchat.kv.memory.pinned import in_system_pages
 
 
@@ -23,11 +24,11 @@ class ByPage:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self._page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+        self.page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of memory for ``tokens``, in whole system pages."""
-        return in_system_pages(self.geometry.pages(tokens) * self._page_bytes)
+        return in_system_pages(self.geometry.pages(tokens) * self.page_bytes)
 
     def reserved_bytes(self, tokens: int) -> int:
         """Bytes of address space for ``tokens``."""
@@ -35,13 +36,13 @@ class ByPage:
 
     def tokens(self, nbytes: int) -> int:
         """Whole pages of tokens that fit ``nbytes``, of memory or of address space."""
-        return nbytes // self._page_bytes * self.geometry.page
+        return nbytes // self.page_bytes * self.geometry.page
 
     def table(self, region: Tensor) -> Tensor:
         """A region (uint8) as ``[page, H, 2, p, d]``."""
         g = self.geometry
-        pages = len(region) // self._page_bytes
-        return region[: pages * self._page_bytes].view(g.dtype).view(pages, g.kv_heads, 2, g.page, g.d)
+        pages = len(region) // self.page_bytes
+        return region[: pages * self.page_bytes].view(g.dtype).view(pages, g.kv_heads, 2, g.page, g.d)
 
     def rows(self, table: Tensor) -> Tensor:
         """All rows of a table, ``[n, d]``."""
@@ -104,6 +105,21 @@ class ByHead(ByPage):
 
     def value_blocks(self, reserved: int) -> int:
         return self.geometry.kv_heads * (reserved // self.geometry.page)
+
+
+class RoundedByPage(ByPage):
+    """8-bit pages, ``[page, H, block_bytes]`` (uint8); they have no rows."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.page_bytes = rounding.page_bytes(geometry)
+
+    def table(self, region: Tensor) -> Tensor:
+        pages, heads = len(region) // self.page_bytes, self.geometry.kv_heads
+        return region[: pages * self.page_bytes].view(pages, heads, -1)
+
+    def rows(self, table: Tensor) -> Tensor:
+        return table
 
 
 def arrangement_of(geometry: Geometry) -> ByPage:

@@ -11,14 +11,17 @@ same calls gather on the CPU and copy, which is slow but right, and cannot be ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available
-from kvchat.kv.memory.arrangement import arrangement_of
+from kvchat.kv.memory import available, rounding
+from kvchat.kv.memory.arrangement import ByPage, arrangement_of
+from kvchat.kv.memory.pages import Pages
 from kvchat.kv.memory.pinned import CudaArray, CudaRegistrar, PinnedRegion, Registrar
 
 # Pinned in steps that double up to this many bytes over all layers: a step costs a call per layer and about 0.5 s/GiB.
@@ -28,23 +31,29 @@ STEP_BYTES = 256 * 2**20
 class HostPool:
     """Pages of all layers. ``total`` tokens are stored; memory grows in place up to ``context`` tokens.
 
-    ``pageable_reason`` says why the device cannot address the pool; empty where it does.
+    ``arrangement`` is by default the one that the geometry asks for. ``pageable_reason`` says why the device cannot
+    address the pool; empty where it does.
 
     Raises:
         DoesNotFitError: the host has no memory for an empty conversation.
     """
 
     def __init__(
-        self, geometry: Geometry, device: torch.device, context: int = 0, registrar: Registrar | None = None
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        context: int = 0,
+        registrar: Registrar | None = None,
+        arrangement: ByPage | None = None,
     ) -> None:
         self.geometry = geometry
         self.device = device
         self.total = 0
         self.pageable_reason = ""
-        self._registrar = CudaRegistrar(device) if registrar is None and device.type == "cuda" else registrar
-        self._step = STEP_BYTES // geometry.token_bytes if self._registrar else 0
-        self._page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
-        self._lies = arrangement_of(geometry)
+        self.registrar = CudaRegistrar(device) if registrar is None and device.type == "cuda" else registrar
+        self._lies = arrangement or arrangement_of(geometry)
+        pages = STEP_BYTES // (geometry.layers * self._lies.page_bytes) if self.registrar else 0
+        self._step = pages * geometry.page
         least = geometry.grown(0)
         # One more than the context: a full one still makes room for the next token.
         self._regions = self._reserved(max(least, context + 1), least)
@@ -64,9 +73,14 @@ class HostPool:
         return self._lies.tokens(self._regions[0].size)
 
     @property
+    def room(self) -> int:
+        """Tokens that can be stored without another ``reserve``, at least."""
+        return self.capacity
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory taken."""
-        return sum(region.committed for region in self._regions)
+        return self._committed
 
     @property
     def pinned(self) -> bool:
@@ -111,9 +125,17 @@ class HostPool:
         pages = self.capacity // self.geometry.page
         return [self._lies.table(region.bytes)[:pages] for region in self._regions]
 
+    def table(self, layer: int) -> Tensor:
+        """The layer's address space, ``[page, H, 2, p, d]``; of 8-bit pages ``[page, H, block_bytes]``."""
+        return self._tables[layer]
+
     def rows(self, layer: int) -> Tensor:
         """The layer's address space, one row per token and head of K or V: ``[page * H * 2 * p, d]``."""
         return self._rows[layer]
+
+    def graph_buffers(self) -> list[Tensor]:
+        """Return what a step finds the pool by, from step to step."""
+        return [self._rows[0], self._rows[-1]]
 
     def blocks(self, layer: int) -> Tensor:
         """The layer's address space, one row per (page, head, K or V): ``[page * H * 2, p * d]``."""
@@ -121,7 +143,7 @@ class HostPool:
 
     def segments(self, layer: int, first: int, last: int) -> list[Tensor]:
         """Pages ``first`` up to ``last`` in host memory, uint8, cut where a ``cudaMemcpy`` may not go across."""
-        return self._regions[layer].segments(first * self._page_bytes, last * self._page_bytes)
+        return self._regions[layer].segments(first * self._lies.page_bytes, last * self._lies.page_bytes)
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
         """Rows of K of tokens ``positions`` and KV ``heads`` (broadcast, int64); V lies ``value_rows`` further."""
@@ -164,7 +186,43 @@ class HostPool:
         heads_first = pages.permute(2, 1, 0, 3, 4).reshape(2, g.kv_heads, -1, g.d)[:, :, : tokens - page * g.page]
         return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
 
+    # ---- pages that come and go, between steps
+
+    @property
+    def kinds(self) -> Sequence[bool]:
+        """``StoredPages.kinds``"""
+        return [False] * self.geometry.pages(self.total)
+
+    def stored(self, page: int) -> list[Tensor]:
+        """``StoredPages.stored``, not copied."""
+        return [layer[page] for layer in self.layers]
+
+    def page_bytes(self, kind: bool) -> int:
+        """Bytes of a page of all layers, of an 8-bit one or an exact one."""
+        g = self.geometry
+        return g.layers * (rounding.page_bytes(g) if kind else g.page * g.token_bytes // g.layers)
+
+    def copied(self, first: int) -> Pages:
+        """Copies of the pages from ``first`` on."""
+        part = slice(first, self.geometry.pages(self.total))
+        layers = [layer[part].clone(memory_format=torch.contiguous_format) for layer in self.layers]
+        return Pages(self.kinds[part], layers, [])
+
+    def put(self, first: int, pages: Pages) -> None:
+        """Write ``pages``, exact ones, from page ``first`` on; there is room for them. ``total`` is then due."""
+        for layer, kept in zip(self.layers, pages.exact, strict=True):
+            layer[first : first + len(kept)] = kept
+
     # ---- inside
+
+    @property
+    def _committed(self) -> int:
+        return sum(region.committed for region in self._regions)
+
+    @property
+    def _used(self) -> int:
+        """Pages of memory in use, from the first on."""
+        return self.geometry.pages(self.total)
 
     def _affordable(self, least: int, wanted: int, beside: int = 0) -> int:
         """Bytes a layer for ``wanted`` tokens, or ``least`` where there is no memory for more; ``beside`` meanwhile.
@@ -172,7 +230,7 @@ class HostPool:
         Raises:
             DoesNotFitError: nor for that.
         """
-        free, taken = available.usable(available.host_free()), self.nbytes
+        free, taken = available.usable(available.host_free()), self._committed
         for tokens in (wanted, least):
             size = self._lies.nbytes(tokens)
             if size * self.geometry.layers - taken + beside <= free:
@@ -207,8 +265,8 @@ class HostPool:
         Where rows are counted by head all layers move at once, because they share the count.
         """
         unified = self.geometry.unified
-        size = self._affordable(least, wanted, beside=self.nbytes if unified else self._regions[0].committed)
-        used = self.geometry.pages(self.total)
+        size = self._affordable(least, wanted, beside=self._committed if unified else self._regions[0].committed)
+        used = self._used
         self.settle()
         tokens = self._lies.tokens(size)
         moved = self._reserved(2 * tokens, tokens)
@@ -225,10 +283,10 @@ class HostPool:
     def _commit(self, region: PinnedRegion, size: int) -> None:
         """Take memory for the first ``size`` bytes of a region and pin it; where that fails all becomes pageable."""
         segment = region.commit(size)
-        if self._registrar is None or self.pageable_reason:
+        if self.registrar is None or self.pageable_reason:
             return
         try:
-            region.register(self._registrar, segment)
+            region.register(self.registrar, segment)
         except RuntimeError as error:
             self.pageable_reason = str(error)
             for each in self._regions:

@@ -2,8 +2,9 @@
 
 =========  ========================================================================================================
 header     ``KVCHATKV``, length of the JSON as u32, the JSON (whose K/V these are), zeros up to ``HEADER_BYTES``
-record     one for each page, all of one size: link (16 bytes), tokens in it u32, CRC-32 of the blocks u32, ``page``
-           rows of ``TOKEN``, and the page's block ``[H, 2, p, d]`` of every layer
+record     one for each page: link (16 bytes), tokens in it u16, its kind u16 (1: in 8 bits), CRC-32 of the blocks
+           u32, ``page`` rows of ``TOKEN``, and the page's block of every layer: ``[H, 2, p, d]`` in the model's number
+           format, or ``[H, block_bytes]`` of ``rounding``
 end        link (16 bytes) of the last record and the queries of the last token, which some modes choose pages by
 =========  ========================================================================================================
 
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,19 +34,37 @@ from torch import Tensor
 
 from kvchat import files
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import rounding
+from kvchat.kv.memory.pages import Pages
 
 MAGIC = b"KVCHATKV"
 HEADER_BYTES = 4096
 LINK_BYTES = 16
-NUMBERS = struct.Struct("<II")
+ROUNDED = 1  # the kind of a page in 8 bits
+NUMBERS = struct.Struct("<HHI")
 
 # What is kept of a token beside its K/V: its id, flags, and after it the text's length and digest where they are known.
 TOKEN = np.dtype([("id", "<i4"), ("flags", "u1"), ("chars", "<i8"), ("digest", "V16")])
 Rows = NDArray[np.void]
 
 
+class Link(NamedTuple):
+    """A record that is there: its link, where it ends in the file, and whether its page is an 8-bit one."""
+
+    digest: bytes
+    end: int
+    kind: bool
+
+
 class DamagedFileError(Exception):
     """The file holds nothing that can be used; the message says why, without the file's name."""
+
+
+class TakesPages(Protocol):
+    """What pages are read into."""
+
+    def put(self, first: int, pages: Pages) -> None:
+        """``HostPool.put``"""
 
 
 class PageFile:
@@ -56,12 +75,17 @@ class PageFile:
 
     def __init__(self, path: Path, geometry: Geometry, identity: dict[str, Any]) -> None:
         self.path = path
-        self.links: list[bytes] = []
+        self.links: list[Link] = []
         self._page = geometry.page
-        self._block_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+        exact = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+        self._page_bytes = [geometry.layers * size for size in (exact, rounding.page_bytes(geometry))]
+        self._shapes = (
+            ((geometry.kv_heads, 2, geometry.page, geometry.d), geometry.dtype),
+            ((geometry.kv_heads, rounding.block_bytes(geometry)), torch.uint8),
+        )
+        self._layers = geometry.layers
         self._query_bytes = geometry.layers * geometry.q_heads * geometry.d_k * geometry.dtype.itemsize
         self._head_bytes = LINK_BYTES + NUMBERS.size + self._page * TOKEN.itemsize
-        self.record_bytes = self._head_bytes + geometry.layers * self._block_bytes
         self._identity = {
             "version": 1,
             **identity,
@@ -85,42 +109,52 @@ class PageFile:
         with self.path.open("rb") as file:
             link = self._checked_header(file.read(HEADER_BYTES))
             size = os.fstat(file.fileno()).st_size
-            found, self.links = [], []
-            for record in range((size - HEADER_BYTES) // self.record_bytes)[:pages]:
-                file.seek(self._at(record))
+            found: list[Rows] = []
+            self.links = []
+            while pages is None or len(found) < pages:
+                start = self._at(len(found))
+                file.seek(start)
                 head = file.read(self._head_bytes)
-                if head[:LINK_BYTES] != _link(link, head[LINK_BYTES:]):
+                if len(head) < self._head_bytes or head[:LINK_BYTES] != _link(link, head[LINK_BYTES:]):
                     break
-                link = head[:LINK_BYTES]
-                self.links.append(link)
-                tokens, _ = NUMBERS.unpack_from(head, LINK_BYTES)
+                tokens, kind, _ = NUMBERS.unpack_from(head, LINK_BYTES)
+                link, end = head[:LINK_BYTES], start + self.record_bytes(kind == ROUNDED)
+                if end > size:
+                    break
+                self.links.append(Link(link, end, kind == ROUNDED))
                 found.append(np.frombuffer(head, TOKEN, offset=LINK_BYTES + NUMBERS.size)[:tokens])
                 if tokens < self._page:
                     break
         return np.concatenate(found) if found else np.empty(0, TOKEN)
 
-    def read(self, layers: Sequence[Tensor], tokens: int) -> int:
-        """Read the pages of the first ``tokens`` into ``layers [page, H, 2, p, d]``, which lie in host memory.
+    @property
+    def kinds(self) -> list[bool]:
+        """Of each page known to be there, whether it is an 8-bit one."""
+        return [link.kind for link in self.links]
+
+    def read(self, pool: TakesPages, tokens: int) -> int:
+        """Read the pages of the first ``tokens`` into ``pool``.
 
         Returns how many of them are there, fewer where a page is damaged or no longer the one that ``rows`` found.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the file cannot be read; DoesNotFitError: there is no memory for them.
         """
-        record_blocks = torch.empty((len(layers), *layers[0].shape[1:]), dtype=layers[0].dtype)
-        into = record_blocks.view(torch.uint8).numpy().data.cast("B")
+        buffers = [torch.empty((self._layers, 1, *shape), dtype=dtype) for shape, dtype in self._shapes]
         with self.path.open("rb", buffering=0) as file:
             for record in range(-(-tokens // self._page)):
                 file.seek(self._at(record))
                 head = file.read(LINK_BYTES + NUMBERS.size)
-                if head[:LINK_BYTES] != self.links[record]:
+                digest, _, kind = self.links[record]
+                if head[:LINK_BYTES] != digest:
                     return record * self._page
+                into = buffers[kind].view(torch.uint8).numpy().data.cast("B")
                 file.seek(self._at(record) + self._head_bytes)
                 whole = file.readinto(into) == len(into)
-                if not whole or zlib.crc32(into) != NUMBERS.unpack_from(head, LINK_BYTES)[1]:
+                if not whole or zlib.crc32(into) != NUMBERS.unpack_from(head, LINK_BYTES)[2]:
                     return record * self._page
-                for layer, block in zip(layers, record_blocks, strict=True):
-                    layer[record] = block
+                blocks = list(buffers[kind])
+                pool.put(record, Pages([kind], [] if kind else blocks, blocks if kind else []))
         return tokens
 
     def query(self, tokens: int) -> bytes:
@@ -133,12 +167,14 @@ class PageFile:
         with self.path.open("rb") as file:
             file.seek(self._at(record))
             end = file.read(LINK_BYTES + self._query_bytes)
-        return end[LINK_BYTES:] if end[:LINK_BYTES] == _link(self.links[record - 1], end[LINK_BYTES:]) else b""
+        return end[LINK_BYTES:] if end[:LINK_BYTES] == _link(self.links[record - 1].digest, end[LINK_BYTES:]) else b""
 
     # ---- writing
 
     def write(self, page: int, rows: Rows, blocks: bytes, query: bytes = b"") -> None:
         """Write a page after those of ``links`` before it and cut off what follows; ``rows`` are its tokens'.
+
+        Of which kind it is tells the length of ``blocks``.
 
         With the last page comes the last token's ``query``.
 
@@ -153,7 +189,8 @@ class PageFile:
             file.truncate(self._at(page))
             padded = np.zeros(self._page, TOKEN)
             padded[: len(rows)] = rows
-            body = NUMBERS.pack(len(rows), zlib.crc32(blocks)) + padded.tobytes()
+            kind = len(blocks) == self._page_bytes[True]
+            body = NUMBERS.pack(len(rows), ROUNDED * kind, zlib.crc32(blocks)) + padded.tobytes()
             file.seek(self._at(page))
             try:
                 link = _link(before, body)
@@ -162,7 +199,7 @@ class PageFile:
             except OSError:
                 file.truncate(self._at(page))
                 raise
-        self.links[page:] = [link]
+        self.links[page:] = [Link(link, self._at(page) + self.record_bytes(kind), kind)]
 
     def _opened(self, page: int) -> FileIO:
         files.make_folder(self.path.parent)
@@ -177,9 +214,13 @@ class PageFile:
         file.seek(0)
         link = self._checked_header(file.read(HEADER_BYTES))
         if page > 0:
+            if len(self.links) < page:
+                raise DamagedFileError("pages are missing or of another history")
             file.seek(self._at(page - 1))
             link = file.read(LINK_BYTES)
-            if self.links[page - 1 : page] != [link] or os.fstat(file.fileno()).st_size < self._at(page):
+            if [known.digest for known in self.links[page - 1 : page]] != [link] or os.fstat(
+                file.fileno()
+            ).st_size < self._at(page):
                 raise DamagedFileError("pages are missing or of another history")
         return link
 
@@ -203,13 +244,17 @@ class PageFile:
         except (ValueError, RecursionError, struct.error, AttributeError, StopIteration):
             return "the file is damaged"
 
+    def record_bytes(self, kind: bool) -> int:
+        """Bytes of a record, of an 8-bit page or of an exact one."""
+        return self._head_bytes + self._page_bytes[kind]
+
     def _at(self, record: int) -> int:
-        return HEADER_BYTES + record * self.record_bytes
+        return self.links[record - 1].end if record else HEADER_BYTES
 
 
-def blocks_of(layers: Sequence[Tensor], page: int) -> bytes:
-    """The bytes of a page in ``layers [page, H, 2, p, d]``, one layer after the other."""
-    return b"".join(layer[page].contiguous().view(torch.uint8).numpy().tobytes() for layer in layers)
+def blocks_of(blocks: Sequence[Tensor]) -> bytes:
+    """The bytes of a page, given its block of each layer."""
+    return b"".join(block.contiguous().view(torch.uint8).numpy().tobytes() for block in blocks)
 
 
 def _link(before: bytes, body: bytes) -> bytes:

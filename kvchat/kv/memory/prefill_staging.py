@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.side_stream import SideStream
 
@@ -33,6 +34,8 @@ class Prefill(Protocol):
 
 def prefill_over(host: HostPool, tokens: int) -> Prefill:
     """The prefill of ``tokens`` new tokens after those stored; there is room for them."""
+    if isinstance(host, EightBitPool):
+        return RoundingPrefill(host)
     return StagedPrefill(host, tokens) if host.device.type == "cuda" else DirectPrefill(host)
 
 
@@ -47,6 +50,30 @@ class DirectPrefill:
         """``Prefill.extended``"""
         self._host.append(layer, self._start, key, value)
         return self._host.dense(layer, self._start + key.shape[1]) if self._start else (key, value)
+
+    def close(self) -> None:
+        """``Prefill.close``"""
+
+
+class RoundingPrefill:
+    """Over 8-bit pages: attention reads the new tokens exactly, those before them as they are stored.
+
+    On a GPU too: its kernels unpack a layer's pages when the layer begins, beside nothing.
+    """
+
+    def __init__(self, host: EightBitPool) -> None:
+        self._host = host
+        self._start = host.total
+
+    def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``Prefill.extended``"""
+        if self._start:
+            stored = self._host.dense(layer, self._start)
+            keys, values = (torch.cat(parts, 1) for parts in zip(stored, (key, value), strict=True))
+        else:
+            keys, values = key, value
+        self._host.append(layer, self._start, key, value)
+        return keys, values
 
     def close(self) -> None:
         """``Prefill.close``"""

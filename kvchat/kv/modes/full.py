@@ -58,7 +58,7 @@ class Full(Mode):
 
     def graph_key(self) -> tuple[int, ...]:
         # Stock torch reads as many blocks as there is memory for.
-        return (self.state.host.capacity,) if self.spills else ()
+        return (self.state.host.room,) if self.spills else ()
 
     def forward_end(self, position: Tensor) -> None:
         if self.spills:

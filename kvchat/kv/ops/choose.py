@@ -7,13 +7,17 @@ import importlib.util
 import torch
 
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.cpu_ops import CpuOps
+from kvchat.kv.ops.eight_bit_ops import EightBitCpuOps, EightBitOps
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
     """Return Triton's operations where they run, else stock torch; only the latter take a pageable pool."""
+    if isinstance(host, EightBitPool):
+        return EightBitCpuOps(geometry, host, device) if device.type == "cpu" else EightBitOps(geometry, host, device)
     if device.type == "cpu":
         return CpuOps(geometry, host, device)
     if not host.pinned:

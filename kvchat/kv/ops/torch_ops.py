@@ -106,20 +106,24 @@ class TorchOps:
         last = self.position - slots.layout.window
         # What can be captured must not ask; what cannot would read memory for nothing.
         asks = self.skip_unchanged or not self.host.pinned
-        for first in range(0, int(last) + 1 if asks else self.host.capacity, SPILLED_BLOCK):
+        for first in range(0, int(last) + 1 if asks else self.host.room, SPILLED_BLOCK):
             tokens = torch.arange(first, first + SPILLED_BLOCK, device=last.device)
             masked = tokens > last
             if spec.window is not None:
                 masked |= tokens <= self.position - spec.window
-            index = self.host.row_index(tokens.masked_fill(masked, 0), heads)
-            keys, values = (
-                gather(self.host.rows(layer), rows.flatten()).view(len(heads), -1, g.d)
-                for rows in (index, index + self.host.value_rows)
-            )
+            keys, values = self._stored(layer, tokens.masked_fill(masked, 0), heads)
             closed = torch.zeros(masked.shape, device=last.device).masked_fill_(masked, float("-inf"))
             partial.add(keys[..., : g.d_k], values[..., : g.d_v], closed)
             slots.active += (~masked).sum() * len(heads)
         return partial.result()
+
+    def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:
+        """K and V ``[H, n, d]`` of ``tokens [n]`` of ``heads [H, 1]`` from the host pool."""
+        index = self.host.row_index(tokens, heads)
+        return [
+            gather(self.host.rows(layer), rows.flatten()).view(len(heads), -1, self.geometry.d)
+            for rows in (index, index + self.host.value_rows)
+        ]
 
     # ---- select
 
@@ -159,7 +163,7 @@ class TorchOps:
         """
         g = self.geometry
         changed = (placed != resident) & (placed >= 0)
-        _count(counters, changed, placed, g.page)
+        count(counters, changed, placed, g.page)
         source = self.host.block_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
         v_source, v_target = self.host.value_blocks, placed.shape[0] * slots.n // g.page
         self._move(self.host.blocks(layer), slots.blocks(layer), source, v_source, slots.page_blocks, v_target, changed)
@@ -172,7 +176,7 @@ class TorchOps:
         Adds the K/V pairs moved and wanted to ``counters [2]``.
         """
         changed = (placed != resident) & (placed >= 0)
-        _count(counters, changed, placed)
+        count(counters, changed, placed)
         width, n = placed.shape
         source = self.host.row_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
         row = torch.arange(width, device=placed.device)[:, None]
@@ -232,6 +236,6 @@ class TorchOps:
         return torch.stack((key, value))
 
 
-def _count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:
+def count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:
     """Note what moves and what is wanted, ``pairs`` K/V pairs each."""
     counters.add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=pairs)

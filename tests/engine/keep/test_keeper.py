@@ -122,7 +122,7 @@ def test_what_is_on_disk_is_not_written_again(tmp_path):
     chat.written()
     path = tmp_path / "kv" / "a.kv"
     before = path.read_bytes()
-    record = chat.keeper._file(path).record_bytes
+    record = chat.keeper._file(path).record_bytes(False)
     chat = chat.restarted(tmp_path)
     chat.say("a", TALE + OTHER)
     (job,) = chat.keeper._writer._jobs
@@ -172,7 +172,7 @@ def test_a_damaged_page_gives_back_what_is_before_it(tmp_path):
     chat.written()
     path = tmp_path / "kv" / "a.kv"
     data = bytearray(path.read_bytes())
-    data[4096 + 3 * chat.keeper._file(path).record_bytes - 1] ^= 1
+    data[4096 + 3 * chat.keeper._file(path).record_bytes(False) - 1] ^= 1
     path.write_bytes(data)
     events = chat.restarted(tmp_path).say("a", TALE)
     assert "damaged" in notes(events)[0]
@@ -263,7 +263,7 @@ def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
     chat.written()
     path = tmp_path / "kv" / "a.kv"
     data = bytearray(path.read_bytes())
-    data[4096 + 3 * chat.keeper._file(path).record_bytes - 1] ^= 1
+    data[4096 + 3 * chat.keeper._file(path).record_bytes(False) - 1] ^= 1
     path.write_bytes(data)
     chat = chat.restarted(tmp_path)
     list(chat.keeper.resume("a", (Turn("user", TALE),)))

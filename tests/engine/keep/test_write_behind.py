@@ -9,7 +9,9 @@ from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.engine.keep.write_behind import Job, WriteBehind
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.page_file import TOKEN, PageFile
+from kvchat.kv.memory.pages import Pages
 
 GEOMETRY = Geometry(layers=1, q_heads=1, kv_heads=1, d_k=2, d_v=2, dtype=torch.float32, page=4)
 
@@ -31,7 +33,7 @@ class HeldFile(PageFile):
 def job_of(file: PageFile, layers: torch.Tensor, stored: Stored) -> Job:
     rows = np.zeros(len(stored.ids), TOKEN)
     rows["id"] = stored.ids
-    return Job(file, stored, 0, rows, [layers])
+    return Job(file, stored, 0, rows, Pages([False] * len(layers), [layers], []))
 
 
 def test_an_interruption_waits_for_no_disk_and_takes_nothing_afterwards(tmp_path):
@@ -48,14 +50,14 @@ def test_an_interruption_waits_for_no_disk_and_takes_nothing_afterwards(tmp_path
     file.let_on.set()
     writer.finish(60)
     assert file.rows()["id"].tolist() == list(range(8))
-    into = torch.zeros_like(layers)
-    assert file.read([into], 8) == 8
-    assert torch.equal(into[:2], before[:2])
+    pool = HostPool(GEOMETRY, torch.device("cpu"))
+    assert file.read(pool, 8) == 8
+    assert torch.equal(pool.layers[0][:2], before[:2])
 
 
 def test_what_does_not_fit_is_left_out(tmp_path):
     file, stored = PageFile(tmp_path / "a.kv", GEOMETRY, {}), Stored(list(range(14)))
-    writer = WriteBehind(SavedFolder(tmp_path, 4096 + 2 * file.record_bytes), GEOMETRY.page)
+    writer = WriteBehind(SavedFolder(tmp_path, 4096 + 2 * file.record_bytes(False)), GEOMETRY.page)
     writer.begin([job_of(file, torch.zeros(4, 1, 2, 4, 2), stored)])
     writer.finish(60)
     assert stored.saved == 8

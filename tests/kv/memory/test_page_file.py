@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, blocks_of
+from kvchat.kv.memory.pages import Pages
+from kvchat.kv.memory.rounding import rounded
 
 PAGE = 4
 TOKENS = 14
@@ -27,6 +31,21 @@ def pages_of(tokens: int, dtype=torch.float32, seed: int = 0) -> list[torch.Tens
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(g.layers)]
 
 
+class Into:
+    """Takes the pages that are read."""
+
+    def __init__(self, layers: list[torch.Tensor]) -> None:
+        self.layers = layers
+
+    def put(self, first: int, pages: Pages) -> None:
+        for layer, kept in zip(self.layers, pages.exact, strict=True):
+            layer[first : first + len(kept)] = kept
+
+
+def page_of(layers: list[torch.Tensor], page: int) -> bytes:
+    return blocks_of([layer[page] for layer in layers])
+
+
 def rows_of(tokens: int, seed: int = 0):
     rows = np.zeros(tokens, TOKEN)
     rows["id"] = np.random.default_rng(seed).integers(0, 1000, tokens)
@@ -38,7 +57,7 @@ def written(path, tokens=TOKENS, dtype=torch.float32, seed=0, first=0, identity=
     file = PageFile(path, geometry(dtype), identity or {"model": "a"})
     layers, rows = pages_of(tokens, dtype, seed), rows_of(tokens, seed)
     for page in range(first, len(layers[0])):
-        file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(layers, page))
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], page_of(layers, page))
     return file
 
 
@@ -49,7 +68,7 @@ def usable(path) -> int:
         rows = file.rows()
     except DamagedFileError:
         return 0
-    there = file.read(into, len(rows))
+    there = file.read(Into(into), len(rows))
     assert rows[:there].tobytes() == rows_of(TOKENS)[:there].tobytes()
     for layer, stored in zip(into, pages_of(TOKENS), strict=True):
         assert torch.equal(layer[: there // PAGE], stored[: there // PAGE])
@@ -61,7 +80,7 @@ def test_what_was_written_is_read_back_bit_by_bit(tmp_path, dtype):
     file = written(tmp_path / "folder" / "a.kv", dtype=dtype)
     into = pages_of(TOKENS, dtype, seed=9)
     assert file.rows().tobytes() == rows_of(TOKENS).tobytes()
-    assert file.read(into, TOKENS) == TOKENS
+    assert file.read(Into(into), TOKENS) == TOKENS
     assert all(torch.equal(a, b) for a, b in zip(into, pages_of(TOKENS, dtype), strict=True))
     assert file.path.stat().st_mode & 0o777 == 0o600
     assert file.path.parent.stat().st_mode & 0o777 == 0o700
@@ -70,25 +89,25 @@ def test_what_was_written_is_read_back_bit_by_bit(tmp_path, dtype):
 def test_a_conversation_that_goes_on_is_appended_to(tmp_path):
     path = tmp_path / "a.kv"
     file = written(path, tokens=10)
-    whole = HEADER_BYTES + 2 * file.record_bytes
+    whole = HEADER_BYTES + 2 * file.record_bytes(False)
     before = path.read_bytes()[:whole]
     layers, rows = pages_of(TOKENS), rows_of(TOKENS)
     for page in (2, 3):
-        file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(layers, page))
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], page_of(layers, page))
     assert path.read_bytes()[:whole] == before
     assert len(file.rows()) == TOKENS
 
 
 def test_a_branch_cuts_off_what_followed(tmp_path):
     file = written(tmp_path / "a.kv")
-    file.write(1, rows_of(TOKENS, seed=5)[4:7], blocks_of(pages_of(TOKENS, seed=5), 1))
+    file.write(1, rows_of(TOKENS, seed=5)[4:7], page_of(pages_of(TOKENS, seed=5), 1))
     assert file.rows()["id"].tolist() == [*rows_of(TOKENS)["id"][:4], *rows_of(TOKENS, seed=5)["id"][4:7]]
 
 
 def test_a_file_cut_anywhere_is_whole_up_to_there_or_refused(tmp_path):
     """What is left when the process is killed while it writes: any number of the last bytes is missing."""
     path = tmp_path / "a.kv"
-    record, data = written(path).record_bytes, path.read_bytes()
+    record, data = written(path).record_bytes(False), path.read_bytes()
     for length in [*range(0, HEADER_BYTES, 512), *range(HEADER_BYTES - 2, len(data), 7), len(data)]:
         path.write_bytes(data[:length])
         whole = max(0, length - HEADER_BYTES) // record
@@ -97,7 +116,7 @@ def test_a_file_cut_anywhere_is_whole_up_to_there_or_refused(tmp_path):
 
 def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
     path = tmp_path / "a.kv"
-    record, data = written(path).record_bytes, path.read_bytes()
+    record, data = written(path).record_bytes(False), path.read_bytes()
     places = random.Random(0).sample(range(len(data)), 300)
     for place in places:
         damaged = bytearray(data)
@@ -108,7 +127,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
 
 def test_pages_of_two_histories_do_not_go_together(tmp_path):
     one, other = tmp_path / "one.kv", tmp_path / "other.kv"
-    record = written(one).record_bytes
+    record = written(one).record_bytes(False)
     written(other, seed=1)
     cut = HEADER_BYTES + 2 * record
     one.write_bytes(one.read_bytes()[:cut] + other.read_bytes()[cut:])
@@ -141,7 +160,7 @@ def test_a_page_is_not_written_behind_those_of_another_history(tmp_path):
     one = written(tmp_path / "a.kv", tokens=8)
     other = written(tmp_path / "a.kv", tokens=8, seed=1)  # another application, with the same conversation
     with pytest.raises(DamagedFileError, match="another history"):
-        one.write(2, rows_of(TOKENS)[8:12], blocks_of(pages_of(TOKENS), 2))
+        one.write(2, rows_of(TOKENS)[8:12], page_of(pages_of(TOKENS), 2))
     assert other.rows()["id"].tolist() == rows_of(8, seed=1)["id"].tolist()
 
 
@@ -150,15 +169,14 @@ def test_pages_written_between_rows_and_read_are_not_taken_for_those_of_the_rows
     reader, into = PageFile(tmp_path / "a.kv", geometry(), {"model": "a"}), pages_of(TOKENS, seed=9)
     assert len(reader.rows()) == TOKENS
     written(tmp_path / "a.kv", seed=1)
-    assert reader.read(into, TOKENS) == 0
+    assert reader.read(Into(into), TOKENS) == 0
     assert reader.query(TOKENS) == b""
 
 
 def killed_while_writing(path, seconds: float) -> None:
     """Let another process write one history after the other to ``path``, and kill it after so long."""
     histories = [
-        (rows_of(TOKENS, seed), [blocks_of(pages_of(TOKENS, seed=seed), page) for page in range(4)])
-        for seed in range(3)
+        (rows_of(TOKENS, seed), [page_of(pages_of(TOKENS, seed=seed), page) for page in range(4)]) for seed in range(3)
     ]
     if (child := os.fork()) == 0:
         try:
@@ -186,17 +204,40 @@ def test_a_file_whose_writer_was_killed_is_of_one_history_or_refused(tmp_path):
             continue
         if not len(rows):
             continue
-        there = file.read(into, len(rows))
+        there = file.read(Into(into), len(rows))
         assert there == len(rows)
         seed = next(seed for seed in range(3) if rows[0]["id"] == rows_of(TOKENS, seed)[0]["id"])
         assert rows.tobytes() == rows_of(TOKENS, seed)[: len(rows)].tobytes()
         for page in range(-(-there // PAGE)):
-            assert blocks_of(into, page) == blocks_of(pages_of(TOKENS, seed=seed), page)
+            assert page_of(into, page) == page_of(pages_of(TOKENS, seed=seed), page)
 
 
 def test_a_page_is_not_written_behind_pages_that_are_gone(tmp_path):
     file = written(tmp_path / "a.kv")
     file.path.unlink()
     with pytest.raises(DamagedFileError):
-        file.write(2, rows_of(PAGE), blocks_of(pages_of(TOKENS), 2))
+        file.write(2, rows_of(PAGE), page_of(pages_of(TOKENS), 2))
     assert not file.path.exists()
+
+
+def test_exact_and_8_bit_pages_are_in_one_file(tmp_path):
+    g, path = Geometry(2, 2, 2, 4, 4, torch.bfloat16, PAGE), tmp_path / "a.kv"
+    noise = torch.Generator().manual_seed(1)
+    exact = [torch.randn((4, 2, 2, PAGE, 4), generator=noise).bfloat16() for _ in range(2)]
+    pages = Pages([False, True, True, False], [x[[0, 3]] for x in exact], [rounded(x[1:3], g) for x in exact])
+    file, rows = PageFile(path, g, {"model": "a"}), rows_of(TOKENS)
+    for page in range(4):
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(pages.stored(page)))
+    assert path.stat().st_size == HEADER_BYTES + 2 * (file.record_bytes(False) + file.record_bytes(True))
+    reader, pool = PageFile(path, g, {"model": "a"}), EightBitPool(HostPool(g, torch.device("cpu")))
+    assert len(reader.rows()) == TOKENS
+    assert reader.kinds == pages.kinds
+    assert reader.read(pool, TOKENS) == TOKENS
+    pool.total = TOKENS
+    assert pool.kinds == pages.kinds
+    for page in range(4):
+        assert blocks_of(pool.stored(page)) == blocks_of(pages.stored(page))
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + file.record_bytes(False) + file.record_bytes(True) - 1] ^= 1  # in the first 8-bit page's codes
+    path.write_bytes(data)
+    assert reader.read(EightBitPool(HostPool(g, torch.device("cpu"))), TOKENS) == PAGE

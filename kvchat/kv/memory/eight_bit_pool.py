@@ -1,0 +1,347 @@
+"""The host pool of a conversation whose full pages are kept in 8 bits.
+
+A page is written exactly, token by token, and rounded when it is full. So pages lie in two pools: in the exact one that
+which is not full, and those that got full before 8 bits were asked for or when they no longer were; in ``rounded`` all
+others. Any mixture is a conversation. ``places [page]`` (int64, on the device) says where each page lies: its index in
+the exact pool or, as ``~index``, in ``rounded``.
+
+What is truncated inside an 8-bit page goes on from the values that its codes stand for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.memory import rounding
+from kvchat.kv.memory.arrangement import RoundedByPage
+from kvchat.kv.memory.host_pool import HostPool, gather, scatter
+from kvchat.kv.memory.pages import Pages, copied
+
+
+class EightBitPool(HostPool):
+    """Takes over what ``pool`` holds, between two steps; while it ``rounds``, pages that get full become 8-bit ones.
+
+    ``reserve(tokens)`` also chooses the places of the pages that a forward up to ``tokens`` writes; setting ``total``
+    to so many then makes them the conversation's. Until then nothing stored is overwritten.
+
+    Raises:
+        DoesNotFitError: the host has no memory for the first of them.
+    """
+
+    def __init__(self, pool: HostPool, rounds: bool = True) -> None:
+        g = pool.geometry
+        self.rounded = HostPool(g, pool.device, pool.reserved - 1, pool.registrar, RoundedByPage(g))
+        self.rounds = rounds
+        self._total = pool.total
+        vars(self).update({name: value for name, value in vars(pool).items() if name != "total"})
+        self._pages = list(range(g.pages(pool.total)))
+        self._free = _Indices(len(self._pages))
+        self._free_rounded = _Indices(0)
+        with torch.inference_mode(False):  # written to in and out of it
+            self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
+            self.next_rounded = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._told: list[int] = []
+        self._told_next = 0
+
+    # ---- what is stored
+
+    @property
+    def total(self) -> int:
+        """Tokens stored. It grows to what was reserved last."""
+        return self._total
+
+    @total.setter
+    def total(self, tokens: int) -> None:
+        if tokens <= self._total:
+            self.truncate(tokens)
+            return
+        if len(self._pages) > self.geometry.pages(self._total):  # they were put there
+            self._total = tokens
+            self.truncate(tokens)
+            return
+        first, coming = self._total // self.geometry.page, self._planned(tokens)
+        before, self._pages[first:] = self._pages[first:], coming
+        self._give_back(set(before) - set(coming))
+        self._take(set(coming) - set(before))
+        self._total = tokens
+
+    def truncate(self, tokens: int) -> None:
+        self._total = min(tokens, self._total)
+        self._keep(self.geometry.pages(self._total))
+
+    def _keep(self, pages: int) -> None:
+        self._give_back(self._pages[pages:])
+        del self._pages[pages:]
+
+    @property
+    def kinds(self) -> list[bool]:
+        """Of each page, whether it is an 8-bit one."""
+        return [place < 0 for place in self._pages]
+
+    @property
+    def room(self) -> int:
+        return self.capacity + self.rounded.capacity
+
+    @property
+    def nbytes(self) -> int:
+        return self._committed + self.rounded.nbytes
+
+    @property
+    def pinned(self) -> bool:
+        return super().pinned and self.rounded.pinned
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        return super().badges or self.rounded.badges
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), *self.rounded.graph_buffers(), self.places, self.next_rounded]
+
+    # ---- room
+
+    def reserve(self, tokens: int) -> bool:
+        new = self.geometry.pages(tokens) - len(self._pages) + 2  # one that is opened again, and one being written
+        full = max(0, tokens // self.geometry.page - self._total // self.geometry.page)
+        moved = super().reserve(self._free.after(new if not self.rounds else 2) * self.geometry.page)
+        # One more: a step writes the 8-bit page of a full one wherever it will lie.
+        moved |= self.rounded.reserve(self._free_rounded.after((full if self.rounds else 0) + 1) * self.geometry.page)
+        if tokens > self._total and self._total % self.geometry.page and self._pages[-1] < 0:
+            self._open_again()
+        self._tell(self._planned(tokens))
+        return moved
+
+    def _planned(self, tokens: int) -> list[int]:
+        """The places of the pages from that of the next token on, once ``tokens`` are stored."""
+        p = self.geometry.page
+        first, full = self._total // p, tokens // p - self._total // p
+        opened = self._pages[first:]
+        if not self.rounds or full <= 0:
+            new = self.geometry.pages(tokens) - first - len(opened)
+            return opened + self._free.lowest(max(0, new))
+        return [~index for index in self._free_rounded.lowest(full)] + self._free.lowest(1 if tokens % p else 0)
+
+    def _open_again(self) -> None:
+        """The last page was cut off inside an 8-bit one: let it lie in the exact pool."""
+        index, (place,) = self._pages[-1], self._free.lowest(1)
+        for layer in range(self.geometry.layers):
+            page = rounding.exact(self.rounded.table(layer)[~index], self.geometry)
+            self.table(layer)[place] = page
+        self._pages[-1] = place
+        self._free.take([place])
+        self._free_rounded.give_back([~index])
+
+    def _tell(self, coming: list[int]) -> None:
+        """Let the device know where the pages lie, also the one that the next token opens."""
+        opened = [] if self._total % self.geometry.page else [place for place in coming[:1] if place >= 0]
+        told = self._pages + opened
+        if len(told) > len(self.places):
+            more = self.geometry.pages(self.geometry.grown(len(told) * self.geometry.page)) - len(self.places)
+            with torch.inference_mode(False):
+                self.places = torch.nn.functional.pad(self.places, (0, more))
+        same = next((i for i, (a, b) in enumerate(zip(told, self._told, strict=False)) if a != b), len(self._told))
+        if told[same:]:
+            self.places[same : len(told)] = torch.tensor(told[same:], device=self.device)
+        self._told = told
+        (next_rounded,) = self._free_rounded.lowest(1)
+        if next_rounded != self._told_next:
+            self.next_rounded.fill_(next_rounded)
+            self._told_next = next_rounded
+
+    @property
+    def _used(self) -> int:
+        return self._free.after(0)
+
+    def _take(self, places: Iterable[int]) -> None:
+        places = list(places)
+        self._free.take(place for place in places if place >= 0)
+        self._free_rounded.take(~place for place in places if place < 0)
+
+    def _give_back(self, places: Iterable[int]) -> None:
+        places = list(places)
+        self._free.give_back(place for place in places if place >= 0)
+        self._free_rounded.give_back(~place for place in places if place < 0)
+
+    # ---- reading and writing between steps
+
+    def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Write the tokens after those stored, as ``reserve`` planned it; those before them in their page stay."""
+        g, p = self.geometry, self.geometry.page
+        head, tokens = start % p, start % p + k.shape[1]
+        rows = k.new_zeros((2, g.kv_heads, tokens, g.d))
+        if head:
+            rows[:, :, :head] = self.table(layer)[self._pages[-1]][:, :, :head].transpose(0, 1)
+        rows[0, :, head:, : g.d_k], rows[1, :, head:, : g.d_v] = k, v
+        full = tokens // p
+        pages = rows[:, :, : full * p].reshape(2, g.kv_heads, full, p, g.d).permute(2, 1, 0, 3, 4)
+        coming = self._planned(start + k.shape[1])
+        places = torch.tensor(coming[:full], dtype=torch.int64, device=k.device)
+        if full and coming[0] < 0:
+            scatter(self.rounded.table(layer), ~places, rounding.rounded(pages, g))
+        elif full:
+            scatter(self.table(layer), places, pages)
+        if rest := tokens % p:
+            self.table(layer)[coming[full]][:, :, :rest] = rows[:, :, full * p :].transpose(0, 1)
+
+    def stored(self, page: int) -> list[Tensor]:
+        place = self._pages[page]
+        layers, index = (self.layers, place) if place >= 0 else (self.rounded.layers, ~place)
+        return [layer[index] for layer in layers]
+
+    def copied(self, first: int) -> Pages:
+        places = self._pages[first:]
+        return Pages(
+            [place < 0 for place in places],
+            copied(self.layers, [place for place in places if place >= 0]),
+            copied(self.rounded.layers, [~place for place in places if place < 0]),
+        )
+
+    def put(self, first: int, pages: Pages) -> None:
+        """Store ``pages`` of both kinds from page ``first`` on, in place of all that follow it.
+
+        Raises:
+            DoesNotFitError: the host has no memory for them.
+        """
+        self._keep(first)
+        self._total = min(self._total, first * self.geometry.page)
+        rounded = sum(pages.kinds)
+        exact = len(pages.kinds) - rounded
+        super().reserve(self._free.after(exact) * self.geometry.page)
+        self.rounded.reserve(self._free_rounded.after(rounded) * self.geometry.page)
+        of_exact, of_rounded = self._free.lowest(exact), self._free_rounded.lowest(rounded)
+        for layers, index, kept in (
+            (self.layers, of_exact, pages.exact),
+            (self.rounded.layers, of_rounded, pages.rounded),
+        ):
+            where = torch.tensor(index, dtype=torch.int64)
+            for layer, blocks in zip(layers, kept, strict=True) if index else ():
+                layer.index_copy_(0, where, blocks)
+        places = iter(of_exact), (~index for index in of_rounded)
+        new = [next(places[kind]) for kind in pages.kinds]
+        self._take(new)
+        self._pages += new
+
+    def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
+        """``HostPool.dense`` of stored tokens: a copy, with what the codes stand for."""
+        g = self.geometry
+        places = torch.tensor(self._pages[page : g.pages(tokens)], dtype=torch.int64, device=self.device)
+        whole = torch.empty((2, g.kv_heads, len(places), g.page, g.d), dtype=g.dtype, device=self.device)
+        pages = whole.permute(2, 1, 0, 3, 4)
+        for at, table, read in (
+            (places >= 0, self.table(layer), _as_it_is),
+            (places < 0, self.rounded.table(layer), rounding.exact),
+        ):
+            where = at.nonzero().flatten()
+            if len(where):
+                index = places[where]
+                pages[where] = read(gather(table, torch.where(index < 0, ~index, index)), g)
+        heads_first = whole.flatten(2, 3)[:, :, : tokens - page * g.page]
+        return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
+
+    def runs(self, pages: int, longest: int) -> list[tuple[int, int]]:
+        """Pages 0 to ``pages`` as runs of at most ``longest`` that lie side by side: the first one's place, and length.
+
+        The page that the next token opens is one of them.
+        """
+        found: list[tuple[int, int]] = []
+        for place in self._told[:pages]:
+            first, length = found[-1] if found else (0, 0)
+            follows = place == (first + length if place >= 0 else first - length) and (place < 0) == (first < 0)
+            if 0 < length < longest and follows:
+                found[-1] = first, length + 1
+            else:
+                found.append((place, 1))
+        return found
+
+    # ---- reading in a step: of fixed shape on a GPU
+
+    def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
+        """``HostPool.row_index`` of tokens in exact pages."""
+        place, offset = self._looked_up(positions)
+        return super().row_index(place.clamp(min=0) * self.geometry.page + offset, heads)
+
+    def read_pages(self, layer: int, pages: Tensor, heads: Tensor) -> Tensor:
+        """K and V ``[2, m, p, d]`` of ``pages [m]`` of KV ``heads [m]``, on the device."""
+        places = self.places[pages]
+
+        def exact(place: Tensor, head: Tensor) -> Tensor:
+            return self.table(layer)[place, head]
+
+        def rounded(place: Tensor, head: Tensor) -> Tensor:
+            return rounding.exact(self.rounded.table(layer)[place, head], self.geometry)
+
+        return self._of_either(places, exact, rounded, heads).transpose(0, 1)
+
+    def read_tokens(self, layer: int, positions: Tensor, heads: Tensor) -> Tensor:
+        """K and V ``[2, m, d]`` of tokens ``positions [m]`` of KV ``heads [m]``, on the device."""
+        places, offsets = self._looked_up(positions)
+
+        def exact(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
+            return self.table(layer)[place, head, :, offset]
+
+        def rounded(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
+            codes, of_keys, of_values = rounding.parts(self.rounded.table(layer), self.geometry)
+            scale_v = of_values[place, head, offset].unsqueeze(-1)
+            scales = torch.stack((of_keys[place, head], scale_v.expand(-1, self.geometry.d)), 1)
+            return rounding.scaled(codes[place, head, :, offset], scales)
+
+        return self._of_either(places, exact, rounded, heads, offsets).transpose(0, 1)
+
+    def _looked_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the pages of ``positions`` lie, and their places in these."""
+        page = torch.div(positions, self.geometry.page, rounding_mode="floor")
+        return self.places[page], positions % self.geometry.page
+
+    def _of_either(
+        self, places: Tensor, exact: Callable[..., Tensor], rounded: Callable[..., Tensor], *where: Tensor
+    ) -> Tensor:
+        """What lies at ``places [m]``, read by the one or the other; both at once where asking would be a wait."""
+        is_exact, held = places >= 0, self.table(0).device
+        index, where = torch.where(is_exact, places, ~places).to(held), tuple(x.to(held) for x in where)
+        if self.device.type == "cpu" and bool(is_exact.all()):
+            return exact(index, *where)
+        if self.device.type == "cpu" and not bool(is_exact.any()):
+            return rounded(index, *where)
+        is_exact = is_exact.to(held)
+        zero = torch.zeros_like(index)
+        one = exact(torch.where(is_exact, index, zero), *where)
+        other = rounded(torch.where(is_exact, zero, index), *where)
+        chosen = torch.where(is_exact.view(-1, *[1] * (one.dim() - 1)), one, other)
+        return chosen.to(self.device)
+
+
+class _Indices:
+    """Which indices are free; the lowest are taken first. All from ``end`` on are."""
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self._returned: list[int] = []
+
+    def lowest(self, number: int) -> list[int]:
+        """So many free ones, ascending."""
+        found = heapq.nsmallest(number, self._returned)
+        return [*found, *range(self._end, self._end + number - len(found))]
+
+    def after(self, number: int) -> int:
+        """How many indices there are up to the last in use once the ``number`` lowest are taken."""
+        return self._end + max(0, number - len(self._returned))
+
+    def take(self, indices: Iterable[int]) -> None:
+        """Use these, which are the lowest."""
+        for index in sorted(indices):
+            if index in self._returned:
+                self._returned.remove(index)
+            else:
+                assert index == self._end
+                self._end += 1
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Use these no longer."""
+        self._returned.extend(indices)
+
+
+def _as_it_is(pages: Tensor, _geometry: object) -> Tensor:
+    return pages

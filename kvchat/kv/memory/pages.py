@@ -1,0 +1,60 @@
+"""Copies of a host pool's pages in plain host memory, exact and 8-bit ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class StoredPages(Protocol):
+    """What has pages of a conversation, in host memory."""
+
+    @property
+    def kinds(self) -> Sequence[bool]:
+        """Of each page, whether it is an 8-bit one."""
+
+    def stored(self, page: int) -> list[Tensor]:
+        """A page of every layer: ``[H, 2, p, d]``, or ``[H, block_bytes]`` (uint8) of an 8-bit one."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Consecutive pages; ``kinds`` says of each whether it is an 8-bit one.
+
+    Of each layer the ``exact`` ones ``[n, H, 2, p, d]`` and the 8-bit ones ``[m, H, block_bytes]``.
+    """
+
+    kinds: Sequence[bool]
+    exact: Sequence[Tensor]
+    rounded: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(layer.nbytes for layer in (*self.exact, *self.rounded))
+
+    def stored(self, page: int) -> list[Tensor]:
+        """``StoredPages.stored``"""
+        kind = self.kinds[page]
+        index = sum(each is kind for each in self.kinds[:page])
+        return [layer[index] for layer in (self.rounded if kind else self.exact)]
+
+    def beginning(self, pages: int) -> Pages:
+        """The first ``pages`` of them, not copied."""
+        kinds = self.kinds[:pages]
+        rounded = sum(kinds)
+        return Pages(
+            kinds,
+            [layer[: len(kinds) - rounded] for layer in self.exact],
+            [layer[:rounded] for layer in self.rounded],
+        )
+
+
+def copied(layers: Sequence[Tensor], index: Sequence[int]) -> list[Tensor]:
+    """The entries at ``index`` of each layer, in host memory of their own."""
+    where = torch.tensor(index, dtype=torch.int64)
+    return [layer.index_select(0, where) for layer in layers]

@@ -1,0 +1,69 @@
+"""8-bit pages: keys rounded per channel of a page, values per token.
+
+A few channels of the keys are large in all tokens, no channel of the values is (KIVI, arXiv 2402.02750): a scale for
+each would waste the codes of the other. A scale is the largest magnitude over 127, in the model's dtype; codes are made
+with that rounded scale, so its rounding costs nothing.
+
+A block is a page of one KV head, ``block_bytes`` bytes: codes of K and of V ``[2, p, d]`` (int8), scales of K's
+channels ``[d]`` and of V's tokens ``[p]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.geometry import Geometry
+
+LARGEST = 127
+
+
+def block_bytes(g: Geometry) -> int:
+    """Bytes of a page of one KV head in 8 bits."""
+    return 2 * g.page * g.d + (g.d + g.page) * g.dtype.itemsize
+
+
+def page_bytes(g: Geometry) -> int:
+    """Bytes of a page of one layer in 8 bits."""
+    return g.kv_heads * block_bytes(g)
+
+
+def parts(blocks: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of ``blocks [..., block_bytes]`` (uint8).
+
+    Codes ``[..., 2, p, d]``, scales of K ``[..., d]`` and of V ``[..., p]``.
+    """
+    codes = 2 * g.page * g.d
+    scales = blocks[..., codes:].view(g.dtype)
+    return (
+        blocks[..., :codes].view(torch.int8).view(*blocks.shape[:-1], 2, g.page, g.d),
+        scales[..., : g.d],
+        scales[..., g.d :],
+    )
+
+
+def rounded(pages: Tensor, g: Geometry) -> Tensor:
+    """Blocks ``[..., block_bytes]`` (uint8) of exact ``pages [..., 2, p, d]``."""
+    keys, values = pages.float().unbind(-3)
+    of_keys, of_values = ((x.abs().amax(dim) / LARGEST).to(g.dtype) for x, dim in ((keys, -2), (values, -1)))
+    codes = torch.stack((_codes(keys, of_keys.unsqueeze(-2)), _codes(values, of_values.unsqueeze(-1))), -3)
+    scales = torch.cat((of_keys, of_values), -1)
+    return torch.cat((codes.flatten(-3).view(torch.uint8), scales.view(torch.uint8)), -1)
+
+
+def exact(blocks: Tensor, g: Geometry) -> Tensor:
+    """The K/V ``[..., 2, p, d]`` that ``blocks [..., block_bytes]`` stand for, in the model's dtype."""
+    codes, of_keys, of_values = parts(blocks, g)
+    keys, values = codes.unbind(-3)
+    return torch.stack((scaled(keys, of_keys.unsqueeze(-2)), scaled(values, of_values.unsqueeze(-1))), -3)
+
+
+def scaled(codes: Tensor, scales: Tensor) -> Tensor:
+    """What ``codes`` (int8) stand for, in the dtype of their ``scales`` (broadcast)."""
+    return (codes.float() * scales.float()).to(scales.dtype)
+
+
+def _codes(x: Tensor, scales: Tensor) -> Tensor:
+    scales = scales.float()
+    # A scale of 0 stands for zeros only. Halves go up: the same rule in every kernel.
+    return (x / scales.where(scales > 0, 1.0) + 0.5).floor_().clamp_(-LARGEST, LARGEST).to(torch.int8)

@@ -1,0 +1,159 @@
+"""The operations of a decode step over a host pool with 8-bit pages, in stock torch.
+
+The token that fills a page rounds it. What attention reads of the slots is exact where its own step wrote it there, and
+what the codes stand for where it was recalled. On a CPU full mode reads the codes a run of pages at a time, so that
+what it unpacks stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.attention import Part, Weights, attend_in_parts
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.memory import rounding
+from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.kv.memory.host_pool import gather, scatter
+from kvchat.kv.ops.cpu_ops import CpuOps
+from kvchat.kv.ops.torch_ops import TorchOps, count
+
+RUN_PAGES = 16  # that a CPU unpacks at a time
+
+
+class EightBitOps(TorchOps):
+    """``TorchOps`` for an ``EightBitPool``. Where nothing may be asked both kinds of page are read for each."""
+
+    host: EightBitPool
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        return (*super().badges, "8-bit pages by stock torch operations")
+
+    def begin_step(self, position: Tensor) -> None:
+        super().begin_step(position)
+        page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
+        self._open_page = self.host.places.index_select(0, page)
+
+    def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
+        super().append(held, layer, key, value)
+        if self._fills_page():
+            page = gather(self.host.table(layer), self._open_page)
+            blocks = rounding.rounded(page, self.geometry)
+            scatter(self.host.rounded.table(layer), self.host.next_rounded, blocks)
+
+    def _fills_page(self) -> bool:
+        """Whether the page may be full now: of one that is not, nobody reads the 8-bit page."""
+        return True
+
+    def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:
+        shape = len(heads), len(tokens)
+        found = self.host.read_tokens(layer, tokens.expand(shape).flatten(), heads.expand(shape).flatten())
+        return found.view(2, *shape, -1).unbind()
+
+    # ---- recall
+
+    def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
+        g, heads = self.geometry, slots.heads_of(layer)[:, None]
+        changed = (placed != resident) & (placed >= 0)
+        count(counters, changed, placed, g.page)
+        to = slots.blocks(layer), slots.page_blocks, len(placed) * slots.n // g.page
+        self._bring(self.host.read_pages, layer, placed.clamp(min=0), heads, *to, changed)
+
+    def move_tokens(
+        self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
+    ) -> None:
+        changed = (placed != resident) & (placed >= 0)
+        count(counters, changed, placed)
+        width, n = placed.shape
+        target = torch.arange(width, device=placed.device)[:, None] * slots.n
+        target = target + first + torch.arange(n, device=placed.device)
+        to, heads = (slots.rows(layer), target, width * slots.n), slots.heads_of(layer)[:, None]
+        self._bring(self.host.read_tokens, layer, placed.clamp(min=0), heads, *to, changed)
+
+    def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
+        layout = slots.layout
+        heads = slots.heads_of(layout.first)[:, None]
+        target = torch.arange(len(heads), device=targets.device)[:, None] * slots.n + targets
+        for layer in range(layout.first, layout.last):
+            to = slots.rows(layer), target, len(heads) * slots.n
+            self._bring(self.host.read_tokens, layer, positions * taken, heads, *to, taken)
+
+    def move_picked(self, slots: DeviceSlots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
+        heads = slots.heads_of(layer)
+        to = slots.rows(layer), rows * slots.n + targets, len(heads) * slots.n
+        self._bring(self.host.read_tokens, layer, positions, heads[rows], *to, torch.ones_like(rows, dtype=torch.bool))
+
+    def _bring(
+        self,
+        read: Callable[[int, Tensor, Tensor], Tensor],
+        layer: int,
+        numbers: Tensor,
+        heads: Tensor,
+        slots: Tensor,
+        target: Tensor,
+        v_target: int,
+        changed: Tensor,
+    ) -> None:
+        """Copy the pages or tokens ``numbers`` of ``heads`` to rows ``target`` where ``changed`` (all broadcast)."""
+        shape = target.shape
+        numbers, heads, target, changed = (x.expand(shape).flatten() for x in (numbers, heads, target, changed))
+        picks = self.skip_unchanged or not self.host.pinned
+        if picks:
+            numbers, heads, target = numbers[changed], heads[changed], target[changed]
+        both = torch.cat((target, target + v_target))
+        fresh = read(layer, numbers, heads).reshape(len(both), slots.shape[1])
+        if not picks:
+            fresh = torch.where(changed.repeat(2)[:, None], fresh, slots.index_select(0, both))
+        slots.index_copy_(0, both, fresh)
+
+
+class EightBitCpuOps(EightBitOps, CpuOps):
+    """``EightBitOps`` where asking costs no wait, and full mode reads the host pool itself."""
+
+    def begin_step(self, position: Tensor) -> None:
+        super().begin_step(position)
+        self._runs = self.host.runs(self.geometry.pages(self._now + 1), RUN_PAGES)
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        return ()
+
+    def _fills_page(self) -> bool:
+        return (self._now + 1) % self.geometry.page == 0
+
+    def attend(
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
+    ) -> tuple[Tensor, Weights | None]:
+        if not (slots.layout.spills and self.geometry.unified):
+            return super().attend(slots, layer, query, spec, needs_weights)
+        end = self._now + 1
+        first = 0 if spec.window is None else max(0, end - spec.window)
+        grouped, sinks = self._of_slots(slots, layer, query, spec)
+        attended = attend_in_parts(grouped, list(self._parts(layer, first, end)), spec, sinks)
+        slots.active += self.geometry.kv_heads * (end - first)
+        return attended, None
+
+    def _parts(self, layer: int, first: int, end: int) -> Iterator[Part]:
+        """The tokens ``first`` to ``end`` of a layer by runs of pages."""
+        p, at = self.geometry.page, 0
+        for place, length in self._runs:
+            low, high = max(first, at) - at, min(end, at + length * p) - at
+            if low < high:
+                keys, values = (partial(self._unpacked, layer, kind, place, length, low, high) for kind in (0, 1))
+                yield Part(high - low, keys, values)
+            at += length * p
+
+    def _unpacked(self, layer: int, kind: int, place: int, length: int, low: int, high: int) -> Tensor:
+        """K (``kind`` 0) or V (1) of tokens ``low`` to ``high`` of a run of pages, ``[H, n, d_k or d_v]``."""
+        g, pool = self.geometry, self.host
+        d = (g.d_k, g.d_v)[kind]
+        if place >= 0:
+            return pool.by_head(layer)[kind, :, place * g.page + low : place * g.page + high, :d]
+        codes, *scales = rounding.parts(pool.rounded.table(layer)[~place : ~place + length].transpose(0, 1), g)
+        scale = scales[kind].unsqueeze(-1 if kind else -2)
+        return rounding.scaled(codes[:, :, kind], scale).flatten(1, 2)[:, low:high, :d]

@@ -1,0 +1,135 @@
+"""A conversation whose full pages are kept in 8 bits, held against dense attention over what numpy makes of its K/V."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from support.dense_attention import assert_near, dense
+from support.kv_run import Run
+from support.kv_steps import prefill
+from support.toy_model import Toy
+from torch import Tensor
+
+from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.memory.device_slots import DeviceSlots
+
+
+def in_8_bits(x: Tensor, tokens_share: bool) -> Tensor:
+    """One page ``[H, p, d]``: keys share a scale among its tokens, a channel each; values a token each."""
+    values = x.float().numpy()
+    scale = torch.from_numpy(np.abs(values).max(1 if tokens_share else 2, keepdims=True) / 127).to(x.dtype)
+    scale = scale.float().numpy()
+    codes = np.floor(values / np.where(scale == 0, 1, scale) + np.float32(0.5)).clip(-127, 127)
+    return torch.from_numpy((codes * scale).astype(np.float32)).to(x.dtype)
+
+
+class EightBitRun(Run):
+    """``Run`` with ``rounds``: pages that get full while it is set are stored in 8 bits.
+
+    ``stored_keys`` and ``stored_values`` are what the host pool holds; ``keys`` and ``values`` stay exact.
+    """
+
+    def __init__(self, made: Toy, mode: str, rounds: bool = True, **params: Any) -> None:
+        super().__init__(made, mode, **params)
+        self.exact = False  # bounds may be of exact keys or of stored ones: the sets are the manager's own
+        self.stored = [(keys.clone(), values.clone()) for keys, values in zip(self.keys, self.values, strict=True)]
+        self.full = 0
+        self.set(rounds)
+
+    def set(self, rounds: bool) -> None:
+        self.rounds = rounds
+        self.kv.state.round_pages(rounds)
+
+    def prefill(self, n: int, chunk: int = 1000) -> None:
+        for low in range(0, n, chunk):
+            ids, start = self._new_ids(min(chunk, n - low)), len(self.ids)
+            with prefill(self.kv, len(ids)):
+                for layer in range(self.toy.geometry.layers):
+                    self._check_prefill(layer, ids, start)
+            self.ids += ids
+            self._store()
+        self.kv.refill()
+        self.reference.enter(len(self.ids))
+
+    def truncate(self, n: int) -> None:
+        self.stored = [(keys[:, :n], values[:, :n]) for keys, values in self.stored]
+        super().truncate(n)
+        # What is cut off inside an 8-bit page goes on from its codes.
+        self.full = n // self.toy.geometry.page
+        tail = slice(self.full * self.toy.geometry.page, n)
+        for layer, (keys, values) in enumerate(self.stored):
+            self.keys[layer] = torch.cat((self.keys[layer][:, : tail.start], keys[:, tail]), 1)
+            self.values[layer] = torch.cat((self.values[layer][:, : tail.start], values[:, tail]), 1)
+
+    def check(self) -> None:
+        assert self.kv.total == len(self.ids)
+        check_integrity(self.kv.state)
+        for layer, stored in enumerate(self.stored):
+            for found, expected in zip(self.kv.state.host.dense(layer, self.kv.total), stored, strict=True):
+                assert torch.equal(found, expected), f"layer {layer}"
+
+    # ---- inside
+
+    def _step(self, ids: list[int]) -> list[Tensor]:
+        outputs = super()._step(ids)
+        self._store()
+        return outputs
+
+    def _check_prefill(self, layer: int, ids: list[int], start: int) -> None:
+        """Attention reads what is stored, and the new tokens exactly."""
+        spec = self.toy.specs[layer]
+        q, k, v = self.toy.qkv(layer, ids, start)
+        output = self.kv.attention(layer, q, k, v, spec)
+        self._keep(layer, k, v)
+        self.query[layer] = q[:, -1]
+        keys, values = (torch.cat(parts, 1) for parts in zip(self.stored[layer], (k, v), strict=True))
+        seen = torch.arange(start + len(ids)) > start + len(ids) - 1 - (spec.window or start + len(ids))
+        expected = dense(q[:, -1], keys, values, seen.expand(len(keys), -1), spec)
+        assert_near(output[:, -1], expected, self.toy.geometry.dtype, f"prefill, layer {layer}")
+
+    def _check_step(self, layer: int, query: Tensor, output: Tensor) -> None:
+        spec, total = self.toy.specs[layer], len(self.ids)
+        exact = self.keys[layer], self.values[layer]
+        keys, values = (torch.cat((a, b[:, -1:]), 1) for a, b in zip(self.stored[layer], exact, strict=True))
+        for slots in self.kv.state.slots_of[layer]:
+            self._note_slots(slots, layer, keys, values)
+        self.keys[layer] = keys  # the reference turns a mode's sinks
+        seen = attended(self.kv.state, layer)
+        expected = dense(query, self.reference.keys(layer), values, seen, spec)
+        self.keys[layer] = exact[0]
+        assert_near(output, expected, self.toy.geometry.dtype, f"{self.kv.mode.name}, layer {layer}, token {total - 1}")
+
+    def _note_slots(self, slots: DeviceSlots, layer: int, keys: Tensor, values: Tensor) -> None:
+        """A readable slot holds K/V as stored, or exactly: then attention reads them so.
+
+        Pages may have left their slots since.
+        """
+        heads = slots.heads_of(layer).tolist()
+        table = slots.attended_of(layer).expand(len(heads), -1)
+        exact = self.keys[layer], self.values[layer]
+        held = slots.keys(layer), slots.values(layer)
+        for row, head in enumerate(heads):
+            for slot in (table[row] >= 0).nonzero().flatten().tolist():
+                token = int(table[row, slot])
+                for found, computed, stored in zip(held, exact, (keys, values), strict=True):
+                    if torch.equal(found[row, slot], computed[head, token]):
+                        stored[head, token] = computed[head, token]
+                    elif slot >= slots.offset and (found is held[1] or token >= slots.layout.sink):
+                        assert torch.equal(found[row, slot], stored[head, token])
+
+    def _store(self) -> None:
+        """Note what was stored of the newest tokens, and round the pages that they filled."""
+        p = self.toy.geometry.page
+        for layer, (keys, values) in enumerate(self.stored):
+            new = slice(keys.shape[1], len(self.ids))
+            keys, values = (
+                torch.cat(x, 1) for x in ((keys, self.keys[layer][:, new]), (values, self.values[layer][:, new]))
+            )
+            for page in range(self.full, len(self.ids) // p):
+                at = slice(page * p, (page + 1) * p)
+                if self.rounds:
+                    keys[:, at], values[:, at] = in_8_bits(keys[:, at], True), in_8_bits(values[:, at], False)
+            self.stored[layer] = keys, values
+        self.full = len(self.ids) // p
