@@ -54,12 +54,12 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     experiment = Experiment(
         "agreement",
         "KL divergence from full attention in nats, top-1 agreement and attention mass covered, token by token",
-        asdict(settings),
+        asdict(settings) | choice.settings(),
         found,
         model_identity(model),
         fingerprint(model.device),
     )
-    forced = Forced(Walk(model), settings, texts)
+    forced = Forced(Walk(model), settings, texts, choice.host_dtype == "int8")
     result = frame.measure(
         experiment,
         [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
@@ -70,10 +70,11 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
 
 
 class Forced:
-    """Decodes passages in full, once each, and in the variants."""
+    """Decodes passages in full, once each, and in the variants; only these over 8-bit pages, where it ``rounds``."""
 
-    def __init__(self, walk: Walk, settings: Settings, texts: Sequence[Passage]) -> None:
+    def __init__(self, walk: Walk, settings: Settings, texts: Sequence[Passage], rounds: bool = False) -> None:
         self._walk = walk
+        self._rounds = rounds
         self._settings = settings
         self._texts = texts
         self._exact: tuple[int, Tensor] | None = None
@@ -86,7 +87,7 @@ class Forced:
         """
         text, walk, exact = self._texts[number], self._walk, self._of_full(number)
         context = self._settings.context
-        walk.begin(text.ids[:context], parsed(variant), self._settings.tokens)
+        walk.begin(text.ids[:context], parsed(variant), self._settings.tokens, self._rounds)
         divergences, same, read, covered = [], [], [], []
         for token, its in zip(text.ids[context:], exact, strict=True):
             logits = walk.step(token)

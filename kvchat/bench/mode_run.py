@@ -54,14 +54,14 @@ class ModeRun:
             )
         state, geometry = kv.state, kv.state.geometry
         held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total)).device_bytes(geometry)
-        before = state.transfer.totals.tolist()
+        before, bytes_before = state.transfer.totals.tolist(), state.transfer.recalled_bytes()
         timing = time_steps(self._runner.step, tokens, state.device)
         moved, wanted, corrected = (b - a for a, b in zip(before, state.transfer.totals.tolist(), strict=True))
         self._figures = {
             "kv_device_bytes": held,
             "kv_predicted_bytes": predicted,
             "kv_host_bytes": state.host.nbytes,
-            "moved_bytes": moved * state.transfer.pair_bytes / len(tokens),
+            "moved_bytes": (state.transfer.recalled_bytes() - bytes_before) / len(tokens),
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
             "not_captured": self._runner.graphs.refusal,

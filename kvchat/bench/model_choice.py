@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvchat.protocol.messages import HostDtype
+
 if TYPE_CHECKING:
     from kvchat.engine.model.load import LoadedModel
     from kvchat.engine.session import Session
@@ -13,12 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model, its device, dtype and quantization, as the command line names them."""
+    """A model, its device, dtype, quantization and what full pages are kept in, as the command line names them."""
 
     model: str = "bundled"
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
+    host_dtype: HostDtype = "model"
 
     def load(self, report: Callable[[str], None]) -> LoadedModel:
         """Load the weights; ``report`` is called with each stage.
@@ -38,4 +41,8 @@ class ModelChoice:
         """
         from kvchat.engine.session import Session
 
-        return Session(self.load(report))
+        return Session(self.load(report), host_dtype=self.host_dtype)
+
+    def settings(self) -> dict[str, str]:
+        """What of the choice the model's identity does not say, as settings of an experiment."""
+        return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}

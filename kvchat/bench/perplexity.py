@@ -53,7 +53,7 @@ def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), fr
         "perplexity",
         "perplexity of text decoded step by step, tokens read (mean over layers, KV heads and steps) and time, each "
         "against full's in the same run",
-        asdict(settings) | {"prompt": PROMPT},
+        asdict(settings) | {"prompt": PROMPT} | choice.settings(),
         found,
         model_identity(session.model),
         fingerprint(session.model.device),

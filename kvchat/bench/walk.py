@@ -34,8 +34,10 @@ class Walk:
         """Tokens stored."""
         return self.runner.kv.total
 
-    def begin(self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0) -> Tensor:
-        """Store the prompt, exactly, and nothing else, then enter a mode; the next token's logits ``[vocab]``.
+    def begin(self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0, rounds: bool = False) -> Tensor:
+        """Store the prompt and nothing else, then enter a mode; the next token's logits ``[vocab]``.
+
+        It is stored exactly, or where it ``rounds`` in 8-bit pages, of which later tokens of the prompt read.
 
         Raises:
             DoesNotFitError: the prompt and ``more`` tokens are longer than the model's context, or memory is short.
@@ -48,9 +50,10 @@ class Walk:
                 "Take less context.",
             )
         # The K/V of a prompt are exact in every mode: of one that is stored only the last token is read again.
-        kept = len(prompt) - 1 if self._prompt == list(prompt) else 0
+        kept = len(prompt) - 1 if self._prompt == list(prompt) and self._state.rounds == rounds else 0
         self._prompt = []
         self.runner.truncate(kept)
+        self._state.round_pages(rounds)
         logits = [made for _, made in self.runner.prefill(prompt[kept:])][-1]
         assert logits is not None
         self.enter(parameters, prompt)

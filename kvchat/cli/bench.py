@@ -19,6 +19,7 @@ from kvchat.cli.bench_options import (
     Cases,
     Device,
     Dtype,
+    HostPages,
     Json,
     Mode,
     Model,
@@ -51,6 +52,7 @@ def agreement_command(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "none",
+    host_dtype: HostPages = "model",
     as_json: Json = False,
     out: Out = None,
     plot: Plot = None,
@@ -62,7 +64,7 @@ def agreement_command(
     settings = agreement.Settings(
         variants or standard_variants(agreement.STANDARD, budget), context, tokens, passages, file_names(text)
     )
-    run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json, plot)
     run.done(agreement.run(settings, run.choice, run.frame))
 
 
@@ -183,6 +185,7 @@ def perplexity_command(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "none",
+    host_dtype: HostPages = "model",
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -190,7 +193,7 @@ def perplexity_command(
     from kvchat.bench import perplexity
 
     settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, file_names(text))
-    run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json)
     run.done(perplexity.run(settings, run.choice, run.frame))
 
 

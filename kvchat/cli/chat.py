@@ -87,6 +87,7 @@ def load_of(chosen: Settings) -> Load:
         quantize=model.quantize,
         fast=model.fast,
         link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
+        host_dtype=kv.host_dtype,
     )
 
 

@@ -20,12 +20,13 @@ import kvchat
 from kvchat import files, paths
 from kvchat.cli import bench, chats, completion, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
-from kvchat.cli.chat import chat, load_of, mode_params_of
+from kvchat.cli.chat import chat, load_of
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import (
     Budget,
     Device,
     Dtype,
+    HostDtype,
     Mode,
     Model,
     Param,
@@ -104,6 +105,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
     device: Device = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    host_dtype: HostDtype = None,
     mode: Mode = None,
     budget: Budget = None,
     param: Param = None,
@@ -133,6 +135,7 @@ def chat_command(
     device: Device = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    host_dtype: HostDtype = None,
     mode: Mode = None,
     budget: Budget = None,
     param: Param = None,
@@ -156,6 +159,7 @@ def ask_command(
     device: Device = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    host_dtype: HostDtype = None,
     mode: Mode = None,
     budget: Budget = None,
     param: Param = None,
@@ -229,6 +233,7 @@ def plan_command(
     context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    host_dtype: HostDtype = None,
     budget: Budget = None,
     param: Param = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -237,7 +242,7 @@ def plan_command(
     from kvchat.cli.plan import plan as run
 
     chosen = load_settings(options.flags(ctx.params)).settings
-    raise typer.Exit(run(model, chosen.model.device, chosen.model.dtype, context, mode_params_of(chosen), as_json))
+    raise typer.Exit(run(model, context, chosen, as_json))
 
 
 @app.command()

@@ -29,6 +29,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
     "device": (("model", "device"),),
     "dtype": (("model", "dtype"),),
     "quantize": (("model", "quantize"),),
+    "host_dtype": (("kv", "host_dtype"),),
     "system": (("model", "system"),),
     "mode": (("kv", "mode"),),
     "theme": (("ui", "theme"),),
@@ -50,6 +51,10 @@ Quantize = Annotated[
         help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])",
         autocompletion=words_of(("model", "quantize")),
     ),
+]
+HostDtype = Annotated[
+    str | None,
+    typer.Option(help="full K/V pages in host memory: model or int8", autocompletion=words_of(("kv", "host_dtype"))),
 ]
 Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`", autocompletion=complete_mode)]
 Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]

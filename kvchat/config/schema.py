@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from kvchat.config.modes import Params, mode_names, registered
 from kvchat.config.validation_errors import reason
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import HostDtype, Sampling
 
 DEFAULTS = Sampling()
 
@@ -49,6 +49,8 @@ class KvSettings(Section):
     """A field ``mode`` and one section a mode, added from the registry below."""
 
     mode: str = "full"
+    host_dtype: HostDtype = "model"
+    """full pages in host memory: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
     parked_gib: float = Field(2.0, ge=0, le=2**20)
     """GiB of host memory for K/V of conversations gone away from, to be gone back to at once; 0 for none"""
     saved_gib: float = Field(4.0, ge=0, le=2**20)

@@ -29,11 +29,14 @@ class Counts:
     corrections: int
     active: float
     steps: int
+    moved_bytes: int
 
     @staticmethod
     def of(kv: KVManager) -> Counts:
         moved, wanted, corrections = kv.state.transfer.totals.tolist()
-        return Counts(moved, wanted, corrections, read_tokens(kv.state), kv.state.steps)
+        return Counts(
+            moved, wanted, corrections, read_tokens(kv.state), kv.state.steps, kv.state.transfer.recalled_bytes()
+        )
 
 
 @dataclass
@@ -112,7 +115,7 @@ class MetricsCollector:
             decode_tokens_per_s=answer.rate(),
             kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
             kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
-            recalled_bytes=(now.moved - before.moved) * kv.state.transfer.pair_bytes,
+            recalled_bytes=now.moved_bytes - before.moved_bytes,
             recall_hit_rate=_hit_rate(before, now),
             corrections=now.corrections - before.corrections,
             recoveries=answer.recoveries,
@@ -148,7 +151,7 @@ class MetricsCollector:
             tokens_per_s=self.answer.rate(RATE_TOKENS) if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
-            recalled_bytes=now.moved * kv.state.transfer.pair_bytes,
+            recalled_bytes=now.moved_bytes,
             recall_hit_rate=self._hit_rate,
             corrections=now.corrections,
             recall_ms_p50=p50,
@@ -182,7 +185,7 @@ class MetricsCollector:
         """Per-step figures since the last snapshot in which there were steps."""
         steps = now.steps - self._last.steps
         if steps > 0:
-            self._step_bytes = (now.moved - self._last.moved) * self._kv.state.transfer.pair_bytes / steps
+            self._step_bytes = (now.moved_bytes - self._last.moved_bytes) / steps
             self._hit_rate = _hit_rate(self._last, now)
             self._last = now
 

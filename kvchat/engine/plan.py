@@ -30,7 +30,7 @@ from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Params, Proposal
-from kvchat.protocol.messages import Load, Plan
+from kvchat.protocol.messages import HostDtype, Load, Plan
 
 # What is given up last is first: reading less costs some answers, 8 bits little, 4 bits more.
 PROPOSED_MODES = ("full", "speculative", "streaming")
@@ -47,6 +47,7 @@ def memory_plan(
     context: int | None,
     mode_params: Mapping[str, Params],
     progress: Progress,
+    host_dtype: HostDtype = "model",
 ) -> MemoryPlan:
     """Plan for a conversation of ``context`` tokens, by default as long as the model allows.
 
@@ -69,7 +70,7 @@ def memory_plan(
         modes={name: _mode_need(name, mode_params, seen, tokens) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen.shapes, geometry, tokens, described.device),
-        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1)),
+        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), host_dtype == "int8"),
         snapshots=SNAPSHOTS * seen.state.nbytes,
         device_free=budget.free_bytes(described.device),
         host_free=available.host_free(),
@@ -85,7 +86,7 @@ def plan_of(asked: Plan, progress: Progress) -> MemoryPlan:
     """
     load = asked.load
     params = {name: {**load.mode_params.get(name, {}), **load.given.get(name, {})} for name in modes.mode_names()}
-    return memory_plan(load.model, load.device, load.dtype, asked.context, params, progress)
+    return memory_plan(load.model, load.device, load.dtype, asked.context, params, progress, load.host_dtype)
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:

@@ -22,13 +22,14 @@ from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import Released, whole
 from kvchat.engine.keep.keeper import Keeper
+from kvchat.engine.keep.page_format import keep_pages
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.stored_text import StoredText
 from kvchat.errors import UsageError
-from kvchat.kv.inspect import attended
 from kvchat.protocol.figures import Params, Price, Snapshot
-from kvchat.protocol.messages import Event, Keeping, Load, Loaded, Sampling, Switched, Text, Turn
+from kvchat.protocol.messages import Event, HostDtype, Keeping, Load, Loaded, Sampling, Switched, Text, Turn
 
 
 def load(
@@ -41,6 +42,7 @@ def load(
     mode_params: Mapping[str, Params] | None = None,
     quantize: str = "none",
     fast: bool = True,
+    host_dtype: HostDtype = "model",
     progress: Callable[[str], None] = lambda stage: None,
     **params: Any,
 ) -> Session:
@@ -55,6 +57,7 @@ def load(
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
         quantize: ``none``, ``int8`` or ``int4`` (torchao), or ``nf4`` (bitsandbytes).
         fast: swap small pieces of the model for faster ones.
+        host_dtype: what full pages of K/V are kept in: the ``model``'s number format, or ``int8``.
         progress: called with each stage of loading.
         params: the mode's parameters, such as ``budget``.
 
@@ -63,7 +66,9 @@ def load(
         UsageError: an unknown mode or parameter, device or dtype.
         DoesNotFitError: there is not enough memory.
     """
-    asked = Load(model, device, dtype, mode, {mode: params}, dict(mode_params or {}), quantize, fast)
+    asked = Load(
+        model, device, dtype, mode, {mode: params}, dict(mode_params or {}), quantize, fast, host_dtype=host_dtype
+    )
     return open_session(asked, progress, system)
 
 
@@ -87,10 +92,11 @@ def open_session(
         given=asked.given,
         link_bytes_per_s=asked.link_bytes_per_s,
         keeping=asked.keeping,
+        host_dtype=asked.host_dtype,
     )
 
 
-class Session(Released, Comparisons):
+class Session(Released, Comparisons, StoredText):
     """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
 
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
@@ -110,6 +116,7 @@ class Session(Released, Comparisons):
         given: Mapping[str, Params] | None = None,
         link_bytes_per_s: float | None = None,
         keeping: Keeping = Keeping(),
+        host_dtype: HostDtype = "model",
     ) -> None:
         stored = Stored()
         self._model = model
@@ -117,6 +124,7 @@ class Session(Released, Comparisons):
         self._switcher = ModeSwitcher(model, mode, given, mode_params or {}, stored, link_bytes_per_s)
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
+        self._kv.state.round_pages(host_dtype == "int8")
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
@@ -251,6 +259,15 @@ class Session(Released, Comparisons):
         self._ask()
         return self._keeper.saving(self._loop.rebuild())
 
+    def keep_pages(self, host_dtype: HostDtype) -> str:
+        """Keep pages that get full from now on in the model's number format or in int8; what that means now.
+
+        Raises:
+            DoesNotFitError: the host has no memory for the first of them; nothing changed.
+        """
+        self._loop.one.check_process()
+        return keep_pages(self._kv.state, host_dtype)
+
     def prices(self) -> tuple[Price, ...]:
         """What switching to each of the other modes would cost now."""
         return self._switcher.prices()
@@ -301,22 +318,6 @@ class Session(Released, Comparisons):
     def total(self) -> int:
         """Tokens stored."""
         return self._kv.total
-
-    def attended(self, layer: int) -> Tensor:
-        """Which stored tokens the last token's attention read in ``layer``, bool ``[kv_head, total]``.
-
-        Raises:
-            UsageError: the model has no such layer.
-        """
-        if not 0 <= whole(layer, "A layer") < self._model.layers:
-            raise UsageError(f"There is no layer {layer}.", f"The model has layers 0 to {self._model.layers - 1}.")
-        return attended(self._kv.state, layer)
-
-    def text(self, start: int, end: int) -> str:
-        """The text of the stored tokens ``start`` to ``end``, control tokens included."""
-        ids = self._loop.stored.ids[whole(start, "A position") : whole(end, "A position")]
-        text: str = self._model.tokenizer.decode(ids)
-        return text
 
     def snapshot(self) -> Snapshot:
         """What the KV manager holds and did; cheap enough for ten a second."""

@@ -31,6 +31,7 @@ from kvchat.protocol.messages import (
     Event,
     Failed,
     Forget,
+    KeepPages,
     Load,
     Loading,
     Peek,
@@ -143,6 +144,9 @@ class Server:
                     self._outbox.send(self._loaded().hide_needle(tokens, seed))
                 case Switch():
                     self._switch(command)
+                case KeepPages(host_dtype):
+                    self._outbox.send(messages.Noted(self._loaded().keep_pages(host_dtype)))
+                    self._snapshot()
                 case Plan():
                     self._plan(command)
                 case Peek():

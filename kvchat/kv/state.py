@@ -116,6 +116,12 @@ class KVState:
         if isinstance(self.host, EightBitPool):
             self.host.rounds = rounds
 
+    @property
+    def first_rounded(self) -> int:
+        """Tokens before the first whose K/V were rounded, where that is not asked for any more; else all."""
+        kinds = self.host.rounded_pages if isinstance(self.host, EightBitPool) and not self.rounds else []
+        return min((page * self.geometry.page for page in kinds), default=self.total)
+
     def admit(self, kinds: Sequence[bool]) -> None:
         """Let the host pool take pages of these kinds, 8-bit ones or exact ones.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.rounding import block_bytes
 from kvchat.kv.memory.side_stream import SideStream
 from kvchat.kv.memory.step_timer import StepTimer
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -17,25 +18,25 @@ from kvchat.kv.ops.torch_ops import TorchOps
 class Transfer:
     """Moves rows from the host pool to slots; what runs on ``side_stream`` overlaps with the layers that follow.
 
-    ``counters [3, 3]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved or read over the
-    link, K/V pairs wanted and heads corrected. The second row counts on the side stream, because two streams must not
-    add to the same number; the third what is chosen a second time for the same step, which is moved but not wanted once
-    more.
+    ``counters [3, 4]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved or read over the
+    link, K/V pairs wanted, those of the moved that came from 8-bit pages, and heads corrected. The second row counts on
+    the side stream, because two streams must not add to the same number; the third what is chosen a second time for the
+    same step, which is moved but not wanted once more.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
         self.geometry = geometry
         self.ops = ops
         self.side_stream = SideStream(device)
-        self.counters = torch.zeros((3, 3), dtype=torch.int64, device=device)
-        self._moved_and_wanted = [row[:2] for row in self.counters]
+        self.counters = torch.zeros((3, 4), dtype=torch.int64, device=device)
+        self._moved_and_wanted = [row[:3] for row in self.counters]
         self.filled_bytes = 0
         self.filled_seconds = 0.0
         self.timer = StepTimer(device)
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer and KV head."""
+        """Bytes of K and V of one token in one layer and KV head, of an exact page."""
         return 2 * self.geometry.row_bytes
 
     def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, again: bool = False) -> None:
@@ -61,7 +62,7 @@ class Transfer:
 
         Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
         """
-        g, width = self.geometry, slots.layout.width(self.geometry)
+        width = slots.layout.width(self.geometry)
         began = time.perf_counter()
         changed = (wanted != slots.table) & (wanted >= 0)
         for layer in range(slots.layout.first, slots.layout.last):
@@ -69,7 +70,8 @@ class Transfer:
             head, slot = changed[t].expand(width, -1).nonzero(as_tuple=True)
             position = wanted[t].expand(width, -1)[head, slot].long()
             self.ops.move_picked(slots, layer, head, position, slot)
-            self.filled_bytes += 2 * position.numel() * g.row_bytes
+            rounded = 0 if (kinds := self.ops.host.rounded_at(position)) is None else int(kinds.sum())
+            self.filled_bytes += self._bytes(position.numel(), rounded)
         slots.table.copy_(wanted)
         if slots.table.is_cuda:  # else the launches alone would be timed
             torch.cuda.current_stream().synchronize()
@@ -79,6 +81,8 @@ class Transfer:
         """Bring tokens ``positions [m]`` into slots ``targets [m]`` of an unordered layout where ``taken``."""
         layers = slots.layout.last - slots.layout.first
         self.counters[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)
+        if (rounded := self.ops.host.rounded_at(positions * taken)) is not None:
+            self.counters[0, 2].add_((rounded & taken).sum(), alpha=layers * self.geometry.kv_heads)
         table = slots.table[0, 0]
         entries = torch.where(taken, positions.to(torch.int32), table.index_select(0, targets))
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))
@@ -92,14 +96,25 @@ class Transfer:
     def count_fetched(self, pairs: Tensor) -> None:
         """Add K/V pairs that attention read over the link without their being moved anywhere (0-d)."""
         self.counters[0, 0].add_(pairs)
+        if (share := self.ops.host.rounded_share) is not None:  # what spills is read from first to last
+            self.counters[0, 2].add_((pairs * share).long())
 
     def count_corrections(self, heads: Tensor) -> None:
         """Add corrected heads (0-d)."""
-        self.counters[0, 2].add_(heads)
+        self.counters[0, 3].add_(heads)
 
     def moved_bytes(self) -> int:
         """Bytes copied to the device or read over the link so far; waits for the device."""
-        return self.filled_bytes + int(self.totals[0]) * self.pair_bytes
+        return self.filled_bytes + self.recalled_bytes()
+
+    def recalled_bytes(self) -> int:
+        """Bytes that steps copied to the device or read over the link so far; waits for the device."""
+        moved, _, rounded, _ = self.counters.sum(0).tolist()
+        return self._bytes(moved, rounded)
+
+    def _bytes(self, pairs: int, rounded: int) -> int:
+        """Bytes of K/V pairs, some of them of 8-bit pages, whose scales count with each of their tokens."""
+        return (pairs - rounded) * self.pair_bytes + rounded * block_bytes(self.geometry) // self.geometry.page
 
     @property
     def fill_rate(self) -> float:
@@ -109,7 +124,7 @@ class Transfer:
     @property
     def totals(self) -> Tensor:
         """``[moved, wanted, corrections]``, int64 on the device."""
-        moved, _, corrections = self.counters.sum(0)
+        moved, _, _, corrections = self.counters.sum(0)
         return torch.stack((moved, self.counters[:2, 1].sum(), corrections))
 
     def join(self) -> None:

@@ -6,7 +6,7 @@ Commands go to the engine's stdin, events come from its stdout. The engine keeps
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,9 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
+
+
+HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Load:
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     keeping: Keeping = Keeping()
+    host_dtype: HostDtype = "model"
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,13 @@ class Switch:
 
     mode: str = ""
     params: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeepPages:
+    """Keep pages of K/V that get full from now on in ``host_dtype``, also during an answer; answered by ``Noted``."""
+
+    host_dtype: HostDtype
 
 
 @dataclass(frozen=True)
@@ -328,7 +339,9 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek
+Command = (
+    Load | Plan | Chat | Resume | Forget | Stop | Switch | KeepPages | Rebuild | Compare | HideNeedle | Pace | Peek
+)
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 ComparisonEvent = Comparing | Compared | NeedleHidden
 Kept = Resumed | Noted

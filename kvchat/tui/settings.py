@@ -179,6 +179,8 @@ class SettingsEditor:
             case ("kv", "mode"):
                 if value != self._chat.state.mode:
                     self._chat.switch(value)
+            case ("kv", "host_dtype"):
+                self._chat.models.keep_pages(value)
             case ("kv", mode, name):
                 self._chat.set_for_mode(mode, name, value)
             case ("ui", "theme"):

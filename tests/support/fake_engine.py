@@ -25,10 +25,12 @@ from kvchat.protocol.messages import (
     Command,
     Compare,
     Finished,
+    KeepPages,
     Load,
     Loaded,
     Loading,
     NeedleHidden,
+    Noted,
     Peek,
     Peeked,
     Prefilled,
@@ -197,6 +199,8 @@ class FakeEngine:
     def between(self, command: Command) -> None:
         if isinstance(command, Switch):
             self.switch(command)
+        elif isinstance(command, KeepPages):
+            send(Noted(f"Pages are kept in {command.host_dtype} from now on."))
         elif isinstance(command, Rebuild):
             send(Prefilled(12, 12))
             send(Rebuilt(12, 0.25))

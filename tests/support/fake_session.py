@@ -16,6 +16,7 @@ from kvchat.protocol.figures import MemoryPlan, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Event,
     Finished,
+    HostDtype,
     Load,
     Loaded,
     NeedleHidden,
@@ -129,6 +130,10 @@ class FakeSession:
         self.params = modes.parse(self.mode, params).model_dump(exclude_unset=True)
         self.switches.append({"after": len(self.token_ids), "mode": self.mode})
         return Switched(before, self.mode, self.params, 7, 0, 0.0)
+
+    def keep_pages(self, host_dtype: HostDtype) -> str:
+        self.host_dtype = host_dtype
+        return f"Pages are kept in {host_dtype} from now on."
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.mode, self.params, 7.0, 7, 4096, 64, 64)

@@ -222,7 +222,7 @@ class AnswerLoop(Released):
 
     def _rebuild(self) -> Iterator[Event]:
         self._switcher.check_context(self._kv.total)
-        first = self.stored.first_reduced
+        first = min(self.stored.first_reduced, self._kv.state.first_rounded)
         whole, began = copy.deepcopy(self.stored), time.perf_counter()
         ids = whole.ids[first:]
         self.forget(first)

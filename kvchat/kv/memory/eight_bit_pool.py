@@ -10,7 +10,6 @@ What is truncated inside an 8-bit page goes on from the values that its codes st
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from kvchat.kv.memory import rounding
 from kvchat.kv.memory.arrangement import RoundedByPage
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
+from kvchat.kv.memory.indices import Indices
 from kvchat.kv.memory.pages import Pages, copied
 
 
@@ -39,11 +39,13 @@ class EightBitPool(HostPool):
         self._total = pool.total
         vars(self).update({name: value for name, value in vars(pool).items() if name != "total"})
         self._pages = list(range(g.pages(pool.total)))
-        self._free = _Indices(len(self._pages))
-        self._free_rounded = _Indices(0)
+        self._cut_off: set[int] = set()
+        self._free = Indices(len(self._pages))
+        self._free_rounded = Indices(0)
         with torch.inference_mode(False):  # written to in and out of it
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
             self.next_rounded = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._share = torch.zeros((), dtype=torch.float64, device=self.device)
         self._told: list[int] = []
         self._told_next = 0
 
@@ -76,11 +78,17 @@ class EightBitPool(HostPool):
     def _keep(self, pages: int) -> None:
         self._give_back(self._pages[pages:])
         del self._pages[pages:]
+        self._cut_off = {page for page in self._cut_off if page < pages}
 
     @property
     def kinds(self) -> list[bool]:
         """Of each page, whether it is an 8-bit one."""
         return [place < 0 for place in self._pages]
+
+    @property
+    def rounded_pages(self) -> list[int]:
+        """The pages that are 8-bit ones, or were before they were cut off."""
+        return [page for page, place in enumerate(self._pages) if place < 0 or page in self._cut_off]
 
     @property
     def room(self) -> int:
@@ -99,7 +107,7 @@ class EightBitPool(HostPool):
         return super().badges or self.rounded.badges
 
     def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), *self.rounded.graph_buffers(), self.places, self.next_rounded]
+        return [*super().graph_buffers(), *self.rounded.graph_buffers(), self.places, self.next_rounded, self._share]
 
     # ---- room
 
@@ -131,6 +139,7 @@ class EightBitPool(HostPool):
             page = rounding.exact(self.rounded.table(layer)[~index], self.geometry)
             self.table(layer)[place] = page
         self._pages[-1] = place
+        self._cut_off.add(len(self._pages) - 1)
         self._free.take([place])
         self._free_rounded.give_back([~index])
 
@@ -144,6 +153,7 @@ class EightBitPool(HostPool):
                 self.places = torch.nn.functional.pad(self.places, (0, more))
         same = next((i for i, (a, b) in enumerate(zip(told, self._told, strict=False)) if a != b), len(self._told))
         if told[same:]:
+            self._share.fill_(sum(place < 0 for place in told) / len(told))
             self.places[same : len(told)] = torch.tensor(told[same:], device=self.device)
         self._told = told
         (next_rounded,) = self._free_rounded.lowest(1)
@@ -256,6 +266,15 @@ class EightBitPool(HostPool):
                 found.append((place, 1))
         return found
 
+    # ---- where tokens lie
+
+    def rounded_at(self, positions: Tensor) -> Tensor:
+        return self._looked_up(positions)[0] < 0
+
+    @property
+    def rounded_share(self) -> Tensor:
+        return self._share
+
     # ---- reading in a step: of fixed shape on a GPU
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
@@ -311,36 +330,6 @@ class EightBitPool(HostPool):
         other = rounded(torch.where(is_exact, zero, index), *where)
         chosen = torch.where(is_exact.view(-1, *[1] * (one.dim() - 1)), one, other)
         return chosen.to(self.device)
-
-
-class _Indices:
-    """Which indices are free; the lowest are taken first. All from ``end`` on are."""
-
-    def __init__(self, end: int) -> None:
-        self._end = end
-        self._returned: list[int] = []
-
-    def lowest(self, number: int) -> list[int]:
-        """So many free ones, ascending."""
-        found = heapq.nsmallest(number, self._returned)
-        return [*found, *range(self._end, self._end + number - len(found))]
-
-    def after(self, number: int) -> int:
-        """How many indices there are up to the last in use once the ``number`` lowest are taken."""
-        return self._end + max(0, number - len(self._returned))
-
-    def take(self, indices: Iterable[int]) -> None:
-        """Use these, which are the lowest."""
-        for index in sorted(indices):
-            if index in self._returned:
-                self._returned.remove(index)
-            else:
-                assert index == self._end
-                self._end += 1
-
-    def give_back(self, indices: Iterable[int]) -> None:
-        """Use these no longer."""
-        self._returned.extend(indices)
 
 
 def _as_it_is(pages: Tensor, _geometry: object) -> Tensor:

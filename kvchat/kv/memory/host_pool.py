@@ -167,6 +167,15 @@ class HostPool:
         """How many blocks behind its K a page's V lies."""
         return self._lies.value_blocks(self.reserved)
 
+    def rounded_at(self, positions: Tensor) -> Tensor | None:
+        """Whether tokens ``positions`` lie in 8-bit pages; None where there is none."""
+        return None
+
+    @property
+    def rounded_share(self) -> Tensor | None:
+        """The share of tokens that lie in 8-bit pages (0-d, on the device); None where there is none."""
+        return None
+
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Write ``k [H, n, d_k]`` and ``v [H, n, d_v]`` of the tokens from position ``start`` on."""
         positions = torch.arange(start, start + k.shape[1], device=self.device)

@@ -61,6 +61,7 @@ class EightBitOps(TorchOps):
         g, heads = self.geometry, slots.heads_of(layer)[:, None]
         changed = (placed != resident) & (placed >= 0)
         count(counters, changed, placed, g.page)
+        self._count_rounded(counters, placed * g.page, changed, g.page)
         to = slots.blocks(layer), slots.page_blocks, len(placed) * slots.n // g.page
         self._bring(self.host.read_pages, layer, placed.clamp(min=0), heads, *to, changed)
 
@@ -69,6 +70,7 @@ class EightBitOps(TorchOps):
     ) -> None:
         changed = (placed != resident) & (placed >= 0)
         count(counters, changed, placed)
+        self._count_rounded(counters, placed, changed, 1)
         width, n = placed.shape
         target = torch.arange(width, device=placed.device)[:, None] * slots.n
         target = target + first + torch.arange(n, device=placed.device)
@@ -87,6 +89,10 @@ class EightBitOps(TorchOps):
         heads = slots.heads_of(layer)
         to = slots.rows(layer), rows * slots.n + targets, len(heads) * slots.n
         self._bring(self.host.read_tokens, layer, positions, heads[rows], *to, torch.ones_like(rows, dtype=torch.bool))
+
+    def _count_rounded(self, counters: Tensor, positions: Tensor, changed: Tensor, pairs: int) -> None:
+        rounded = self.host.rounded_at(positions.clamp(min=0)) & changed
+        counters[2:].add_(rounded.sum(), alpha=pairs)
 
     def _bring(
         self,

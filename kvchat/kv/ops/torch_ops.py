@@ -238,4 +238,4 @@ class TorchOps:
 
 def count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:
     """Note what moves and what is wanted, ``pairs`` K/V pairs each."""
-    counters.add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=pairs)
+    counters[:2].add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=pairs)

@@ -10,7 +10,7 @@ from typing import Any
 from kvchat.catalog import models as catalog
 from kvchat.config.schema import checked_model
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.messages import Load, Plan, Planned, Stop
+from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Planned, Stop
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.model_choice.downloads import Download
@@ -103,6 +103,12 @@ class Models:
             await self._restart()
         else:
             self._view.toast(f"Esc once more stops loading {name}.")
+
+    def keep_pages(self, host_dtype: HostDtype) -> None:
+        """Keep pages of K/V that get full from now on exactly or in int8, also during an answer."""
+        self.in_use, self._base = (replace(load, host_dtype=host_dtype) for load in (self.in_use, self._base))
+        if self._state.info is not None and self._state.phase is not Phase.DOWN:
+            self._client.send(KeepPages(host_dtype))
 
     async def _begin(self, load: Load) -> None:
         if self._state.phase is Phase.DOWN:

@@ -1,0 +1,110 @@
+"""Where pages lie, what memory they take, and that memory that runs out changes nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.eight_bit_run import EightBitRun, in_8_bits
+from support.memory_faults import MemoryRunsOut
+from support.toy_model import toy
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import available
+from kvchat.kv.memory.arrangement import layer_bytes
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.state import KVState
+
+G = Geometry(layers=2, q_heads=4, kv_heads=2, d_k=24, d_v=16, dtype=torch.float32, page=8, unified=True)
+
+
+def noise(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, tokens, 24, generator=generator), torch.randn(2, tokens, 16, generator=generator)
+
+
+def store(pool: EightBitPool, tokens: int, seed: int) -> None:
+    pool.reserve(pool.total + tokens)
+    for layer in range(2):
+        pool.append(layer, pool.total, *noise(tokens, seed + layer))
+    pool.total += tokens
+
+
+def test_no_page_lies_where_another_does_whatever_comes_and_goes():
+    dice, pool = random.Random(0), EightBitPool(HostPool(G, torch.device("cpu"), 400))
+    kept = [torch.zeros(2, 0, 24) for _ in range(2)]
+    for turn in range(120):
+        if dice.random() < 0.7 or not pool.total:
+            pool.rounds = dice.random() < 0.6
+            count, first = dice.choice([1, 1, 3, 8, 21]), pool.total // 8
+            kept = [
+                torch.cat((keys[:, : pool.total], noise(count, 2 * turn + layer)[0]), 1)
+                for layer, keys in enumerate(kept)
+            ]
+            store(pool, count, 2 * turn)
+            for page in range(first, pool.total // 8):
+                if pool.rounds:
+                    for keys in kept:
+                        keys[:, page * 8 : page * 8 + 8] = in_8_bits(keys[:, page * 8 : page * 8 + 8], True)
+        else:
+            pool.truncate(dice.randrange(pool.total))
+        assert len(set(pool._pages)) == len(pool._pages) == G.pages(pool.total)
+        for layer in range(2):
+            assert torch.equal(pool.dense(layer, pool.total)[0], kept[layer][:, : pool.total])
+
+
+def test_8_bit_pages_take_a_quarter_of_float32_and_half_of_bfloat16():
+    for dtype, share in ((torch.float32, 0.28), (torch.bfloat16, 0.53)):
+        g = Geometry(2, 8, 4, 64, 64, dtype, unified=True)
+        pool = EightBitPool(HostPool(g, torch.device("cpu"), 10_000))
+        exact = HostPool(g, torch.device("cpu"), 10_000)
+        pool.reserve(8192)
+        exact.reserve(8192)
+        assert pool.nbytes == pytest.approx(g.layers * layer_bytes(g, g.grown(8192), rounds=True), rel=0.01)
+        held = g.layers * layer_bytes(g, g.grown(0))  # of the exact pool, whatever the length
+        assert pool.nbytes - held < share * exact.nbytes
+
+
+def test_a_host_without_memory_refuses_and_goes_on_exactly(monkeypatch):
+    from kvchat.errors import DoesNotFitError
+
+    state = KVState(G, torch.device("cpu"), 400)
+    monkeypatch.setattr(available, "host_free", lambda: 0)
+    with pytest.raises(DoesNotFitError):
+        state.round_pages(True)
+    assert not state.rounds
+    assert type(state.host) is HostPool
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_memory_that_runs_out_anywhere_in_a_step_a_prefill_or_a_truncation_loses_nothing(mode):
+    params = {"budget": 80, "sink": 8, "window": 24} if mode == "speculative" else {}
+    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, **params)
+    run.prefill(93)
+    run.step(2)
+    rounds = random.Random(0)
+    for place in rounds.sample(range(1, 60), 6):
+        _with_a_fault(run, place, lambda: run.step(1))
+        _with_a_fault(run, place, lambda: run.truncate(len(run.ids) - 3))
+        _with_a_fault(run, place, lambda: run.prefill(9))
+        run.check()
+    run.step(10)
+    run.check()
+
+
+def _with_a_fault(run: EightBitRun, place: int, work) -> None:
+    """Do it with memory running out at one operation; if that failed, once more without."""
+    ids, keys, values, stored, full = list(run.ids), list(run.keys), list(run.values), list(run.stored), run.full
+    try:
+        with MemoryRunsOut(place):
+            work()
+    except torch.OutOfMemoryError:
+        run.ids[:], run.keys, run.values, run.stored, run.full = ids, keys, values, stored, full
+        if run.kv.total > len(ids) or run.kv.total < len(ids) - 3:
+            raise
+        if run.kv.total == len(ids):
+            work()
+        else:  # the truncation was done; only its slots are filled later
+            EightBitRun.truncate(run, run.kv.total)
