@@ -19,10 +19,11 @@ from triton.runtime.jit import JITFunction
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
-from kvchat.kv.ops.triton_ops import TritonOps
+from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
 
 CPU = torch.device("cpu")
 HEADS, GROUP, LAYERS = 8, 4, 2
@@ -62,7 +63,7 @@ def launch_everything(dtype, d, tokens):
     followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
     plain, odd = AttentionSpec(0.1), AttentionSpec(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
-    counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :2]  # of the second row: not aligned
+    counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :3]  # of the second row: not aligned
     for layout, spec in ((everything, odd), (followers, odd), (pages, plain)):
         slots, layer = DeviceSlots(layout, g, CPU), int(tokens == LATER)
         ops.append([slots], layer, key, key)
@@ -86,12 +87,33 @@ def launch_everything(dtype, d, tokens):
     ops.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))
 
 
+def launch_over_8_bit_pages(dtype, d, tokens):
+    """What reads or writes the host pool."""
+    g = Geometry(LAYERS, HEADS * GROUP, HEADS, d, d, dtype)
+    host = EightBitPool(HostPool(g, CPU))
+    ops, layer = EightBitTritonOps(g, host, CPU), int(tokens == LATER)
+    ops.begin_step(torch.tensor(tokens))
+    query, key = (torch.zeros(heads, 1, d, dtype=dtype)[:, 0] for heads in (HEADS * GROUP, HEADS))
+    counters = torch.zeros((2, 3), dtype=torch.int64)[layer]
+    for heads in (None, ((0, 2, 3, 5, 6),) * LAYERS):
+        slots = DeviceSlots(Layout(0, LAYERS, 4, 512, 32, shared=False, heads=heads), g, CPU)
+        ops.append([slots], layer, key, key)
+        held = slots.pages_of(layer)
+        ops.move_pages(slots, layer, held.clone(), held, counters)
+        ops.move_tokens(slots, layer, 5, held.clone(), held, counters)
+    many = torch.zeros(64, dtype=torch.int64)
+    ops.move_shared(DeviceSlots(Layout(0, LAYERS, 0, 512, unordered=True), g, CPU), many, many, many > 0)
+    ops.attend(DeviceSlots(Layout(0, LAYERS, 0, 4096, spills=True), g, CPU), layer, query, AttentionSpec(0.1), False)
+
+
 def main():
     capability, dtype, d = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])
     compiled = compile_instead_of_launching(capability)
     launch_everything(dtype, d, TOKENS)
+    launch_over_8_bit_pages(dtype, d, TOKENS)
     before = {name: set(variants) for name, variants in compiled.items()}
     launch_everything(dtype, d, LATER)
+    launch_over_8_bit_pages(dtype, d, LATER)
     assert before == {name: set(variants) for name, variants in compiled.items()}, (
         "a longer conversation compiles again"
     )

@@ -19,10 +19,13 @@ from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton import append, attend, recall, select
+from kvchat.kv.ops.triton.language import host_tensors
 
 # Programs of one attention: a few for each of a GPU's multiprocessors, so that none waits for long.
 PROGRAMS_PER_UNIT = 4
@@ -60,9 +63,13 @@ class TritonOps(TorchOps):
         if not self.host.pinned:
             super().append(held, layer, key, value)
             return
+        host = host_tensors(self.host, layer)
+        next_rounded = self.host.next_rounded if isinstance(self.host, EightBitPool) else self.position
+        host = host_tensors(self.host, layer)
+        next_rounded = self.host.next_rounded if isinstance(self.host, EightBitPool) else self.position
         with self._on:
             for slots in held:
-                append.append(slots, self.host.rows(layer), layer, self.position, key, value, self.geometry)
+                append.append(slots, host, next_rounded, layer, self.position, key, value, self.geometry)
 
     def update_bounds(self, bounds: Tensor, page: Tensor, keys: Tensor) -> None:
         with self._on:
@@ -75,7 +82,9 @@ class TritonOps(TorchOps):
             return super().attend(slots, layer, query, spec, needs_weights)
         with self._on:
             sizes = self.geometry, self.programs, self.tile
-            return attend.attend(slots, layer, self.position, query, spec, needs_weights, *sizes, self.host.rows(layer))
+            return attend.attend(
+                slots, layer, self.position, query, spec, needs_weights, *sizes, host_tensors(self.host, layer)
+            )
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
         with self._on:
@@ -100,7 +109,7 @@ class TritonOps(TorchOps):
             super().move_pages(slots, layer, placed, resident, counters)
             return
         with self._on:
-            recall.move_pages(self.host.blocks(layer), slots, layer, placed, resident, counters, self.ctas)
+            recall.move_pages(host_tensors(self.host, layer), slots, layer, placed, resident, counters, self.ctas)
 
     def move_tokens(
         self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
@@ -109,7 +118,9 @@ class TritonOps(TorchOps):
             super().move_tokens(slots, layer, first, placed, resident, counters)
             return
         with self._on:
-            recall.move_tokens(self.host.rows(layer), slots, layer, first, placed, resident, counters, self.ctas)
+            recall.move_tokens(
+                host_tensors(self.host, layer), slots, layer, first, placed, resident, counters, self.ctas
+            )
 
     def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         if not self.host.pinned:
@@ -117,4 +128,12 @@ class TritonOps(TorchOps):
             return
         with self._on:
             for layer in range(slots.layout.first, slots.layout.last):
-                recall.move_shared(self.host.rows(layer), slots, layer, positions, targets, taken)
+                recall.move_shared(host_tensors(self.host, layer), slots, layer, positions, targets, taken)
+
+
+class EightBitTritonOps(TritonOps, EightBitOps):
+    """``TritonOps`` over a pinned pool with 8-bit pages: the same kernels, which unpack behind the link."""
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        return ()

@@ -15,10 +15,12 @@ from torch import Tensor
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.selection import Candidates, page_bounds
 from kvchat.kv.ops.torch_ops import TorchOps
-from kvchat.kv.ops.triton_ops import TritonOps
+from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
 
 PAGES = 8
 # Relative L2 error. Rounding to bfloat16 makes about 0.005; a wrong mask or row makes more than 0.1.
@@ -26,12 +28,16 @@ TOLERANCE = 0.05
 
 
 @functools.cache
-def kernel_failure(geometry: Geometry, device: torch.device) -> str:
-    """Return why the kernels cannot be used for this geometry on ``device``, empty if they can."""
+def kernel_failure(geometry: Geometry, device: torch.device, rounds: bool = False) -> str:
+    """Return why the kernels cannot be used for this geometry on ``device``, empty if they can.
+
+    Where it ``rounds``, over a host pool with 8-bit pages.
+    """
     g = replace(geometry, layers=1, headroom=geometry.page)
     try:
         with torch.inference_mode():
-            expected, measured = (outcomes(kind, g, device) for kind in (TorchOps, TritonOps))
+            kinds = (EightBitOps, EightBitTritonOps) if rounds else (TorchOps, TritonOps)
+            expected, measured = (outcomes(kind, g, device) for kind in kinds)
             wrong = [name for name in expected if not error(measured[name], expected[name]) <= TOLERANCE]
     except Exception as raised:  # noqa: BLE001  # Triton raises whatever its compiler, a C compiler or the driver does
         return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0][:200]}"
@@ -51,14 +57,21 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     p, tokens = g.page, PAGES * g.page
     noise = _Noise(g.dtype, device)
     keys, values, query = noise(g.kv_heads, tokens, g.d_k), noise(g.kv_heads, tokens, g.d_v), noise(g.q_heads, g.d_k)
-    host = HostPool(g, device, tokens)
-    host.append(0, 0, keys, values)
-    ops, position = kind(g, host, device), torch.tensor(tokens, device=device)
+    host, last = HostPool(g, device, tokens), tokens - 1
+    host = EightBitPool(host) if issubclass(kind, EightBitOps) else host
+    host.reserve(last)
+    host.append(0, 0, keys[:, :last], values[:, :last])
+    host.total = last
+    host.reserve(tokens)
+    ops, position = kind(g, host, device), torch.tensor(last, device=device)
     slots = DeviceSlots(Layout(0, 1, p, p, pages=2, shared=False), g, device)
     ops.begin_step(position)
     slots.assign(position)
-    ops.append([slots], 0, noise(g.kv_heads, g.d_k), noise(g.kv_heads, g.d_v))
-    stored = host.dense(0, tokens + 1, PAGES)
+    ops.append([slots], 0, keys[:, last], values[:, last])  # it fills a page
+    host.total = tokens
+    host.reserve(tokens + 1)
+    position.fill_(tokens)
+    stored = host.dense(0, tokens, PAGES - 1)
     found = {"append": torch.cat((slots.kv.flatten(), *(part.flatten() for part in stored)))}
 
     bounds = page_bounds(keys, PAGES, p)
@@ -70,7 +83,7 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     found["needs_correction"] = flagged
     scores = noise(g.kv_heads, g.group, PAGES).float()
     candidates = Candidates.between(1, position // p - 2, PAGES)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    counters = torch.zeros(3, dtype=torch.int64, device=device)
     for heads in (flagged, None):
         placed = ops.choose(scores, candidates, slots.pages_of(0), heads)
         ops.move_pages(slots, 0, placed, slots.pages_of(0), counters)
@@ -89,6 +102,8 @@ def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[st
     found["move_tokens"] = slots.kv[:, :, :, slots.offset : slots.offset + p]
     unordered = DeviceSlots(Layout(0, 1, 0, 2 * p, unordered=True), g, device)
     ops.move_shared(unordered, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
+    spilling = DeviceSlots(Layout(0, 1, 0, p, spills=True), g, device)
+    found["spilled"], _ = ops.attend(spilling, 0, query, AttentionSpec(g.d_k**-0.5), False)
     return found | {"move_shared": unordered.kv}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
-from kvchat.kv.ops.triton.language import host_row, padded
+from kvchat.kv.ops.triton.language import HostTensors, host_row, padded, rounded_code
 
 
 @triton.jit(do_not_specialize_on_alignment=["heads"])
@@ -20,6 +20,10 @@ def _append(
     value,
     slots,
     host,
+    codes,
+    scales,
+    places,
+    next_rounded,
     heads,
     newest,
     position,
@@ -33,6 +37,8 @@ def _append(
     D_K: tl.constexpr,
     D_V: tl.constexpr,
     COLS: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.load(heads + row) if PICKED else row
@@ -43,9 +49,54 @@ def _append(
     slot = slots + (row * n + tl.load(newest)) * D + col
     tl.store(slot, k, mask=is_key)
     tl.store(slot + tl.num_programs(0).to(tl.int64) * n * D, v, mask=is_value)
-    stored = host + host_row(tl.load(position), head, KV_HEADS, PAGE) * D + col
+    now = tl.load(position)
+    # Where a page lies elsewhere than its number says, its own tokens do not.
+    at = now if ITEM == 0 else tl.load(places + now // PAGE) * PAGE + now % PAGE
+    stored = host + host_row(at, head, KV_HEADS, PAGE) * D + col
     tl.store(stored, k, mask=is_key)
     tl.store(stored + PAGE * D, v, mask=is_value)
+    if ITEM > 0:  # noqa: SIM102  # decided when it is compiled, the next one when it runs
+        if now % PAGE == PAGE - 1:
+            page = host + host_row(at - now % PAGE, head, KV_HEADS, PAGE) * D
+            goal = tl.load(next_rounded) * KV_HEADS + head
+            _round_page(page, codes, scales, goal, k, v, is_key, is_value, PAGE, D, COLS, PAGE_ROWS, ITEM)
+
+
+@triton.jit
+def _round_page(
+    page,
+    codes,
+    scales,
+    goal,
+    k,
+    v,
+    is_key,
+    is_value,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    COLS: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    ITEM: tl.constexpr,
+):
+    """The exact ``page`` of one head, whose last row is ``k`` and ``v``, as the 8-bit block ``goal``."""
+    line, col = tl.arange(0, PAGE_ROWS), tl.arange(0, COLS)
+    inside = (line < PAGE)[:, None] & (col < D)[None, :]
+    earlier, last = inside & (line < PAGE - 1)[:, None], (line == PAGE - 1)[:, None]
+    at = line[:, None] * D + col[None, :]
+    # The last row was stored by other threads of this program: it need not be seen yet.
+    keys = tl.load(page + at, mask=earlier, other=0.0).to(tl.float32)
+    values = tl.load(page + PAGE * D + at, mask=earlier, other=0.0).to(tl.float32)
+    keys = tl.where(last & is_key[None, :], k.to(tl.float32)[None, :], keys)
+    values = tl.where(last & is_value[None, :], v.to(tl.float32)[None, :], values)
+    of_keys = (tl.max(tl.abs(keys), 0) / 127.0).to(scales.dtype.element_ty)
+    of_values = (tl.max(tl.abs(values), 1) / 127.0).to(scales.dtype.element_ty)
+    size: tl.constexpr = 2 * PAGE * D + (D + PAGE) * ITEM
+    block = codes + goal * size
+    tl.store(block + at, rounded_code(keys, of_keys.to(tl.float32)[None, :]), mask=inside)
+    tl.store(block + PAGE * D + at, rounded_code(values, of_values.to(tl.float32)[:, None]), mask=inside)
+    scale = scales + goal * (size // ITEM) + 2 * PAGE * D // ITEM
+    tl.store(scale + col, of_keys, mask=col < D)
+    tl.store(scale + D + line, of_values, mask=line < PAGE)
 
 
 @triton.jit(do_not_specialize=["pages"])
@@ -63,16 +114,37 @@ def _update_bounds(bounds, page, key, pages, key_stride, D_K: tl.constexpr, COLS
 
 
 def append(
-    slots: DeviceSlots, host_rows: Tensor, layer: int, position: Tensor, key: Tensor, value: Tensor, g: Geometry
+    slots: DeviceSlots,
+    host: HostTensors,
+    next_rounded: Tensor,
+    layer: int,
+    position: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Geometry,
 ) -> None:
-    """``TorchOps.append`` for the heads of ``slots``; columns that pad a narrower K or V stay as they are."""
+    """``TorchOps.append`` for the heads of ``slots``; columns that pad a narrower K or V stay as they are.
+
+    The token that fills a page of a pool with 8-bit pages also writes block ``next_rounded`` (1-element int64).
+    """
     key, value = with_dense_rows(key), with_dense_rows(value)
     heads = slots.heads_of(layer)
-    shape = slots.heads is not None, g.kv_heads, g.page, g.d, g.d_k, g.d_v, padded(g.d)
+    shape = slots.heads is not None, g.kv_heads, g.page, g.d, g.d_k, g.d_v, padded(g.d), padded(g.page), host.item
     strides = key.stride(0), value.stride(0)
     kv = slots.rows(layer)
     _append[(len(heads),)](
-        key, value, kv, host_rows, heads, slots.current_slot, position, slots.n, *strides, *shape, num_warps=1
+        key,
+        value,
+        kv,
+        *host[:4],
+        next_rounded,
+        heads,
+        slots.current_slot,
+        position,
+        slots.n,
+        *strides,
+        *shape,
+        num_warps=1,
     )
 
 

@@ -17,7 +17,7 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.triton.append import with_dense_rows
-from kvchat.kv.ops.triton.language import LOG2E, LOWEST, host_row, operand, padded
+from kvchat.kv.ops.triton.language import LOG2E, LOWEST, HostTensors, host_kv, operand, padded
 from kvchat.kv.ops.triton.weights import TritonWeights
 
 # Elements of one tile of keys or values. It takes 84 KiB of shared memory at most, of which a program gets 99 KiB or
@@ -131,6 +131,9 @@ def _attend_part(
 def _attend_spilled(
     query,
     host,
+    codes,
+    scales,
+    places,
     active,
     position,
     heads,
@@ -156,6 +159,7 @@ def _attend_spilled(
     TOKENS: tl.constexpr,
     COLS_K: tl.constexpr,
     COLS_V: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
     """``_attend_part`` over the tokens that left a window of ``ring``, in the host pool; from part ``first`` on."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -177,9 +181,8 @@ def _attend_spilled(
         token = block * TOKENS + tl.arange(0, TOKENS)
         is_open = (token >= begin) & (token < end)
         opened += is_open.to(tl.int32)
-        keys = host + host_row(token, head, KV_HEADS, PAGE)[:, None] * D
-        k = tl.load(keys + col_k[None, :], mask=is_open[:, None] & in_k, other=0.0)
-        v = tl.load(keys + PAGE * D + col_v[None, :], mask=is_open[:, None] & in_v, other=0.0)
+        mask_k, mask_v = is_open[:, None] & in_k, is_open[:, None] & in_v
+        k, v = host_kv(host, codes, scales, places, token, head, col_k, col_v, mask_k, mask_v, KV_HEADS, PAGE, D, ITEM)
         logit = _logits(q, k, scale, cap, CAPPED)
         highest, total, attended = _folded(logit, v, is_open, highest, total, attended)
     index = (row * GROUP + g) * parts + first + part
@@ -244,11 +247,11 @@ def attend(
     g: Geometry,
     programs: int,
     tile: int,
-    host_rows: Tensor,
+    host: HostTensors,
 ) -> tuple[Tensor, Weights | None]:
     """``TorchOps.attend`` in tiles of ``tile`` elements, split over at most ``programs`` programs.
 
-    A head that may read nothing attends to nothing: 0. Only slots that spill read ``host_rows``.
+    A head that may read nothing attends to nothing: 0. Only slots that spill read ``host``.
     """
     query, heads, kv = with_dense_rows(query), slots.heads_of(layer), slots.rows(layer)
     width, cols_k, cols_v = len(heads), padded(g.d_k), padded(g.d_v)
@@ -274,8 +277,8 @@ def attend(
     )  # fmt: skip
     if slots.layout.spills:
         _attend_spilled[width, most](
-            query, host_rows, slots.active, position, heads, sums, extremes,
-            first, parts, slots.layout.window, *rule, picked, *has, g.kv_heads, g.page, *sizes,
+            query, *host[:4], slots.active, position, heads, sums, extremes,
+            first, parts, slots.layout.window, *rule, picked, *has, g.kv_heads, g.page, *sizes, host.item,
             num_warps=4, num_stages=2,
         )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks

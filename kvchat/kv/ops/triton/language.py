@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.kv.memory.host_pool import HostPool
 
 # What older versions do anyway: a * b + c is rounded once. Left open, Triton 3.9 warns on the user's terminal.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -15,6 +21,29 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Below every score, and finite: the difference of two infinities is no number.
 LOWEST = tl.constexpr(-1e30)
 SMALLEST_DOT = 16
+
+
+class HostTensors(NamedTuple):
+    """One layer of a host pool as the kernels take it.
+
+    ``rows`` of exact pages; of 8-bit ones ``codes``, and the same memory as ``scales``; ``places`` of all pages; and
+    the ``item`` size of a scale: 0 where all pages are exact, and the others stand for nothing.
+    """
+
+    rows: Tensor
+    codes: Tensor
+    scales: Tensor
+    places: Tensor
+    item: int
+
+
+def host_tensors(host: HostPool, layer: int) -> HostTensors:
+    """The layer's memory as the device addresses it."""
+    rows = host.rows(layer)
+    if not isinstance(host, EightBitPool):
+        return HostTensors(rows, rows, rows, rows, 0)
+    blocks, dtype = host.rounded.table(layer), host.geometry.dtype
+    return HostTensors(rows, blocks.view(torch.int8), blocks.view(dtype), host.places, dtype.itemsize)
 
 
 def padded(size: int) -> int:
@@ -34,3 +63,54 @@ def operand(x):
 def host_row(position, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr):
     """``HostPool.row_index``, int64."""
     return ((position // PAGE).to(tl.int64) * KV_HEADS + head) * (2 * PAGE) + position % PAGE
+
+
+@triton.jit
+def host_kv(
+    rows,
+    codes,
+    scales,
+    places,
+    position,
+    head,
+    col_k,
+    col_v,
+    mask_k,
+    mask_v,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    ITEM: tl.constexpr,
+):
+    """K and V ``[T, cols]`` of tokens ``position [T]`` of one head, where masked in; unpacked behind the link."""
+    if ITEM == 0:
+        start = host_row(position, head, KV_HEADS, PAGE)[:, None] * D
+        k = tl.load(rows + start + col_k[None, :], mask=mask_k, other=0.0)
+        v = tl.load(rows + start + PAGE * D + col_v[None, :], mask=mask_v, other=0.0)
+    else:
+        asked = tl.max(mask_k.to(tl.int32), 1) > 0
+        place = tl.load(places + position // PAGE, mask=asked, other=0)
+        offset = position % PAGE
+        is_exact = (place >= 0)[:, None]
+        start = ((place * KV_HEADS + head) * (2 * PAGE) + offset)[:, None] * D
+        exact_k = tl.load(rows + start + col_k[None, :], mask=mask_k & is_exact, other=0.0)
+        exact_v = tl.load(rows + start + PAGE * D + col_v[None, :], mask=mask_v & is_exact, other=0.0)
+        in_k, in_v = mask_k & (place < 0)[:, None], mask_v & (place < 0)[:, None]
+        block = (-1 - place) * KV_HEADS + head
+        size: tl.constexpr = 2 * PAGE * D + (D + PAGE) * ITEM
+        at = (block * size + offset * D)[:, None]
+        k = tl.load(codes + at + col_k[None, :], mask=in_k, other=0).to(tl.float32)
+        v = tl.load(codes + at + PAGE * D + col_v[None, :], mask=in_v, other=0).to(tl.float32)
+        scale = scales + block * (size // ITEM) + 2 * PAGE * D // ITEM
+        of_keys = tl.load(scale[:, None] + col_k[None, :], mask=in_k, other=0.0).to(tl.float32)
+        of_values = tl.load(scale + D + offset, mask=asked & (place < 0), other=0.0).to(tl.float32)
+        k = tl.where(is_exact, exact_k, (k * of_keys).to(exact_k.dtype))
+        v = tl.where(is_exact, exact_v, (v * of_values[:, None]).to(exact_v.dtype))
+    return k, v
+
+
+@triton.jit
+def rounded_code(x, scale):
+    """``rounding.rounded``'s code (int8) of ``x`` under ``scale``, both float32."""
+    code = tl.floor(x / tl.where(scale > 0, scale, 1.0) + 0.5)
+    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)

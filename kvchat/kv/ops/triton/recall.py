@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
-from kvchat.kv.ops.triton.language import host_row, padded
+from kvchat.kv.ops.triton.language import HostTensors, host_kv, padded
 
 # Elements of K, and as many of V, that a program has under way at a time: 16 KiB of half precision.
 PIECE = 4096
@@ -31,6 +31,9 @@ MEASURED_PAGES = 512  # 8 MiB: 1 ms for one program at the 8.5 GB/s that a proto
 @triton.jit(do_not_specialize=["pairs", "k", "n"], do_not_specialize_on_alignment=["heads", "counters"])
 def _move_pages(
     host,
+    codes,
+    scales,
+    places,
     slots,
     placed,
     resident,
@@ -45,6 +48,9 @@ def _move_pages(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     PIECE: tl.constexpr,
+    COLS: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
     """Every program finds out what moves and takes its share of it."""
     pair = tl.arange(0, PAIRS)
@@ -57,26 +63,59 @@ def _move_pages(
         wanted = tl.sum((new >= 0).to(tl.int32), 0)
         tl.atomic_add(counters, (moved * PAGE).to(tl.int64), sem="relaxed")
         tl.atomic_add(counters + 1, (wanted * PAGE).to(tl.int64), sem="relaxed")
-    v_slots = slots + (pairs // k).to(tl.int64) * n * D
-    pieces: tl.constexpr = (PAGE * D + PIECE - 1) // PIECE
-    for item in range(tl.program_id(0), moved * pieces, tl.num_programs(0)):
-        # The pair before which as many have changed.
-        which = tl.sum((upto <= item // pieces).to(tl.int32), 0)
-        row = which // k
-        head = tl.load(heads + row) if PICKED else row
-        source = (tl.load(placed + which).to(tl.int64) * KV_HEADS + head) * (2 * PAGE * D)
-        target = (row.to(tl.int64) * (n // PAGE) + which % k) * (PAGE * D)
-        at = (item % pieces) * PIECE + tl.arange(0, PIECE)
-        inside = at < PAGE * D
-        keys = tl.load(host + source + at, mask=inside)
-        values = tl.load(host + source + PAGE * D + at, mask=inside)
-        tl.store(slots + target + at, keys, mask=inside)
-        tl.store(v_slots + target + at, values, mask=inside)
+        if ITEM > 0:
+            of_new = tl.load(places + new, mask=changed > 0, other=0)
+            tl.atomic_add(counters + 2, tl.sum((of_new < 0).to(tl.int64) * PAGE, 0), sem="relaxed")
+    v_rows = (pairs // k).to(tl.int64) * n
+    if ITEM > 0:
+        for item in range(tl.program_id(0), moved, tl.num_programs(0)):
+            which = tl.sum((upto <= item).to(tl.int32), 0)
+            row = which // k
+            head = tl.load(heads + row) if PICKED else row.to(tl.int64)
+            line = tl.arange(0, PAGE_ROWS)
+            position = tl.load(placed + which).to(tl.int64) * PAGE + line
+            target = (row.to(tl.int64) * (n // PAGE) + which % k) * PAGE + line
+            _copy_tokens(
+                host,
+                codes,
+                scales,
+                places,
+                slots,
+                position,
+                head,
+                target,
+                v_rows,
+                line < PAGE,
+                KV_HEADS,
+                PAGE,
+                D,
+                COLS,
+                ITEM,
+            )
+    else:
+        v_slots = slots + v_rows * D
+        pieces: tl.constexpr = (PAGE * D + PIECE - 1) // PIECE
+        for item in range(tl.program_id(0), moved * pieces, tl.num_programs(0)):
+            # The pair before which as many have changed.
+            which = tl.sum((upto <= item // pieces).to(tl.int32), 0)
+            row = which // k
+            head = tl.load(heads + row) if PICKED else row
+            source = (tl.load(placed + which).to(tl.int64) * KV_HEADS + head) * (2 * PAGE * D)
+            target = (row.to(tl.int64) * (n // PAGE) + which % k) * (PAGE * D)
+            at = (item % pieces) * PIECE + tl.arange(0, PIECE)
+            inside = at < PAGE * D
+            keys = tl.load(host + source + at, mask=inside)
+            values = tl.load(host + source + PAGE * D + at, mask=inside)
+            tl.store(slots + target + at, keys, mask=inside)
+            tl.store(v_slots + target + at, values, mask=inside)
 
 
 @triton.jit
 def _copy_tokens(
     host,
+    codes,
+    scales,
+    places,
     slots,
     position,
     head,
@@ -87,14 +126,13 @@ def _copy_tokens(
     PAGE: tl.constexpr,
     D: tl.constexpr,
     COLS: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
     """Rows of K and V of tokens ``position [m]`` of one head to rows ``target [m]`` where it ``moves [m]``."""
     col = tl.arange(0, COLS)
-    source = host + host_row(position, head, KV_HEADS, PAGE)[:, None] * D + col[None, :]
     goal = slots + target[:, None] * D + col[None, :]
     mask = moves[:, None] & (col < D)[None, :]
-    keys = tl.load(source, mask=mask)
-    values = tl.load(source + PAGE * D, mask=mask)
+    keys, values = host_kv(host, codes, scales, places, position, head, col, col, mask, mask, KV_HEADS, PAGE, D, ITEM)
     tl.store(goal, keys, mask=mask)
     tl.store(goal + v_rows * D, values, mask=mask)
 
@@ -102,6 +140,9 @@ def _copy_tokens(
 @triton.jit(do_not_specialize=["width", "length", "n", "first"], do_not_specialize_on_alignment=["heads", "counters"])
 def _move_tokens(
     host,
+    codes,
+    scales,
+    places,
     slots,
     placed,
     resident,
@@ -117,9 +158,11 @@ def _move_tokens(
     D: tl.constexpr,
     COLS: tl.constexpr,
     TOKENS: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
     moved = tl.zeros((TOKENS,), tl.int32)
     wanted = tl.zeros((TOKENS,), tl.int32)
+    rounded = tl.zeros((TOKENS,), tl.int32)
     tiles = tl.cdiv(length, TOKENS)
     for tile in range(tl.program_id(0), width * tiles, tl.num_programs(0)):
         row = (tile // tiles).to(tl.int64)
@@ -130,16 +173,25 @@ def _move_tokens(
         head = tl.load(heads + row) if PICKED else row
         target = row * n + first + index
         v_rows = width.to(tl.int64) * n
-        _copy_tokens(host, slots, new, head, target, v_rows, moves, KV_HEADS, PAGE, D, COLS)
+        _copy_tokens(
+            host, codes, scales, places, slots, new, head, target, v_rows, moves, KV_HEADS, PAGE, D, COLS, ITEM
+        )
         moved += moves.to(tl.int32)
+        if ITEM > 0:
+            rounded += (tl.load(places + new // PAGE, mask=moves, other=0) < 0).to(tl.int32)
         wanted += (new >= 0).to(tl.int32)
     tl.atomic_add(counters, tl.sum(moved, 0).to(tl.int64), sem="relaxed")
     tl.atomic_add(counters + 1, tl.sum(wanted, 0).to(tl.int64), sem="relaxed")
+    if ITEM > 0:
+        tl.atomic_add(counters + 2, tl.sum(rounded, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["m", "n"], do_not_specialize_on_alignment=["heads"])
 def _move_shared(
     host,
+    codes,
+    scales,
+    places,
     slots,
     positions,
     targets,
@@ -153,6 +205,7 @@ def _move_shared(
     D: tl.constexpr,
     COLS: tl.constexpr,
     TOKENS: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -161,23 +214,25 @@ def _move_shared(
     target = row * n + tl.load(targets + index, mask=moves, other=0)
     head = tl.load(heads + row) if PICKED else row
     v_rows = tl.num_programs(0).to(tl.int64) * n
-    _copy_tokens(host, slots, position, head, target, v_rows, moves, KV_HEADS, PAGE, D, COLS)
+    _copy_tokens(
+        host, codes, scales, places, slots, position, head, target, v_rows, moves, KV_HEADS, PAGE, D, COLS, ITEM
+    )
 
 
 def move_pages(
-    host_blocks: Tensor, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
+    host: HostTensors, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
 ) -> None:
     """``TorchOps.move_pages`` by ``ctas`` programs."""
     placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
     pairs = placed.numel()
-    shape = slots.heads is not None, g.kv_heads, g.page, g.d, padded(pairs), _piece(g.page * g.d)
-    tensors = host_blocks, slots.blocks(layer), placed, resident, slots.heads_of(layer), counters
+    shape = slots.heads is not None, g.kv_heads, g.page, g.d, padded(pairs), *_page_shape(g.page, g.d), host.item
+    tensors = *host[:4], slots.blocks(layer), placed, resident, slots.heads_of(layer), counters
     if pairs:
         _move_pages[(ctas,)](*tensors, pairs, placed.shape[1], slots.n, *shape, num_warps=4)
 
 
 def move_tokens(
-    host_rows: Tensor,
+    host: HostTensors,
     slots: DeviceSlots,
     layer: int,
     first: int,
@@ -190,28 +245,28 @@ def move_tokens(
     placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
     width, length = placed.shape
     grid = (min(TOKEN_CTAS * ctas, width * triton.cdiv(length, TOKENS)),)
-    tensors = host_rows, slots.rows(layer), placed, resident, slots.heads_of(layer), counters
+    tensors = *host[:4], slots.rows(layer), placed, resident, slots.heads_of(layer), counters
     if placed.numel():
-        _move_tokens[grid](*tensors, width, length, slots.n, first, *_token_shape(slots, g), num_warps=4)
+        _move_tokens[grid](*tensors, width, length, slots.n, first, *_token_shape(slots, g), host.item, num_warps=4)
 
 
 def move_shared(
-    host_rows: Tensor, slots: DeviceSlots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor
+    host: HostTensors, slots: DeviceSlots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor
 ) -> None:
     """``TorchOps.move_shared`` for one layer."""
     m, heads, g = len(positions), slots.heads_of(layer), slots.geometry
-    tensors = host_rows, slots.rows(layer), positions, targets, taken.view(torch.uint8), heads
+    tensors = *host[:4], slots.rows(layer), positions, targets, taken.view(torch.uint8), heads
     if m:
         grid = len(heads), triton.cdiv(m, TOKENS)
-        _move_shared[grid](*tensors, m, slots.n, *_token_shape(slots, g), num_warps=4)
+        _move_shared[grid](*tensors, m, slots.n, *_token_shape(slots, g), host.item, num_warps=4)
 
 
 def _token_shape(slots: DeviceSlots, g: Geometry) -> tuple[bool, int, int, int, int, int]:
     return slots.heads is not None, g.kv_heads, g.page, g.d, padded(g.d), TOKENS
 
 
-def _piece(elements: int) -> int:
-    return min(PIECE, padded(elements))
+def _page_shape(page: int, d: int) -> tuple[int, int, int]:
+    return min(PIECE, padded(page * d)), padded(d), padded(page)
 
 
 # ---- how many programs
@@ -227,10 +282,10 @@ def recall_rates(source: Tensor, target: Tensor, counts: tuple[int, ...] = CTAS)
     placed = torch.arange(pages, device=target.device)
     resident = torch.full_like(placed, EMPTY)
     counters = torch.zeros(2, dtype=torch.int64, device=target.device)
-    shape = False, 1, p, d, padded(pages), _piece(p * d)
+    shape = False, 1, p, d, padded(pages), *_page_shape(p, d), 0
 
     def move(ctas: int) -> None:
-        tensors = source, target, placed, resident, placed, counters
+        tensors = *[source] * 4, target, placed, resident, placed, counters
         _move_pages[(ctas,)](*tensors, pages, pages, pages * p, *shape, num_warps=4)
 
     move(max(counts))
