@@ -213,6 +213,7 @@ def decode_command(
     model: Model = "bundled",
     shape: Shape = "",
     prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
+    load: Annotated[int, typer.Option(min=0, help="busy processes beside which all is measured once more")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "none",
@@ -238,6 +239,7 @@ def decode_command(
         rounds=rounds,
         baselines=baseline_names(baselines),
         prefill=prefill,
+        load=load,
     )
     run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     result = run.done(decode.run(settings, run.choice, run.frame))
