@@ -208,7 +208,7 @@ def decode_command(
     steps: Annotated[int, typer.Option(min=1, help="tokens of a round that count")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")] = 5,
     baselines: Annotated[
-        str | None, typer.Option(help="transformers' dynamic, static, compile, offloaded, generate; by commas, or none")
+        str | None, typer.Option(help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none")
     ] = None,
     model: Model = "bundled",
     shape: Shape = "",
