@@ -322,6 +322,7 @@ def paper_command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
     ] = None,
+    text: Texts = None,
     model: Model = "bundled",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -335,9 +336,9 @@ def paper_command(
 
     study, settings = studies.chosen(paper, set_ or ())
     study.check(part or (), drawn=plot is not None)
-    named = {"settings": settings, "part": part or []}
+    named = {"settings": settings, "part": part or [], "text": file_names(text)}
     run = Run(f"paper {paper}", named, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    run.done(study.run(settings, run.choice, run.frame, part or ()))
+    run.done(study.run(settings, run.choice, run.frame, part or (), file_names(text)))
 
 
 app.command("report")(bench_report.report_results)
