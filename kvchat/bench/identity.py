@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 VERSIONS = {
     "agreement": 1,
+    "data": 1,
     "decode": 1,
     "long-run": 1,
     "paper asr-kf-egr": 2,
