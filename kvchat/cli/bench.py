@@ -61,9 +61,8 @@ def agreement_command(
     variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
     from kvchat.bench import agreement
 
-    settings = agreement.Settings(
-        variants or standard_variants(agreement.STANDARD, budget), context, tokens, passages, file_names(text)
-    )
+    chosen = variants or standard_variants(agreement.STANDARD, budget)
+    settings = agreement.Settings(chosen, context, tokens, passages, file_names(text))
     run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json, plot)
     run.done(agreement.run(settings, run.choice, run.frame))
 

@@ -20,7 +20,7 @@ import kvchat
 from kvchat import files, paths
 from kvchat.cli import bench, chats, completion, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask, compose
-from kvchat.cli.chat import chat, load_of
+from kvchat.cli.chat import chat, load_of, mode_params_of
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import (
     Budget,
@@ -242,7 +242,8 @@ def plan_command(
     from kvchat.cli.plan import plan as run
 
     chosen = load_settings(options.flags(ctx.params)).settings
-    raise typer.Exit(run(model, context, chosen, as_json))
+    asked = chosen.model.device, chosen.model.dtype, context, mode_params_of(chosen)
+    raise typer.Exit(run(model, *asked, as_json, chosen.kv.host_dtype))
 
 
 @app.command()

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 
-from kvchat.cli.chat import mode_params_of
 from kvchat.cli.output import echo, progress
-from kvchat.config.schema import Settings
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import HostDtype
 from kvchat.tui.model_choice.plan_table import plan_lines
 
 
-def plan(model: str, context: int | None, chosen: Settings, as_json: bool) -> int:
+def plan(
+    model: str,
+    device: str,
+    dtype: str,
+    context: int | None,
+    mode_params: Mapping[str, Params],
+    as_json: bool,
+    host_dtype: HostDtype = "model",
+) -> int:
     """Print the plan; return 0, or 3 where nothing fits.
 
     Raises:
@@ -19,10 +28,7 @@ def plan(model: str, context: int | None, chosen: Settings, as_json: bool) -> in
     """
     from kvchat.engine.plan import memory_plan  # torch: seconds
 
-    asked = chosen.model
-    made = memory_plan(
-        model, asked.device, asked.dtype, context, mode_params_of(chosen), progress, chosen.kv.host_dtype
-    )
+    made = memory_plan(model, device, dtype, context, mode_params, progress, host_dtype)
     progress("")
     echo(json.dumps(asdict(made), indent=2) if as_json else "\n".join(plan_lines(made)))
     return 0 if made.proposal else 3

@@ -43,6 +43,8 @@ def filled(hint: Any) -> Any:
     if typing.get_origin(hint) is dict:
         _, values = typing.get_args(hint)
         return {"budget": 512, "tau": 0.5, "list": [1]} if values is Any else {"full": filled(values)}
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)[-1]
     return {int: 7, float: 0.5, str: "ü", bool: True}[hint]
 
 

@@ -276,10 +276,11 @@ def attend(
         num_warps=4, num_stages=2,
     )  # fmt: skip
     if slots.layout.spills:
+        # Both kinds of page at once in two stages would take more shared memory than most GPUs have.
         _attend_spilled[width, most](
             query, *host[:4], slots.active, position, heads, sums, extremes,
             first, parts, slots.layout.window, *rule, picked, *has, g.kv_heads, g.page, *sizes, host.item,
-            num_warps=4, num_stages=2,
+            num_warps=4, num_stages=1 if host.item else 2,
         )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
     of_heads = spec.sinks is not None, picked, g.group, g.d_v, cols_v, PARTS
