@@ -9,7 +9,7 @@ import pytest
 from kvchat.config import sources
 from kvchat.config.sources import SettingsSource
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Switch, Switched
+from kvchat.protocol.messages import KeepPages, Switch, Switched
 from kvchat.tui.actions import ACTIONS, check_keys
 from kvchat.tui.settings import DEFAULT, HERE, SESSION, SettingsEditor
 
@@ -84,6 +84,18 @@ async def test_changes_count_at_once_where_that_is_possible(at, chat):
     assert chat.client.sent[-1:] == [Switch("", {"R": 8})]
     assert (at[MODE].shown, at[("kv", "streaming", "budget")].shown) == ("streaming", "256")
     assert at.editor.unsaved == 8
+
+
+async def test_what_pages_are_kept_in_counts_at_once_and_for_models_loaded_later(at, chat):
+    key = ("kv", "host_dtype")
+    at.editor.change(key, "int8")
+    assert KeepPages("int8") not in chat.client.sent  # the first Load says it
+    await chat.load()
+    at.editor.change(key, "model")
+    assert chat.client.sent[-1:] == [KeepPages("model")]
+    assert chat.controller.models.in_use.host_dtype == at[key].text == "model"
+    at.editor.change(key, "int8")
+    assert chat.controller.models._load("other", {}).host_dtype == "int8"
 
 
 def test_what_counts_from_the_next_start_is_shown_and_saved(at):

