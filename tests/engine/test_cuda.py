@@ -73,6 +73,21 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
     assert not one.graphs.prepares
 
 
+@pytest.mark.parametrize("row", ["speculative", "full-resident", "freeze"])
+def test_graphs_over_8_bit_pages_change_no_bit(row):
+    model = loaded("llama", "cuda", torch.float16)
+    one = ModelRunner(model, mode_of(model, row))
+    other = eager(ModelRunner(model, mode_of(model, row)))
+    for each in (one, other):
+        with torch.inference_mode():
+            each.kv.state.round_pages(True)
+        prefilled(each, token_ids(150))
+    same_steps(one, other, token_ids(12, seed=1))
+    assert type(one.kv.state.ops).__name__ == "EightBitTritonOps"
+    assert sum(one.kv.state.host.kinds) == one.kv.total // one.kv.state.geometry.page
+    assert not one.graphs.refusal
+
+
 @pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "freeze"])
 def test_what_comes_late_is_waited_for(row):
     model = loaded("llama", "cuda", torch.bfloat16)

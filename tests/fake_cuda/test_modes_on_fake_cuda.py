@@ -21,6 +21,7 @@ PARTS = {
     ],
     "graphs": [*GRAPHS, "change_no_bit and dtype0 and (full or streaming or speculative)"],
     "graphs of freeze and sync": [*GRAPHS, "change_no_bit and dtype0 and (freeze or sync)"],
+    "graphs over 8-bit pages": [*GRAPHS, "8_bit and speculative"],
     "switches": [*GRAPHS, "switches and (reuse or freeze-paper)"],
 }
 
