@@ -17,9 +17,10 @@ Departures:
       model's forward returned.
     * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
 
-Defaults: R = 64, delta = 16, sigma = 64. The paper has sigma < R; here a prune between two tokens drops delta,
-smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to C + 64 tokens,
-never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
+Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, R = 32, sigma = 16 and
+delta = 32 (section 3.4; of its experiments no values are published). The paper has sigma < R; here a prune between two
+tokens drops delta, smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to
+C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
 Shapes: one table ``[1, 1, S + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S.
 Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled.

@@ -17,7 +17,7 @@ Departures and decisions:
       here it counts all that is allocated, ring and double buffer too. It is 50 % unless followers then kept less than
       a third of the tokens (as with 2 KV heads).
     * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
-    * Representatives are the best retrievers of their clusters; the paper's rule is ``representatives="centroid"``.
+    * Representatives are the best retrievers of their clusters; the paper's are the centroid's (``profile=paper``).
     * Clusters by 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000); another text can
       be given to ``kvchat calibrate``. By the paper's rule the representative then differs in half of the layers of
       the bundled model, by retrieval in none.
