@@ -54,7 +54,7 @@ class Full(Mode):
     @property
     def spills(self) -> bool:
         """Tokens are read over the link, or will be."""
-        return self.state.slots[0].layout.spills and not self.geometry.unified
+        return not self.geometry.unified and any(slots.layout.spills for slots in self.state.slots)
 
     def graph_key(self) -> tuple[int, ...]:
         # Stock torch reads as many blocks as there is memory for.

@@ -315,6 +315,8 @@ class Sync(Mode):
     def _memory_share(self) -> float:
         """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
         held, g = self.state.slots, self.geometry
+        if not held:  # memory ran out while the mode was entered again
+            return 0.0
         return sum(slots.kv.nbytes for slots in held) / (g.layers * g.kv_heads * held[0].n * 2 * g.row_bytes)
 
     def _dynamic_share(self, k: int) -> int:
