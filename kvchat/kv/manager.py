@@ -215,6 +215,7 @@ class KVManager:
         except BaseException:
             self.mode, self._half_entered = old, True
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
+                self.state.release_slots()
                 self.refill(fresh=True)
             raise
 

@@ -291,9 +291,12 @@ class Sync(Mode):
     def is_exact(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self.k
 
-    def report(self) -> ModeReport:
+    def in_force(self) -> dict[str, Any]:
         chosen = {"clusters": self.clusters} | ({"mem": self.mem} if self.parameters.budget is None else {})
-        return ModeReport(self.parameters.model_dump() | chosen, self._stats())
+        return super().in_force() | chosen
+
+    def report(self) -> ModeReport:
+        return ModeReport(self.in_force(), self._stats())
 
     def _stats(self) -> dict[str, Any]:
         heads = self.geometry.kv_heads
