@@ -235,7 +235,7 @@ class Session(Released, Comparisons):
         moved = switch()
         seconds = time.perf_counter() - began
         self._metrics.note_switch(before, self._kv.mode.name, moved)
-        in_force = self._kv.mode.report().params
+        in_force = self._kv.mode.in_force()
         return Switched(
             before, self._kv.mode.name, in_force, self.total, moved, seconds, self._loop.stored.reduced_tokens
         )

@@ -215,6 +215,7 @@ class KVManager:
         except BaseException:
             self.mode, self._half_entered = old, True
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
+                self.state.release_slots()
                 self.refill(fresh=True)
             raise
 
@@ -322,11 +323,11 @@ class KVManager:
 
     def _forget(self, tokens: int) -> None:
         state = self.state
+        state.after_step = False  # first: where memory runs out below, tables still name what is gone
         state.host.truncate(tokens)
         state.pinned[tokens:] = False
         for slots in state.slots:
             slots.truncate(tokens)
-        state.after_step = False
 
     def _make_room(self, tokens: int) -> None:
         """Grow the host pool, and the slots that hold everything."""

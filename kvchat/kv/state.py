@@ -103,7 +103,7 @@ class KVState:
 
     def allocate(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Replace all slots by empty ones of these layouts, made for ``capacity`` tokens."""
-        self._release_slots()
+        self.release_slots()
         self.capacity = capacity
         self._use([DeviceSlots(layout, self.geometry, self.device) for layout in layouts])
         # Where a layer's heads lie in several slots: the model's order of their outputs, which growing keeps.
@@ -113,11 +113,13 @@ class KVState:
             if len(held) > 1
         }
 
-    def _release_slots(self) -> None:
+    def release_slots(self) -> None:
         """Free the device slots before others are made; what they counted stays counted."""
-        self._read_before = self.read_pairs
-        self._use([])
-        self.transfer.timer.clear()
+        try:
+            self._read_before = self.read_pairs
+        finally:
+            self._use([])
+            self.transfer.timer.clear()
 
     def resize(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Move what the slots hold into slots of ``layouts``; layouts that did not change keep theirs."""

@@ -31,6 +31,8 @@ Costs: a step scores all pages (2*d_k elements a page and head), and recalls onl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -167,10 +169,12 @@ class Speculative(Mode):
     def is_exact(self, tokens: int) -> bool:
         return self._candidate_pages(tokens) <= self.k
 
+    def in_force(self) -> dict[str, Any]:
+        return super().in_force() | {"budget": self.budget, "sink": self.sink, "window": self.window}
+
     def report(self) -> ModeReport:
-        chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
         stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        return ModeReport(self.parameters.model_dump() | chosen, stats | self._turning())
+        return ModeReport(self.in_force(), stats | self._turning())
 
     def _turning(self) -> dict[str, str | float]:
         """Share of head-steps corrected since the mode was entered, and the mean of C over them."""

@@ -28,6 +28,8 @@ Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -123,10 +125,13 @@ class Streaming(Mode):
     def is_exact(self, tokens: int) -> bool:
         return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
 
-    def report(self) -> ModeReport:
+    def in_force(self) -> dict[str, Any]:
         chosen = {"budget": self.capacity - self.beyond_budget, "sink": self.sink, "window": self.window}
+        return super().in_force() | chosen
+
+    def report(self) -> ModeReport:
         stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
-        return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
+        return ModeReport(self.in_force(), stats, TokenState.UNREACHABLE)
 
     def num_cached(self) -> int:
         """Stored tokens that were not dropped; waits for the device."""

@@ -291,9 +291,12 @@ class Sync(Mode):
     def is_exact(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self.k
 
-    def report(self) -> ModeReport:
+    def in_force(self) -> dict[str, Any]:
         chosen = {"clusters": self.clusters} | ({"mem": self.mem} if self.parameters.budget is None else {})
-        return ModeReport(self.parameters.model_dump() | chosen, self._stats())
+        return super().in_force() | chosen
+
+    def report(self) -> ModeReport:
+        return ModeReport(self.in_force(), self._stats())
 
     def _stats(self) -> dict[str, Any]:
         heads = self.geometry.kv_heads
@@ -315,6 +318,8 @@ class Sync(Mode):
     def _memory_share(self) -> float:
         """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
         held, g = self.state.slots, self.geometry
+        if not held:  # memory ran out while the mode was entered again
+            return 0.0
         return sum(slots.kv.nbytes for slots in held) / (g.layers * g.kv_heads * held[0].n * 2 * g.row_bytes)
 
     def _dynamic_share(self, k: int) -> int:
