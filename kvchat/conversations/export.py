@@ -70,6 +70,7 @@ class _FileMessage(BaseModel):
     created: float
     ending: str = ""
     receipt: str = ""
+    pinned: bool = False
 
 
 class _File(BaseModel):

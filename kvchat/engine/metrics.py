@@ -170,9 +170,10 @@ class MetricsCollector:
         }
 
     def _pinned(self) -> Params:
-        mode = self._kv.mode
-        pinned = min(mode.pinned, self._kv.total)
-        return {"pinned": f"{pinned:,} tok, {min(mode.beyond_budget, pinned):,} beyond"} if pinned else {}
+        mode, system = self._kv.mode, min(self._kv.mode.pinned, self._kv.total)
+        pinned = system + sum(position >= system for position in self._kv.state.pins)
+        beyond = min(mode.beyond_budget, system) + len(mode.pins)
+        return {"pinned": f"{pinned:,} tok, {beyond:,} beyond"} if pinned else {}
 
     def _recovery(self) -> Params:
         level = self.answer.recovery if self.answer else ""

@@ -172,10 +172,11 @@ class Session(Released, Comparisons):
         """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
 
         Raises:
-            UsageError: the model's template refuses the turns.
+            UsageError: the model's template refuses the turns, or too much is pinned.
         """
         self._ask()
         yield from self._keeper.saving(self._keeper.resume(conversation, turns))
+        self._loop.pin(turns)
 
     def forget(self, conversation: str) -> None:
         """Keep nothing of a conversation that was deleted; call it once its file was set aside."""

@@ -37,13 +37,10 @@ class KVManager:
         self._prefill: Prefill | None = None
         self._reread_from: int | None = None
         self._queries: list[Tensor] = []
-        # What was prefilled since the mode last filled its slots is not in them.
-        self._stale = False
-        # A step or a refill was cut short: tables may name tokens whose K/V never arrived.
-        self._dirty = False
-        # The next refill may read everything again.
-        self._fresh = False
-        # Memory ran out while the mode was entered: its slots are not there, or only some of them.
+        self._stale = False  # what was prefilled since the mode last filled its slots is not in them
+        self._dirty = False  # tables may name tokens whose K/V never arrived: a step or a refill was cut short
+        self._fresh = False  # the next refill may read everything again
+        # Slots are to be made again: memory ran out while the mode was entered, or it keeps other tokens for good.
         self._half_entered = False
         self.mode = mode
         self._enter(mode)
@@ -191,6 +188,7 @@ class KVManager:
         """
         state = self.state
         capacity = state.geometry.grown(self.total)
+        mode.pin(state.pins)
         self._limit(mode, capacity, released=self.device_bytes)
         plan = mode.plan(capacity)
         needed = plan.device_bytes(state.geometry)
@@ -225,6 +223,22 @@ class KVManager:
         self.mode.recover(level)
         self._stale = False
 
+    def pin(self, positions: Sequence[int]) -> None:
+        """Attend to the stored tokens at ``positions`` in every mode and at every step, in place of those before.
+
+        Raises:
+            DoesNotFitError: there is no room for their slots; those before stay pinned.
+        """
+        before = self.state.pins
+        self._set_pins(tuple(sorted(set(positions))))
+        try:
+            if self._half_entered:
+                self.check_switch(self.mode)
+                self.refill(fresh=True)
+        except BaseException:
+            self._set_pins(before)
+            raise
+
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; if filling the slots fails the next step fills them first."""
         try:
@@ -239,6 +253,7 @@ class KVManager:
         self._end_prefill()
         self._dirty = self._fresh = True
         restore(self.state, saved)
+        self._set_pins(saved.pins)
 
     def adopt(
         self,
@@ -251,20 +266,15 @@ class KVManager:
         """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
 
         ``read`` puts their pages into the host pool's layers ``[page, H, 2, p, d]`` and returns how many it has; those
-        at the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet;
-        ``query`` are the last token's queries in bytes, empty where they are not known.
+        ``pinned`` modes should keep. ``specs`` are the layers', ``query`` the last token's in bytes, empty if unknown.
 
         Raises:
             DoesNotFitError: there is no memory for them. Then, and after any error of ``read``, nothing is stored.
         """
-        state = self.state
         self.truncate(0)
         try:
-            state.reserve(tokens)
-            state.host.settle()
-            state.host.total = read(state.host.layers, tokens)
-            state.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
-            state.specs, state.query_bytes = list(specs), query
+            self.state.adopt(tokens, read, pinned)
+            self.state.specs, self.state.query_bytes = list(specs), query
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)
@@ -299,13 +309,7 @@ class KVManager:
         parts = [ops.attend(slots, layer, query, spec, needs_weights) for slots in held]
         self._queries[layer] = query
         self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
-        return self._in_model_order(layer, [attended for attended, _ in parts])
-
-    def _in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
-        """The heads' outputs ``[H_q, d_v]``."""
-        if len(parts) == 1:
-            return parts[0].flatten(0, 1)
-        return torch.cat(parts).index_select(0, self.state.head_orders[layer]).flatten(0, 1)
+        return self.state.in_model_order(layer, [attended for attended, _ in parts])
 
     # ---- inside
 
@@ -322,12 +326,13 @@ class KVManager:
         self._half_entered = False
 
     def _forget(self, tokens: int) -> None:
-        state = self.state
-        state.after_step = False  # first: where memory runs out below, tables still name what is gone
-        state.host.truncate(tokens)
-        state.pinned[tokens:] = False
-        for slots in state.slots:
-            slots.truncate(tokens)
+        self._set_pins(tuple(position for position in self.state.pins if position < tokens))
+        self.state.truncate(tokens)
+
+    def _set_pins(self, pins: tuple[int, ...]) -> None:
+        before, self.state.pins = self.mode.pins, pins
+        self.mode.pin(pins)
+        self._half_entered |= self.mode.pins != before
 
     def _make_room(self, tokens: int) -> None:
         """Grow the host pool, and the slots that hold everything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class KVState:
         position: 0-d int64 on the device, the position of the token being decoded; ``total`` between steps.
         query: ``[layers, H_q, d_k]``, the last token's queries.
         pinned: ``[reserved]`` bool, tokens that a mode should keep if it has the choice (the chat's control tokens).
+        pins: positions of the pinned messages' tokens, which every mode reads; ascending.
         specs: each layer's attention rule, None until its first forward.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
         ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
@@ -40,6 +41,7 @@ class KVState:
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
+        self.pins: tuple[int, ...] = ()
         self.specs: list[AttentionSpec | None] = [None] * g.layers
         self.slots: list[DeviceSlots] = []
         self.slots_of: list[list[DeviceSlots]] = []
@@ -86,6 +88,29 @@ class KVState:
         pool = [self.host.rows(layer) for layer in (0, self.geometry.layers - 1)]
         own = [self.query, self.position, self.pinned, self.transfer.counters, *self.head_orders.values()]
         return [*own, *slots, *pool]
+
+    def in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
+        """Return a layer's outputs ``[H_q, d_v]``, given those of the heads in each of its slots ``[H, G, d_v]``."""
+        if len(parts) == 1:
+            return parts[0].flatten(0, 1)
+        return torch.cat(parts).index_select(0, self.head_orders[layer]).flatten(0, 1)
+
+    # ---- what is stored, between steps only
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``; the slots give up the others."""
+        self.after_step = False  # first: where memory runs out below, tables still name what is gone
+        self.host.truncate(tokens)
+        self.pinned[tokens:] = False
+        for slots in self.slots:
+            slots.truncate(tokens)
+
+    def adopt(self, tokens: int, read: Callable[[Sequence[Tensor], int], int], pinned: Sequence[int]) -> None:
+        """Store ``tokens`` that ``read`` puts into the empty host pool, as ``KVManager.adopt`` says."""
+        self.reserve(tokens)
+        self.host.settle()
+        self.host.total = read(self.host.layers, tokens)
+        self.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
 
     # ---- room, between steps only
 

@@ -17,10 +17,11 @@ from kvchat.protocol.replaying import Asked, Pace, Replayed
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of the conversation; ``role`` is system, user or assistant."""
+    """One message; ``role`` is system, user or assistant. Every mode attends to a ``pinned`` one."""
 
     role: str
     content: str
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Resume:
-    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept."""
+    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept.
+
+    What of it is stored and pinned is attended from then on, also in the present conversation.
+    """
 
     conversation: str
     turns: tuple[Turn, ...]

@@ -12,7 +12,7 @@ from kvchat.errors import UsageError, did_you_mean
 from kvchat.tui import commands
 from kvchat.tui.commands import Handler
 from kvchat.tui.comparing import compare_commands
-from kvchat.tui.kept import conversation_commands
+from kvchat.tui.kept import conversation_commands, pin_commands
 from kvchat.tui.keys import describe_key, is_key, types_text
 from kvchat.tui.model_choice import model_commands
 from kvchat.tui.prompt import arguments, words
@@ -87,6 +87,8 @@ ACTIONS = (
            hint="again", doc="on a chosen message: answer its question again"),
     Action(id="message.fork", keys="b", run=conversation_commands.fork, scope="transcript", hint="fork",
            doc="on a chosen message: go on in a copy of the conversation up to it"),
+    Action(id="message.pin", keys="p", run=pin_commands.pin, scope="transcript", hint="pin",
+           doc="on a chosen message: pin it, so that every mode attends to it, or unpin it"),
     Action(id="branch.previous", keys="[", run=conversation_commands.previous_branch,
            scope="transcript", hint="branch", doc="on a chosen message: the branch before"),
     Action(id="branch.next", keys="]", run=conversation_commands.next_branch, scope="transcript",
@@ -128,8 +130,9 @@ ACTIONS = (
            doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: list all values"),
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=commands.set_system,
            doc="change the system prompt; none removes it; alone: show it"),
-    Action(id="pin", command="pin", run=commands.pin_system,
-           doc="pin the system prompt: every mode attends to all of it, beyond the budget; again: unpin it"),
+    Action(id="pin", command="pin", usage="N", values=arguments.one_of("system", "none"), run=pin_commands.pin,
+           doc="pin the N-th question: every mode attends to it, beyond the budget; again: unpin it; alone: the last "
+               "one; system: the system prompt; none: unpin all"),
     Action(id="regenerate", keys="f5", command="regen", aliases=("retry", "again"),
            run=conversation_commands.regenerate,
            doc="answer the last question again; the answers so far stay as branches"),

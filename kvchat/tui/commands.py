@@ -86,13 +86,6 @@ async def set_system(chat: ChatController, argument: str) -> None:
     chat.view.add_note("The system prompt counts from the next answer on; the stored context is rebuilt for it.")
 
 
-async def pin_system(chat: ChatController, argument: str) -> None:
-    """``/pin``: all of the system prompt is attended in every mode, or is no longer."""
-    pin = not chat.state.params.get("pin_system", False)
-    chat.set_parameter("pin_system", pin)
-    chat.view.add_note(f"The system prompt is {'pinned: attended in every mode' if pin else 'no longer pinned'}.")
-
-
 async def rebuild(chat: ChatController, argument: str) -> None:
     """``/rebuild``"""
     chat.rebuild()

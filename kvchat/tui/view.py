@@ -78,6 +78,9 @@ class ChatView(Protocol):
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Show messages with their footers in place of all below the message ``below``; None: of all there is."""
 
+    def show_footer(self, message: Message, footer: str) -> None:
+        """Show another footer under a message of the transcript."""
+
     async def add_question(self, text: str, queued: bool) -> QuestionView:
         """Move a question from the prompt to the transcript."""
 

@@ -116,6 +116,7 @@ class FakeView:
         self.page_texts: list[tuple[int, str]] = []
         self.prompt = self.clipboard = ""
         self.shown: list[tuple[list[str], list[str], str | None]] = []
+        self.footers: dict[str, str] = {}
         self.are_models_shown = False
         self.chosen: str | None = None
         self.edited: str | None = None
@@ -124,6 +125,9 @@ class FakeView:
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         self.shown.append(([message.text for message, _ in messages], [footer for _, footer in messages], below))
+
+    def show_footer(self, message: Message, footer: str) -> None:
+        self.footers[message.id] = footer
 
     async def add_question(self, text: str, queued: bool) -> FakeQuestion:
         self.questions.append(FakeQuestion(text, queued))

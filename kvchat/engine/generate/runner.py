@@ -198,6 +198,15 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "filling the slots"):
             self.kv.truncate(tokens)
 
+    def pin(self, positions: Sequence[int]) -> None:
+        """Attend to the stored tokens at ``positions`` at every step, whatever the mode keeps.
+
+        Raises:
+            DoesNotFitError: there is no room for them beside what the mode keeps; those before stay pinned.
+        """
+        with torch.inference_mode(), explained(self.kv, "pinning"):
+            self.kv.pin(positions)
+
     def put_back(self, saved: SavedTokens, ids: Sequence[int]) -> None:
         """Store again, after the first ``saved.start`` tokens, those that were set aside, which are ``ids``."""
         self.recurrent.truncate(saved.start)

@@ -99,7 +99,8 @@ class Mode:
     ===================  =============================================  ==========================================
     when                 member                                         duty
     ===================  =============================================  ==========================================
-    before entering      ``plan(capacity)``                             slots and bytes wanted
+    before entering      ``pin(positions)``                             messages that are read whatever it keeps
+    ... then             ``plan(capacity)``                             slots and bytes wanted
     ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
@@ -127,6 +128,7 @@ class Mode:
         preamble: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
+        pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
     """
 
     name: ClassVar[str]
@@ -137,6 +139,7 @@ class Mode:
     limited_by_context: bool = True
     needs_calibration: bool = False
     beyond_budget: int = 0
+    pins: tuple[int, ...] = ()
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         self.parameters = parameters
@@ -149,6 +152,17 @@ class Mode:
         """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
         self.beyond_budget = max(0, self.pinned - self.sink)
         self.sink += self.beyond_budget
+
+    def pin(self, positions: Sequence[int]) -> None:
+        """Plan for reading the stored tokens at ``positions`` (ascending) at every step, beyond the budget.
+
+        Slots that were made for other ``pins`` are made again. A mode that reads everything needs none.
+        """
+        self.pins = tuple(position for position in positions if position >= self.sink)
+
+    def is_pinned(self, positions: Tensor) -> Tensor:
+        """Return which ``positions`` (of any shape, EMPTY is none) are in ``pins``; nothing is read back."""
+        return self.pin_mask[positions.clamp(max=len(self.pin_mask) - 1).long()]
 
     def plan(self, capacity: int) -> Plan:
         """Return the slots and bytes wanted for at most ``capacity`` stored tokens."""
@@ -163,6 +177,9 @@ class Mode:
     def attach(self, state: KVState) -> None:
         """Take over freshly allocated, empty slots."""
         self.state = state
+        # Ends with one more position, which is not pinned: EMPTY and all later ones are looked up there.
+        self.pin_mask = torch.zeros(self.pins[-1] + 2 if self.pins else 1, dtype=torch.bool, device=state.device)
+        self.pin_mask[torch.tensor(self.pins, dtype=torch.int64, device=state.device)] = True
 
     def fill(self, fresh: bool) -> None:
         """Bring to the slots what the next token attends to.
@@ -224,13 +241,17 @@ class Mode:
         return ModeReport(self.in_force())
 
     def wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
-        """Return the table that holds the sinks and the last ``recent`` tokens before the next one."""
+        """Return the table that holds sinks, pinned messages and the last ``recent`` tokens before the next one."""
         total, sink = self.state.total, slots.layout.sink
         table = torch.full_like(slots.table, EMPTY)
         first = min(total, max(sink, total - recent))
         for low, high in ((0, min(sink, total)), (first, total)):
             positions = torch.arange(low, high, device=table.device)
             table[..., slots.slot_of(positions)] = positions.to(torch.int32)
+        if slots.layout.pinned:
+            recents = table[..., slots.ring :]
+            recents.masked_fill_(self.is_pinned(recents), EMPTY)
+            table[..., slots.ring - len(self.pins) : slots.ring] = torch.tensor(self.pins, device=table.device)
         return table
 
 

@@ -12,6 +12,7 @@ In unified memory (a CPU) there are no slots: attention reads the host pool itse
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ class Full(Mode):
     def __init__(self, parameters: FullParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         super().__init__(parameters, geometry, traits, preamble)
         self.resident = parameters.resident
+
+    def pin(self, positions: Sequence[int]) -> None:
+        """Everything is read."""
 
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers

@@ -41,7 +41,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, budget_of, everything, refuse_small_budget
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
@@ -84,7 +84,8 @@ class Speculative(Mode):
         full = [everything(g, 0, self.first, capacity)] if self.first else []
         window = min(self.window, max(capacity, g.page))
         pages = min(self.k, g.pages(capacity))
-        rest = Layout(self.first, g.layers, min(self.sink, capacity), window, pages, shared=False)
+        sink = min(self.sink, capacity)
+        rest = Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
         bounds_per_page = (g.layers - self.first) * g.kv_heads * 2 * g.d_k * g.dtype.itemsize
         return Plan([*full, rest], g.pages(capacity) * bounds_per_page)
 
@@ -241,6 +242,9 @@ class Speculative(Mode):
 
     def _open(self, layers: slice, last: Tensor) -> None:
         self.state.ops.open_pages(self.slots, layers, self.sink, last)
+        if self.pins:
+            opened = self.slots.table[layers, :, : self.slots.offset]
+            opened.masked_fill_(self.is_pinned(opened), EMPTY)
 
     def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""

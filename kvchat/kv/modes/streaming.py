@@ -16,14 +16,16 @@ Departures:
     * A prune takes effect after the step that reaches C + R, as in the paper's program, which prunes the cache that the
       model's forward returned.
     * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
+    * Pinned messages are kept between sinks and recents, beyond the budget. In compacted geometry a kept token lies as
+      many positions behind the recents as tokens are kept between: each is rotated by what was dropped after it.
 
 Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, R = 32, sigma = 16 and
 delta = 32 (section 3.4; of its experiments no values are published). The paper has sigma < R; here a prune between two
 tokens drops delta, smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to
 C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
-Shapes: one table ``[1, 1, S + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S.
-Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled.
+Shapes: one table ``[1, 1, S + P + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S, P pinned.
+Costs: a step adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled.
 """
 
 from __future__ import annotations
@@ -88,37 +90,47 @@ class Streaming(Mode):
         g, p = self.geometry, self.parameters
         peak = self.capacity + (max(p.R, p.sigma + 1) if p.delta else p.R)
         recent = capacity if p.R == 0 else min(capacity, peak - self.sink)
-        sink_keys = g.layers * g.kv_heads * (self.sink + 1) * g.d_k * g.dtype.itemsize
-        return Plan([Layout(0, g.layers, self.sink, recent)], sink_keys)
+        kept = self.sink + len(self.pins)
+        kept_keys = g.layers * g.kv_heads * (kept + 1) * g.d_k * g.dtype.itemsize
+        return Plan([Layout(0, g.layers, self.sink, recent, pinned=len(self.pins))], kept_keys)
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
         g = self.geometry
         self._rotated = self._rotated_layers(state.device)
         self.kept_from = torch.zeros((), dtype=torch.int64, device=state.device)
-        # One row more than sinks: there the keys of all later tokens go.
-        self.sinks = torch.zeros((g.layers, g.kv_heads, self.sink + 1, g.d_k), dtype=g.dtype, device=state.device)
+        # Canonical keys of sinks and pinned messages, and one row more: there the keys of all later tokens go.
+        kept = self.sink + len(self.pins)
+        self.kept_keys = torch.zeros((g.layers, g.kv_heads, kept + 1, g.d_k), dtype=g.dtype, device=state.device)
+        self._pins = torch.tensor(self.pins, dtype=torch.int64, device=state.device)
+        # Of each of them the tokens before it that may be dropped: none before a sink.
+        may_drop = self._pins - self.sink - torch.arange(len(self.pins), device=state.device)
+        self._before = torch.nn.functional.pad(may_drop, (self.sink, 0))
 
     def graph_buffers(self) -> list[Tensor]:
-        return [self.kept_from, self.sinks]
+        return [self.kept_from, self.kept_keys, self._pins, self._before]
 
     def fill(self, fresh: bool) -> None:
         length = torch.tensor(self.state.total if fresh else self.num_cached(), device=self.state.device)
         recent = int(self._pruned(length)) - self.sink
         (slots,) = self.state.slots
+        # Of pinned messages the slots hold rotated keys: they are copied again.
+        slots.table[..., self.sink : slots.ring] = EMPTY
         self.state.transfer.load_table(slots, self.wanted_table(slots, max(recent, 0)))
         self.kept_from.fill_(max(self.sink, self.state.total - recent))
         g = self.geometry
         for layer in range(g.layers):
             stored = min(self.sink, self.state.total)
-            self.sinks[layer, :, :stored] = self.state.host.dense(layer, stored)[0]
+            self.kept_keys[layer, :, :stored] = self.state.host.dense(layer, stored)[0]
+        self.kept_keys[:, :, self.sink : -1] = slots.kv[:, 0, :, self.sink : slots.ring, : g.d_k]
         self._realign()
 
     def forward_end(self, position: Tensor) -> None:
         cached = self.sink + position + 1 - self.kept_from
         self.kept_from.add_(cached - self._pruned(cached))
         (slots,) = self.state.slots
-        slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
+        recents = slots.table[..., slots.ring :]
+        recents.masked_fill_(recents < self.kept_from, EMPTY)
         self._note_sink(slots, position)
         self._realign()
 
@@ -170,16 +182,25 @@ class Streaming(Mode):
     def _note_sink(self, slots: DeviceSlots, position: Tensor) -> None:
         """A conversation may begin with fewer tokens than sinks: the canonical key of a sink that was decoded."""
         keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
-        self.sinks.index_copy_(2, position.clamp(max=self.sink).view(1), keys)
+        row = torch.where(position < self.sink, position, self.kept_keys.shape[2] - 1)
+        self.kept_keys.index_copy_(2, row.view(1), keys)
 
     def _realign(self) -> None:
-        """Put the sinks directly before the first kept recent token."""
+        """Put sinks and pinned messages directly before the first kept recent token."""
         (slots,) = self.state.slots
-        keys = slots.kv[:, 0, :, : self.sink, : self.geometry.d_k]
+        keys = slots.kv[:, 0, :, : slots.ring, : self.geometry.d_k]
+        dropped = self._dropped_after()
         for rotation, layers in self._rotated:
-            cos, sin = cos_sin(rotation, self.kept_from - self.sink)
-            canonical = self.sinks[:, :, : self.sink].index_select(0, layers)
+            cos, sin = cos_sin(rotation, dropped)
+            canonical = self.kept_keys[:, :, :-1].index_select(0, layers)
             keys.index_copy_(0, layers, rotate(canonical, rotation, cos, sin))
+
+    def _dropped_after(self) -> Tensor:
+        """How many dropped tokens lie between a kept one and the recents: 0-d for sinks alone, else ``[S + P, 1]``."""
+        if not self.pins:
+            return self.kept_from - self.sink
+        dropped = self.kept_from - self.sink - (self._pins < self.kept_from).sum()
+        return (dropped - self._before).clamp(min=0).unsqueeze(1)
 
     def _rotated_layers(self, device: torch.device) -> list[tuple[Rotation, Tensor]]:
         """The rotations and the layers that each turns (int64, on the device, so that no step has to send them)."""

@@ -34,6 +34,7 @@ Costs: an anticipation ranks all tokens once per cluster; between anticipations 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -41,43 +42,18 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
-from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, everything, refuse_small_budget
+from kvchat.kv.modes.sync_budget import paper_k, refuse_small_mem
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
 
 SINK = 4
 RING = 128
-
-
-def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
-    """Tokens per follower so that ``mem`` of a full cache's bytes are used; the rows of the paper's tables fit this.
-
-    Raises:
-        DoesNotFitError: the representatives alone take as much.
-    """
-    refuse_small_mem(mem, kv_heads, representatives)
-    return tokens * (mem * kv_heads - representatives) / (kv_heads - representatives)
-
-
-def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
-    """Refuse a share of memory that the representatives alone exceed.
-
-    Raises:
-        DoesNotFitError: with the floor.
-    """
-    floor = representatives / kv_heads
-    if mem <= floor:
-        raise DoesNotFitError(
-            f"Sync does not fit {mem:.0%} of the K/V.",
-            f"{representatives} of {kv_heads} KV heads keep everything, which takes {floor:.0%} already.",
-            f"Give mem over {floor:.2f}, or fewer clusters.",
-        )
 
 
 class Sync(Mode):
@@ -109,6 +85,10 @@ class Sync(Mode):
 
     # ---- slots
 
+    def pin(self, positions: Sequence[int]) -> None:
+        if self.split:
+            super().pin(positions)
+
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if not self.split:
@@ -125,7 +105,8 @@ class Sync(Mode):
         if not self.parameters.offload:
             return Layout(0, layers, 0, capacity, shared=False, heads=heads)
         pages = self.geometry.pages(self._region(self._most(capacity)))
-        return Layout(0, layers, self.sink, min(self.ring, capacity), pages, shared=False, heads=heads)
+        ring, pinned = min(self.ring, capacity), len(self.pins)
+        return Layout(0, layers, self.sink, ring, pages, shared=False, heads=heads, pinned=pinned)
 
     def k_of(self, tokens: int) -> int:
         """k: static and dynamic tokens of a follower, the sinks included, in a turn that begins with ``tokens``."""
@@ -162,13 +143,14 @@ class Sync(Mode):
             return super().fill(fresh)
         state, (everything, rest) = self.state, self.state.slots
         state.transfer.load_table(everything, self.wanted_table(everything, everything.layout.window))
-        candidates = max(0, state.total + 1 - self.window - self.sink)
+        last = torch.tensor(state.total - self.window, device=state.device)
+        chosen_anyway = sum(position <= state.total - self.window for position in self.pins)
+        candidates = max(0, state.total + 1 - self.window - self.sink - chosen_anyway)
         self.t = 0
         self.k = self.k_of(state.total)
         self.static = min(self.k - SINK - self._dynamic_share(self.k), candidates)
         self.held = self.held.new_empty((self.geometry.layers, self.clusters, 0))
         self._widen_held()
-        last = torch.tensor(state.total - self.window, device=state.device)
         if candidates:
             for layer in range(len(self.held)):
                 room = min(self.k - SINK, self.held.shape[2])
@@ -254,10 +236,12 @@ class Sync(Mode):
     # ---- choosing
 
     def _rank(self, layer: int, best: Tensor, last: Tensor) -> Tensor:
-        """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
+        """``best [N_r, n]`` with -1 where a token is a sink, pinned, later than ``last`` or out of sight."""
         spec = self.state.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
         masked = (tokens < self.sink) | (tokens > last)
+        if self.pins:
+            masked |= self.is_pinned(tokens)
         if spec is not None and spec.window is not None:
             masked |= tokens <= last + self.window - spec.window
         return best.masked_fill(masked, -1.0)
@@ -277,11 +261,13 @@ class Sync(Mode):
         table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
         if self.parameters.offload:
             table[:, : held.shape[1]] = held.to(torch.int32)
-            ring = table[:, rest.offset :]
-            ring.masked_fill_((ring >= self.sink) & (ring <= last), EMPTY)
+            ring = table[:, rest.ring :]
+            ring.masked_fill_(ring <= last, EMPTY)
             return
         tokens = torch.arange(rest.n, device=table.device)
         inside = (tokens < self.sink) | (tokens > last)
+        if self.pins:
+            inside |= self.is_pinned(tokens)
         chosen = inside.repeat(len(held), 1).scatter_(1, held.clamp(min=0), True)
         end = last + self.window
         table.copy_(torch.where(chosen & (tokens < end), tokens, EMPTY))

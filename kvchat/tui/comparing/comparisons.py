@@ -47,7 +47,7 @@ class Comparisons:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
         system = (Turn("system", conversation.system),) if conversation.system else ()
-        path = (Turn(message.role, message.text) for message in conversation.path_to(question.id))
+        path = (message.turn for message in conversation.path_to(question.id))
         self.client.send(Compare((*system, *path), chosen, sampling))
         self._start(RunningComparison(question.text, self._model, chosen, sampling))
 

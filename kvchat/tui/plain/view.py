@@ -140,6 +140,9 @@ class PlainView:
             if footer:
                 self._lines.line(f"[{footer}]")
 
+    def show_footer(self, message: Message, footer: str) -> None:
+        """What is printed stays."""
+
     async def add_question(self, text: str, queued: bool) -> PlainQuestion:
         """Print a question that the terminal did not show."""
         if self._echoes:

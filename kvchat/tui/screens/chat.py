@@ -15,6 +15,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
 
+from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
@@ -220,6 +221,9 @@ class ChatScreen(Screen[None]):
             self.query_one(Timeline).clear()
         widgets: list[Widget] = [past_message(message, footer) for message, footer in messages]
         await self._transcript.replace_below(below, widgets or ([] if below else [self._welcome()]))
+
+    def show_footer(self, message: Message, footer: str) -> None:
+        self._transcript.show_footer(message.id, footer)
 
     async def add_question(self, text: str, queued: bool) -> Question:
         self.accept_prompt()

@@ -123,11 +123,16 @@ class Answer(Vertical):
         await self._markdown.update(said[:end])
         await self.query_one(Slices).show(said[end:])
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
-        line = self.query_one(".receipt", Static)
-        line.update(footer)
-        line.display = bool(footer)
+        self.show_footer(footer)
         self._weigh()
         self.post_message(self.Grew())
+
+    def show_footer(self, footer: str) -> None:
+        """Show another line under it; a collapsed one shows it once it is drawn again."""
+        self.receipt = footer
+        for line in self.query(".receipt").results(Static):
+            line.update(footer)
+            line.display = bool(footer)
 
     async def set_collapsed(self, collapsed: bool) -> None:
         """Swap the Markdown blocks for one plain widget of the remembered height, or back.
