@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from kvchat.engine.details import PcieReading, details
 from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.engine.process_memory import resident_bytes
 from kvchat.engine.ribbon import Ribbon
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.nvml import GpuReader
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Gpu, Params, Snapshot, Stats
 from kvchat.units import size
 
@@ -81,6 +83,7 @@ class MetricsCollector:
         self._step_bytes = 0.0
         self._hit_rate: float | None = None
         self._ribbon = Ribbon(kv)
+        self._pcie = PcieReading(self._gpu_reader)
         self.answer: AnswerMetrics | None = None
 
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
@@ -161,6 +164,10 @@ class MetricsCollector:
             attended=shares,
             extras=report.stats | self._pinned() | self._recurrent_state() | self._recovery(),
         )
+
+    def details(self) -> Details:
+        """What each layer and KV head reads and holds, and how long recall took, as of now."""
+        return details(self._kv.state, self._pcie.latest())
 
     def _recurrent_state(self) -> Params:
         if not self._recurrent.exists:
