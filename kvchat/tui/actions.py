@@ -178,6 +178,8 @@ ACTIONS = (
     Action(id="thinking", keys="ctrl+t", command="thinking", action="thinking",
            doc="show or fold what a model thought before its answers"),
     Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
+    Action(id="details", keys="shift+f7", command="details", action="details",
+           doc="what each layer and KV head reads and holds, how long fetching took, and the GPU's last minutes"),
     Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
     Action(id="newest", keys="ctrl+end", action="newest", doc="scroll to the newest line and follow it"),
