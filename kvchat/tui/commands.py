@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from kvchat.config.modes import mode_names, registered
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
 from kvchat.errors import UsageError
-from kvchat.protocol.figures import Params
 from kvchat.tui import sampling
 from kvchat.tui.answering import thinking
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments, mentions
+from kvchat.tui.prompt.assignments import parse_assignments, parse_literal, split_words
 from kvchat.tui.prompt.words import resolve
 from kvchat.tui.state import describe_modes, summarize
 
@@ -167,43 +166,6 @@ async def manage_queue(chat: ChatController, argument: str) -> None:
 async def restart(chat: ChatController, argument: str) -> None:
     """``/restart``"""
     await chat.restart()
-
-
-def split_words(argument: str) -> list[str]:
-    """Split an argument as a shell does.
-
-    Raises:
-        UsageError: a quotation mark is not closed.
-    """
-    try:
-        return shlex.split(argument)
-    except ValueError as error:
-        raise UsageError(f"The argument {argument} cannot be read.", f"{error}.", "Close the quotation.") from None
-
-
-def parse_assignments(words: list[str]) -> Params:
-    """Parse ``["budget=512", "first_full=no"]``.
-
-    Raises:
-        UsageError: a word without ``=``.
-    """
-    params: Params = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise UsageError(f'"{word}" is not a parameter.', "Parameters are written key=value, as in budget=512.")
-        params[key] = parse_literal(text)
-    return params
-
-
-def parse_literal(text: str) -> int | float | bool | str:
-    """Parse a number or a truth value; any other text stays as it is."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(text.lower(), text)
 
 
 def _chosen_text(chat: ChatController) -> str:

@@ -8,26 +8,11 @@ import pytest
 from support.app_driver import finished, notes, prompt, texts, toasts, typed
 
 from kvchat.config.modes import registered
-from kvchat.errors import UsageError
 from kvchat.protocol.messages import Turn
-from kvchat.tui.commands import parse_assignments, parse_literal
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
 from kvchat.tui.widgets.panels import KvColumn
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("512", 512), ("0.8", 0.8), ("yes", True), ("off", False), ("word", "word"), ("-1.1", -1.1)]
-)
-def test_literals(text, value):
-    assert parse_literal(text) == value
-
-
-def test_assignments_need_an_equals_sign():
-    assert parse_assignments(["budget=512", "first_full=no"]) == {"budget": 512, "first_full": False}
-    with pytest.raises(UsageError, match="key=value"):
-        parse_assignments(["512"])
 
 
 async def test_rebuild_says_what_was_computed_anew(running):
