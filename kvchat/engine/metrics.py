@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -90,6 +92,20 @@ class MetricsCollector:
         """An answer begins."""
         self.answer = AnswerMetrics(Counts.of(self._kv), prompt_tokens, reused_tokens)
         return self.answer
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is done inside is not the conversation's: its figures are afterwards as they were."""
+        timer = self._kv.state.transfer.timer
+        answer, step_bytes, hit_rate, steps = self.answer, self._step_bytes, self._hit_rate, list(timer.steps)
+        self._note_steps(Counts.of(self._kv))
+        try:
+            yield
+        finally:
+            self.answer, self._step_bytes, self._hit_rate = answer, step_bytes, hit_rate
+            self._last = Counts.of(self._kv)
+            timer.steps.clear()
+            timer.steps.extend(steps)
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
         """A switch happened, perhaps in the middle of an answer."""

@@ -246,7 +246,11 @@ def find_command(name: str) -> Action:
     """
     is_alias = name in ALIASES or (not _is_begun(name, COMMANDS) and _is_begun(name, ALIASES))
     known = ALIASES if is_alias else COMMANDS
-    return known[words.resolve(name, known, "command", "/help lists all with their use.")]
+    if not name or not _is_begun(name, known):
+        near = " or ".join(f"/{word}" for word in words.nearest(name, COMMANDS))
+        hint = f"Did you mean {near}? " if near else ""
+        raise UsageError(f"There is no command /{name}.", hint=f"{hint}F1 or /help lists all.")
+    return known[words.resolve(name, known, "command")]
 
 
 def _is_begun(name: str, known: Iterable[str]) -> bool:

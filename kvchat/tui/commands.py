@@ -88,6 +88,8 @@ async def set_system(chat: ChatController, argument: str) -> None:
 async def pin_system(chat: ChatController, argument: str) -> None:
     """``/pin``: all of the system prompt is attended in every mode, or is no longer."""
     pin = not chat.state.params.get("pin_system", False)
+    if pin and not chat.state.conversation.system:
+        raise UsageError("There is no system prompt to pin.", hint="/system TEXT gives one.")
     chat.set_parameter("pin_system", pin)
     chat.view.add_note(f"The system prompt is {'pinned: attended in every mode' if pin else 'no longer pinned'}.")
 

@@ -3,8 +3,8 @@
 ``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
 stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some words back; any other prompt gets
 ``ANSWER``. Budget 64 is refused.
-``FAKE_LOAD=crash`` crashes while loading, ``FAKE_LOAD=wait`` loads until stdin closes, ``FAKE_GPU`` adds a GPU and
-``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_BADGES`` are its badges, with ``|`` between them.
+``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
+a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_BADGES`` are its badges, with ``|`` between them.
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ class FakeEngine:
         send(Loading("reading the weights"))
         if os.environ.get("FAKE_LOAD") == "crash":
             die(5)
+        if os.environ.get("FAKE_LOAD") == "refuse":
+            send(messages.Failed("There is no such model.", kind="ModelError", fatal=True))
+            return
         if os.environ.get("FAKE_LOAD") == "wait":
             while self.commands.get() is not None:
                 pass

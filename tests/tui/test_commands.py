@@ -8,7 +8,9 @@ import pytest
 from support.app_driver import finished, notes, prompt, texts, toasts, typed
 
 from kvchat.config.modes import registered
-from kvchat.protocol.messages import Turn
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import Switch, Turn
+from kvchat.tui.commands import pin_system
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
@@ -73,8 +75,19 @@ async def test_sampling_by_command(running):
 async def test_unknown_command_names_the_nearest(running):
     async with running() as (app, _pilot, until):
         typed(app, "/hepl")
-        await until(lambda: 'Did you mean "help"?' in toasts(app))
+        await until(lambda: "Did you mean /help" in toasts(app))
         assert not app.chat.query(Problem)
+
+
+async def test_only_a_system_prompt_that_is_there_is_pinned(chat):
+    await chat.load()
+    with pytest.raises(UsageError, match="no system prompt to pin"):
+        await pin_system(chat.controller, "")
+    assert chat.view.notes == []
+    chat.controller.set_system("be brief")
+    await pin_system(chat.controller, "")
+    assert chat.client.sent[-1] == Switch("", {"pin_system": True})
+    assert "is pinned" in chat.view.notes[-1]
 
 
 async def test_system_stats_theme_copy_panels(running):
