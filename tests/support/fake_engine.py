@@ -4,7 +4,8 @@
 stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some words back; any other prompt gets
 ``ANSWER``. Budget 64 is refused.
 ``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
-a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_BADGES`` are its badges, with ``|`` between them.
+a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times;
+``FAKE_BADGES`` are its badges, with ``|`` between them.
 """
 
 from __future__ import annotations
