@@ -106,21 +106,15 @@ async def show_stats(chat: ChatController, argument: str) -> None:
 
 async def copy_message(chat: ChatController, argument: str) -> None:
     """``/copy``: the message chosen in the transcript, else the last answer; ``/copy FILE`` into a new file."""
-    text = _chosen_text(chat)
-    if not argument:
-        chat.view.copy(text)
-        return
-    path = Path(os.path.expanduser(argument))
-    export.write_new(path, text)
-    chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
+    _copy(chat, _chosen_text(chat), argument)
 
 
 async def copy_code(chat: ChatController, argument: str) -> None:
-    """``/code``: the last fenced block of the same message."""
+    """``/code``: the last fenced block of the same message; ``/code FILE`` into a new file."""
     blocks = re.findall(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", _chosen_text(chat), re.MULTILINE | re.DOTALL)
     if not blocks:
         raise UsageError("There is no block of code in it.", hint="/copy copies the whole text.")
-    chat.view.copy(blocks[-1][1])
+    _copy(chat, blocks[-1][1], argument)
 
 
 async def pause_replay(chat: ChatController, argument: str) -> None:
@@ -168,6 +162,16 @@ async def manage_queue(chat: ChatController, argument: str) -> None:
 async def restart(chat: ChatController, argument: str) -> None:
     """``/restart``"""
     await chat.restart()
+
+
+def _copy(chat: ChatController, text: str, file: str) -> None:
+    """To the clipboard, or into a new ``file``."""
+    if not file:
+        chat.view.copy(text)
+        return
+    path = Path(os.path.expanduser(file))
+    export.write_new(path, text)
+    chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
 
 
 def _chosen_text(chat: ChatController) -> str:

@@ -223,4 +223,4 @@ class PlainView:
         Raises:
             UsageError: lines have no clipboard.
         """
-        raise UsageError("There is no clipboard here.", hint="/export FILE writes the conversation.")
+        raise UsageError("There is no clipboard here.", hint="With a FILE behind it the command writes into that.")

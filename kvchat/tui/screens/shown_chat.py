@@ -14,6 +14,7 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
+from kvchat.tui import clipboard
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens import needle
@@ -118,9 +119,12 @@ class ShownChat(Screen[None]):
         return prompt.restore(text)
 
     def copy(self, text: str) -> None:
-        """Copy by OSC 52, which a terminal may ignore without an answer."""
+        """Copy to the terminal's clipboard, and to the system's where that is the person's."""
         self.app.copy_to_clipboard(text)
-        self.toast(f"Sent {len(text):,} characters to the terminal's clipboard (OSC 52).", title="Copied")
+        if clipboard.has_system():
+            self.run_worker(self._copy_to_system(text), group="clipboard")
+        else:
+            self.toast(clipboard.describe(text, None), title="Copied")
 
     # ---- helpers ---------------------------------------------------------------------------------
 
@@ -131,6 +135,13 @@ class ShownChat(Screen[None]):
     def _add(self, widget: Widget) -> None:
         """Mount without waiting, in the order of the calls."""
         self.run_worker(self._transcript.add(widget), group="messages")
+
+    async def _copy_to_system(self, text: str) -> None:
+        refusal = await clipboard.copy_to_system(text)
+        if refusal:
+            self.toast(clipboard.describe(text, refusal), title="Clipboard", severity="warning", timeout=10)
+        else:
+            self.toast(clipboard.describe(text, refusal), title="Copied")
 
     def _show_details(self) -> None:
         self.query_one(DetailColumn).show(self.controller.state)
