@@ -43,7 +43,8 @@ class KVManager:
         # Slots are to be made again: memory ran out while the mode was entered, or it keeps other tokens for good.
         self._half_entered = False
         self.mode = mode
-        self._enter(mode)
+        self.mode, self._half_entered = mode, True
+        self.refill(fresh=True)
 
     @property
     def total(self) -> int:
