@@ -278,18 +278,15 @@ class Sync(Mode):
         return not self.split or tokens - self.window <= self.k
 
     def in_force(self) -> dict[str, Any]:
-        chosen = {"clusters": self.clusters} | ({"mem": self.mem} if self.parameters.budget is None else {})
-        return super().in_force() | chosen
+        mem = {"mem": self.mem} if self.parameters.budget is None else {}
+        return super().in_force() | {"clusters": self.clusters} | mem
 
     def report(self) -> ModeReport:
-        return ModeReport(self.in_force(), self._stats())
-
-    def _stats(self) -> dict[str, Any]:
-        heads = self.geometry.kv_heads
         if not self.split:
-            return {"representative heads": f"all {heads}: as full ({self._why_full()})"}
+            as_full = f"all {self.geometry.kv_heads}: as full ({self._why_full()})"
+            return ModeReport(self.in_force(), {"representative heads": as_full})
         kept, chosen = self.overlap.tolist()
-        return {
+        stats = {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
             "measured on": self.traits.calibration.measured_on if self.traits.calibration else "",
             "k": self.k,
@@ -298,15 +295,13 @@ class Sync(Mode):
             "anticipation steps": self.anticipations,
             "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
         }
-
-    # ---- inside
+        return ModeReport(self.in_force(), stats)
 
     def _memory_share(self) -> float:
         """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
         held, g = self.state.slots, self.geometry
-        if not held:  # memory ran out while the mode was entered again
-            return 0.0
-        return sum(slots.kv.nbytes for slots in held) / (g.layers * g.kv_heads * held[0].n * 2 * g.row_bytes)
+        full = g.layers * g.kv_heads * sum(slots.n for slots in held[:1]) * 2 * g.row_bytes
+        return sum(slots.kv.nbytes for slots in held) / full if full else 0.0
 
     def _dynamic_share(self, k: int) -> int:
         """floor((1 - rho) * k), exactly for rho as it was written."""
