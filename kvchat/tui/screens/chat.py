@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.config import AppConfig
@@ -86,8 +88,8 @@ class ChatScreen(Screen[None]):
     async def on_mount(self) -> None:
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
-        self.run_worker(self.controller.listen(), name="events")
-        self.run_worker(self._open_archive(), name="conversations")
+        run_beside(self, self.controller.listen)
+        run_beside(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
 
     # ---- what the user asks for ------------------------------------------------------------------
@@ -157,7 +159,7 @@ class ChatScreen(Screen[None]):
 
     def action_editor(self) -> None:
         """Write the prompt in the user's own editor."""
-        self.run_worker(self._edit_outside(), group="editor", exclusive=True)
+        run_beside(self, self._edit_outside, group="editor", exclusive=True)
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
@@ -298,7 +300,7 @@ class ChatScreen(Screen[None]):
 
     def _add(self, widget: Widget) -> None:
         """Mount without waiting, in the order of the calls."""
-        self.run_worker(self._transcript.add(widget), group="messages")
+        run_beside(self, partial(self._transcript.add, widget), group="messages")
 
     def _welcome(self) -> Welcome:
         return Welcome(self.controller.models.in_use.model, self._key)

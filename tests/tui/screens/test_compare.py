@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.app_driver import finished, press, typed
+from support.app_driver import finished, opened, press, typed
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
@@ -19,16 +19,17 @@ def shown(app, selector: str) -> str:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    async with running(size=size) as (app, pilot, until):
+    async with running(size=size) as (app, _pilot, until):
         typed(app, "hello")
         await until(lambda: finished(app))
         press(app, "f8")
-        await until(lambda: isinstance(app.screen, CompareScreen) and "own way from token 3" in shown(app, "#verdict"))
-        await pilot.pause()
-        assert shown(app, "#answers Static") == f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
+        await until(lambda: opened(app, CompareScreen) and "own way from token 3" in shown(app, "#verdict"))
+        said = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
+        await until(lambda: shown(app, "#answers Static") == said)
         one, other = app.screen.query(VerticalScroll).results(VerticalScroll)
-        assert (one.region.y == other.region.y) == (size[0] >= 100), "side by side where there is room"
-        assert one.region.height > 3
+        await until(lambda: min(one.region.height, other.region.height) > 3)
+        is_beside = size[0] >= 100  # where there is room
+        await until(lambda: (one.region.y == other.region.y, one.region.x != other.region.x) == (is_beside, is_beside))
         press(app, "w")
         await until(lambda: len(list(tmp_path.glob("comparison-*"))) == 2)
         press(app, "escape")
@@ -43,7 +44,7 @@ async def test_esc_stops_and_then_closes(running):
         press(app, "escape")
         await until(lambda: finished(app))
         typed(app, "/compare sync full")
-        await until(lambda: isinstance(app.screen, CompareScreen) and "full answers" in shown(app, "#verdict"))
+        await until(lambda: opened(app, CompareScreen) and "full answers" in shown(app, "#verdict"))
         press(app, "escape")
         await until(lambda: app.controller.state.phase is Phase.READY)
         assert isinstance(app.screen, CompareScreen)
