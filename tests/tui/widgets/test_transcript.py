@@ -58,7 +58,6 @@ async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkey
         await until(lambda: first.collapsed)
         height = first.size.height
         assert not answers(app)[-1].collapsed
-        transcript.release_anchor()  # as a reader's key does
         transcript.scroll_home(animate=False)
         heights = set()  # also while it comes back: nothing below it may move
 
