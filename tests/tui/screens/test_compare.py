@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from support.app_driver import finished, opened, press, typed
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
+from kvchat.protocol.comparing import Comparing, Variant
 from kvchat.protocol.figures import Run
+from kvchat.protocol.messages import Sampling
+from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import MARK, CompareScreen, answer_text
 from kvchat.tui.state import Phase
 
@@ -35,6 +40,20 @@ async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, 
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
         assert app.controller.state.phase is Phase.READY
+
+
+async def test_what_is_reported_while_the_screen_is_composed_is_drawn_when_it_is(running):
+    async with running() as (app, _pilot, until):
+        variants = tuple(map(Variant, ("full", "sync")))
+        shown_now = RunningComparison("What?", "bundled", variants, Sampling())
+        screen = CompareScreen(app.controller.comparisons, shown_now)
+        app.push_screen(screen)
+        while not screen.is_mounted:
+            screen.show(shown_now)
+            await asyncio.sleep(0)
+        shown_now.note(Comparing(1, "so far", 1))
+        screen.show(shown_now)
+        await until(lambda: "so far" in shown(app, "#answers Static"))
 
 
 async def test_esc_stops_and_then_closes(running):
