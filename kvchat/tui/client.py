@@ -134,6 +134,7 @@ class EngineClient:
             process.kill()
             await process.wait()
         if reader:
+            await asyncio.wait([reader], timeout=GRACE_S)  # an unread pipe would outlive the event loop
             reader.cancel()
 
     async def restart(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.app_driver import finished, notes, prompt, texts, toasts, typed
+from support.app_driver import finished, notes, press, prompt, texts, toasts, typed
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
@@ -56,7 +56,7 @@ async def test_mode_parameters_by_command(running):
         await until(lambda: app.controller.state.params["window"] == 128)
         typed(app, "/set tau 0.9")
         await until(lambda: app.controller.state.params["tau"] == 0.9)
-        assert app.chat.query_one(ModeBar).params["budget"] == 1024
+        await until(lambda: app.chat.query_one(ModeBar).params["budget"] == 1024)
 
 
 async def test_sampling_by_command(running):
@@ -91,7 +91,7 @@ async def test_only_a_system_prompt_that_is_there_is_pinned(chat):
 
 
 async def test_system_stats_theme_copy_panels(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         typed(app, "/system be brief")
         await until(lambda: app.controller.state.conversation.system == "be brief")
         typed(app, "hello")
@@ -104,11 +104,10 @@ async def test_system_stats_theme_copy_panels(running):
         typed(app, "/stats")
         await until(lambda: any("generated" in text for text in texts(app.chat.query(Note))))
         typed(app, "/theme kvchat-light")
-        await until(lambda: app.theme == "kvchat-light")
-        assert app.chat.query_one(KvColumn).display
+        await until(lambda: app.theme == "kvchat-light" and app.chat.query_one(KvColumn).display)
         typed(app, "/panels")
         await until(lambda: not app.chat.query_one(KvColumn).display)
-        await pilot.press("f7")
+        press(app, "f7")
         await until(lambda: app.chat.query_one(KvColumn).display)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.patience import PATIENCE_S
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
@@ -251,10 +252,11 @@ async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
     await chat.ask("one")
     assert (await chat.controller.archive.latest()).title == "one"
     await chat.controller.handle(Text("par", 1))
-    saving = asyncio.create_task(chat.controller.keep())
-    while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
-        await asyncio.sleep(0.01)
-    saving.cancel()
+    keeping = asyncio.create_task(chat.controller.keep())
+    async with asyncio.timeout(PATIENCE_S):
+        while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
+            await asyncio.sleep(0.01)
+    keeping.cancel()
     await chat.controller.close()
 
 

@@ -14,6 +14,7 @@ from textual.containers import Horizontal
 
 from kvchat.errors import KvchatError, UsageError
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
@@ -74,8 +75,8 @@ class ChatScreen(ShownChat):
     async def on_mount(self) -> None:
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
-        self.run_worker(self.controller.listen(), name="events")
-        self.run_worker(self._open_archive(), name="conversations")
+        run_beside(self, self.controller.listen)
+        run_beside(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
 
     # ---- what the user asks for ------------------------------------------------------------------
@@ -145,7 +146,7 @@ class ChatScreen(ShownChat):
 
     def action_editor(self) -> None:
         """Write the prompt in the user's own editor."""
-        self.run_worker(self._edit_outside(), group="editor", exclusive=True)
+        run_beside(self, self._edit_outside, group="editor", exclusive=True)
 
     def action_details(self) -> None:
         """Show what each layer and KV head reads, how long fetching took and what the GPU did."""

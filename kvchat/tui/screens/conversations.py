@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, ClassVar
 
 from textual import on
@@ -18,6 +19,7 @@ from textual.widgets.option_list import Option
 from kvchat.conversations.store import MARK, Summary
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.search import SearchScreen, css_of
 from kvchat.units import count
@@ -54,7 +56,7 @@ class ConversationsScreen(SearchScreen[Summary]):
     @on(Input.Changed)
     def search(self, event: Input.Changed) -> None:
         """Search for what is typed; the search before is given up."""
-        self.run_worker(self._search(event.value), group="search", exclusive=True)
+        run_beside(self, partial(self._search, event.value), group="search", exclusive=True)
 
     @on(Input.Submitted)
     async def open_highlighted(self) -> None:

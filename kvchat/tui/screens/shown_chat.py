@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from textual.content import Content
 from textual.screen import Screen
@@ -16,6 +17,7 @@ from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui import clipboard
+from kvchat.tui.background import run_beside
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens import needle
@@ -126,7 +128,7 @@ class ShownChat(Screen[None]):
         """Copy to the terminal's clipboard, and to the system's where that is the person's."""
         self.app.copy_to_clipboard(text)
         if clipboard.has_system():
-            self.run_worker(self._copy_to_system(text), group="clipboard")
+            run_beside(self, partial(self._copy_to_system, text), group="clipboard")
         else:
             self.toast(clipboard.describe(text, None), title="Copied")
 
@@ -138,7 +140,7 @@ class ShownChat(Screen[None]):
 
     def _add(self, widget: Widget) -> None:
         """Mount without waiting, in the order of the calls."""
-        self.run_worker(self._transcript.add(widget), group="messages")
+        run_beside(self, partial(self._transcript.add, widget), group="messages")
 
     async def _copy_to_system(self, text: str) -> None:
         refusal = await clipboard.copy_to_system(text)

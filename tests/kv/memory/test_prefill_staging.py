@@ -59,7 +59,7 @@ def contents(host: HostPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @given(turns=st.lists(st.integers(1, 40), min_size=1, max_size=5), back=st.integers(0, 30), d_v=st.sampled_from([8, 4]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @example([8, 8], 0, 8)
 @example([1, 1, 1], 0, 8)
 def test_staged_is_direct(turns, back, d_v):

@@ -10,7 +10,8 @@ import signal
 from dataclasses import replace
 
 import pytest
-from support.app_driver import TIMEOUT_S, wait_for
+from support.app_driver import wait_for
+from support.patience import PATIENCE_S
 
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import COMMANDS
@@ -47,7 +48,7 @@ class Session:
 
     async def run(self):
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 return await self.plain.run(LineReader(self._receiving))
         finally:
             self.close()
