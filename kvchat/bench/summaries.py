@@ -26,6 +26,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("least of a head", share("covered_least", 1)),
         Column("tokens read", figure("read_mean")),
     ),
+    "data": (
+        Column("task", lambda row: row["task"]),
+        Column("mode", variant),
+        Column("score", share("score", 1)),
+        Column("best of the samples", share("best_of_samples", 1)),
+        Column("rows", figure("cases")),
+        Column("cut to the context", figure("cut")),
+        Column("tokens read", figure("read_tokens")),
+    ),
     "passkey": (
         Column("mode", variant),
         Column("recalled", lambda row: f"{row['right']} of {row['cases']}"),

@@ -12,7 +12,7 @@ import typer
 
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
-from kvchat.cli import bench_report
+from kvchat.cli import bench_data, bench_report
 from kvchat.cli.bench_options import (
     Budget,
     Budgets,
@@ -324,6 +324,7 @@ def paper_command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
     ] = None,
+    text: Texts = None,
     model: Model = "bundled",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -337,10 +338,11 @@ def paper_command(
 
     study, settings = studies.chosen(paper, set_ or ())
     study.check(part or (), drawn=plot is not None)
-    named = {"settings": settings, "part": part or []}
+    named = {"settings": settings, "part": part or [], "text": file_names(text)}
     run = Run(f"paper {paper}", named, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    run.done(study.run(settings, run.choice, run.frame, part or ()))
+    run.done(study.run(settings, run.choice, run.frame, part or (), file_names(text)))
 
 
+app.command("data")(bench_data.data_command)
 app.command("report")(bench_report.report_results)
 app.command("compare")(bench_report.compare_results)
