@@ -34,6 +34,7 @@ settings.load_profile("kvchat")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fake-cuda", action="store_true", help="run tests marked cuda on a fake CUDA device")
+    parser.addoption("--update-snapshots", action="store_true", help="take the screens as they are now for right")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -36,7 +36,8 @@ EXPLANATIONS = {
     "torch": "GPU memory allocated by torch, of what it has reserved",
     "weights": "memory of the model's weights",
     "parked": "the K/V of other conversations, kept in host memory until they are gone back to",
-    READ_BY_HEAD: "a column for each layer, a row for each KV head: as high as the share of the stored tokens it reads",
+    READ_BY_HEAD: "a column for each layer, a row for each KV head: a full block reads all that is stored, each step"
+    " lower half of it",
     HELD_BY_HEAD: "the same of the tokens whose K/V lie in slots; on a CPU those that the mode copied to read them",
     FETCH_TIMES: "the last 256 tokens that something was fetched for, by the time it took: hidden behind the model's"
     " work or waited for; a CPU hides nothing",

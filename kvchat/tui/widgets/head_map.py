@@ -1,7 +1,8 @@
-"""Layers and KV heads as a map: a column for each layer, a row for each head, as high as the share that it reads."""
+"""Layers and KV heads as a map: a column for each layer, a row for each head, as high as it reads much."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -146,8 +147,11 @@ def arranged(layers: int, heads: int, width: int, height: int) -> Grid:
 
 
 def glyph(share: float) -> str:
-    """The block of a share of what is stored, from 0 to 1."""
-    return BARS[min(int(share * len(BARS)), len(BARS) - 1)] if share else NONE
+    """The block of a share of what is stored: a full one for all, each step lower for half of it.
+
+    Most heads read few of many tokens: by the share itself all of them would be alike.
+    """
+    return BARS[max(len(BARS) - 1 + round(math.log2(share)), 0)] if share else NONE
 
 
 def _shape(details: Details) -> tuple[int, int]:

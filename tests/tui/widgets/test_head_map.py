@@ -22,8 +22,8 @@ def test_every_layer_and_head_has_one_cell_and_all_cells_fit(layers, heads, widt
     assert bool(grid.note) == (layers > width or heads > height)
 
 
-def test_a_cell_is_as_high_as_its_share():
-    assert [glyph(share) for share in (0, 0.01, 0.5, 0.99, 1)] == [NONE, BARS[0], BARS[4], BARS[7], BARS[7]]
+def test_a_cell_is_a_step_lower_for_half_of_it():
+    assert [glyph(share) for share in (0, 1e-9, 1 / 64, 0.25, 0.5, 1)] == [NONE, *(BARS[n] for n in (0, 1, 5, 6, 7))]
 
 
 def test_the_map_tells_rows_of_heads_the_extremes_and_the_figures_under_the_cursor():
@@ -31,8 +31,8 @@ def test_the_map_tells_rows_of_heads_the_extremes_and_the_figures_under_the_curs
     assert "nothing stored" in shown.render().plain
     for heads in (shown, held):
         heads.set_reactive(HeadMap.details, Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7))))
-    assert shown.render().plain.split("\n") == ["0  ████▅▅▅▅", "1  ▃▃▃▃····", "0 to 100 of 100 tokens a head"]
-    assert held.render().plain.split("\n")[1] == "1  ····▁▁▁▁"
+    assert shown.render().plain.split("\n") == ["0  ████▇▇▇▇", "1  ▆▆▆▆····", "0 to 100 of 100 tokens a head"]
+    assert held.render().plain.split("\n")[1] == "1  ····▄▄▄▄"
     shown.set_reactive(HeadMap.cursor, (1, 0))
     assert shown.explanation == "Layer 1, KV head 0 read 50 of 100 (50 %); 50 in slots."
     shown.set_reactive(HeadMap.cursor, (9, 9))
