@@ -21,7 +21,8 @@ def line(row: Mapping[str, Any]) -> str:
     moved = f"  moves {units.size(row['moved_bytes'])}" if row.get("moved_bytes") else ""
     exposed = row.get("exposed_ms")
     recall = "" if exposed is None else f", exposed {exposed:.2f} of {row['recall_ms']:.2f} ms"
-    return f"{start}{row['ms']:8.2f} ms {row['tokens_per_s']:7.1f} tok/s{ratios}{moved}{recall}"
+    bound = f", at least {row['link_ms']:.2f} ms over the link" if row.get("link_ms") else ""
+    return f"{start}{row['ms']:8.2f} ms {row['tokens_per_s']:7.1f} tok/s{ratios}{moved}{recall}{bound}"
 
 
 def named(row: Mapping[str, Any]) -> str:

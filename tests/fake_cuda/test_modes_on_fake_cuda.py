@@ -22,6 +22,7 @@ PARTS = {
     "graphs": [*GRAPHS, "change_no_bit and dtype0 and (full or streaming or speculative)"],
     "graphs of freeze and sync": [*GRAPHS, "change_no_bit and dtype0 and (freeze or sync)"],
     "switches": [*GRAPHS, "switches and (reuse or freeze-paper)"],
+    "pinned messages": [*GRAPHS, "pinned"],
 }
 
 
