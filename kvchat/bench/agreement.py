@@ -22,7 +22,7 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.texts import Passage, passages
 from kvchat.bench.variant import parsed
 from kvchat.bench.walk import Walk
-from kvchat.config.modes import FullParameters
+from kvchat.config.modes import FullParameters, ModeParameters
 
 STANDARD = ("streaming", "speculative", "freeze", "sync")
 
@@ -63,7 +63,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     result = frame.measure(
         experiment,
         [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
-        lambda cell: [forced.row(cell["passage"], cell["variant"])],
+        lambda cell: [forced.row(cell["passage"], parsed(cell["variant"]))],
         lambda row: f"{row['text']}: {row['variant']:<48} KL {mean(row['kl']):.4f}",
     )
     return frame.finish(result, [summarized(result["rows"], variant) for variant in dict.fromkeys(settings.modes)])
@@ -78,15 +78,15 @@ class Forced:
         self._texts = texts
         self._exact: tuple[int, Tensor] | None = None
 
-    def row(self, number: int, variant: str) -> Row:
-        """Decode passage ``number`` in a variant; lists by token, shares covered by layer and KV head.
+    def row(self, number: int, parameters: ModeParameters) -> Row:
+        """Decode passage ``number`` in a mode; lists by token, shares covered by layer and KV head.
 
         Raises:
             KvchatError: the mode refuses.
         """
         text, walk, exact = self._texts[number], self._walk, self._of_full(number)
         context = self._settings.context
-        walk.begin(text.ids[:context], parsed(variant), self._settings.tokens)
+        walk.begin(text.ids[:context], parameters, self._settings.tokens)
         divergences, same, read, covered = [], [], [], []
         for token, its in zip(text.ids[context:], exact, strict=True):
             logits = walk.step(token)

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 SCHEMA = 1
 VERSIONS = {
     "agreement": 1,
+    "data": 1,
     "decode": 1,
     "long-run": 1,
-    "paper asr-kf-egr": 1,
-    "paper freekv": 1,
-    "paper lazy-pruning": 1,
-    "paper synckv": 1,
+    "paper asr-kf-egr": 2,
+    "paper freekv": 2,
+    "paper lazy-pruning": 2,
+    "paper synckv": 2,
     "passkey": 1,
     "perplexity": 1,
     "prefill": 1,

@@ -9,12 +9,17 @@ import torch
 
 from kvchat.bench.fixed_change_rate import FixedChangeRate
 from kvchat.bench.timing import Timing, time_steps
-from kvchat.config.modes import ModeParameters, SpeculativeParameters
+from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import Calibration
+
+
+def spills(chosen: ModeParameters) -> bool:
+    """The mode is to read over the link what is not resident."""
+    return isinstance(chosen, FullParameters) and chosen.resident is not None
 
 
 class ModeRun:

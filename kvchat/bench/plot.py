@@ -16,6 +16,7 @@ from kvchat.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 FORMATS = (".svg", ".png")
 MODE, BASELINE, EXPOSED, FAINT = "#2b7bba", "#a9b4c0", "#e08a2e", "#6b7785"
@@ -116,23 +117,40 @@ def paper(result: Mapping[str, Any], file: Path) -> None:
     Raises:
         UsageError: it has no figure, or the file cannot be written.
     """
-    drawn = [row for row in result["summary"] if "lines" in row or "matrix" in row]
-    parts = list(dict.fromkeys(row["part"] for row in drawn))
-    if not parts:
+    lines = [row for row in result["summary"] if "lines" in row]
+    matrices = [row for row in result["summary"] if "matrix" in row]
+    pictures = [*dict.fromkeys(row["part"] for row in lines), *matrices]
+    if not pictures:
         raise UsageError(f"{result['experiment']} has no picture of these parts.")
-    figure = _figure(9, 3.4 * len(parts) + 0.6)
-    for panel, part in zip(figure.subplots(len(parts), squeeze=False)[:, 0], parts, strict=True):
-        for row in (row for row in drawn if row["part"] == part):
-            for name, values in row.get("lines", {}).items():
-                panel.plot(values, label=name, linewidth=1)
-            if "matrix" in row:
-                figure.colorbar(panel.imshow(row["matrix"], cmap="viridis", aspect="auto"), ax=panel)
-            else:
-                panel.set_xlabel("decoded token")
-                panel.legend(frameon=False, fontsize=8)
-        panel.set_title(result["parts"][part]["title"], loc="left", fontsize=9)
+    figure = _figure(9, 3.4 * len(pictures) + 0.6)
+    for panel, picture in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures, strict=True):
+        if isinstance(picture, str):
+            _curves(panel, [row for row in lines if row["part"] == picture])
+            title = result["parts"][picture]["title"]
+        else:
+            figure.colorbar(_matrix(panel, picture), ax=panel)
+            title = f"{result['parts'][picture['part']]['title']}: {picture['row']}"
+        panel.set_title(title, loc="left", fontsize=9)
     figure.suptitle(f"{result['model']['name']}\n{_environment(result)}", fontsize=10)
     _save(figure, file)
+
+
+def _curves(panel: Axes, rows: Sequence[Row]) -> None:
+    for name, values in (pair for row in rows for pair in row["lines"].items()):
+        panel.plot(values, label=name, linewidth=1)
+    panel.set_xlabel("decoded token")
+    panel.legend(frameon=False, fontsize=8)
+
+
+def _matrix(panel: Axes, row: Row) -> AxesImage:
+    """The row's matrix, with the names of its lines and columns where it has any."""
+    named_axes = row.get("axes")
+    if not named_axes:
+        return panel.imshow(row["matrix"], cmap="viridis", aspect="auto")
+    panel.set_xticks(range(len(named_axes["columns"])), named_axes["columns"])
+    panel.set_yticks(range(len(named_axes["lines"])), named_axes["lines"])
+    # Pictures of shares are compared with each other.
+    return panel.imshow(row["matrix"], cmap="viridis", aspect="auto", vmin=0, vmax=1)
 
 
 DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {

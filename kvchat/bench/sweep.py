@@ -134,7 +134,7 @@ def _measured(walk: Walk, forced: Forced, settings: Settings, cell: Cell) -> Row
     if "passage" not in cell:
         return {"right": [_recalled(walk, settings, cell, depth) for depth in DEPTHS]}
     began = time.perf_counter()
-    return {**forced.row(cell["passage"], cell["variant"]), "seconds": time.perf_counter() - began}
+    return {**forced.row(cell["passage"], parsed(cell["variant"])), "seconds": time.perf_counter() - began}
 
 
 def _recalled(walk: Walk, settings: Settings, cell: Cell, depth: float) -> bool:

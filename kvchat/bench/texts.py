@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvchat.bench.datasets.json_lines import lines
 from kvchat.errors import UsageError
 
 BOOKS = Path(__file__).parent / "books"
@@ -25,8 +26,8 @@ class Passage:
 def passages(texts: Sequence[str], size: int, tokenizer: Any, joined: bool = False) -> list[Passage]:
     """Cut the files ``texts`` (none: the shipped books) into passages of ``size`` ids.
 
-    A line of three asterisks separates parts, an empty line paragraphs; a single line break is a space. No passage
-    goes beyond a part, unless the parts are ``joined``.
+    A line of three asterisks separates parts, an empty line paragraphs; a single line break is a space. A row of
+    ``.jsonl`` is a part, its field ``text``. No passage goes beyond a part, unless the parts are ``joined``.
 
     Raises:
         UsageError: a file cannot be read, or no text is long enough.
@@ -53,6 +54,8 @@ def _passages(file: Path, size: int, tokenizer: Any, joined: bool) -> Iterator[P
 
 
 def _read(file: Path) -> str:
+    if file.suffix == ".jsonl":
+        return BREAK.join(line.text("text") for line in lines(file))
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

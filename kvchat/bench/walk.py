@@ -34,19 +34,20 @@ class Walk:
         """Tokens stored."""
         return self.runner.kv.total
 
+    @property
+    def device_bytes(self) -> int:
+        """K/V on the device."""
+        return self.runner.kv.device_bytes
+
     def begin(self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0) -> Tensor:
         """Store the prompt, exactly, and nothing else, then enter a mode; the next token's logits ``[vocab]``.
 
         Raises:
-            DoesNotFitError: the prompt and ``more`` tokens are longer than the model's context, or memory is short.
+            DoesNotFitError: the prompt is longer than the model's context, or ``more`` tokens after it in a mode that
+                cannot go beyond; or memory is short.
             UsageError: the mode refuses its parameters, or needs a calibration that so short a prompt does not give.
         """
-        if len(prompt) + more > self.model.context:
-            raise DoesNotFitError(
-                "The text does not fit the model.",
-                f"{len(prompt) + more:,} tokens are needed; {self.model.name} reads {self.model.context:,}.",
-                "Take less context.",
-            )
+        self._refuse_beyond_context(len(prompt))
         # The K/V of a prompt are exact in every mode: of one that is stored only the last token is read again.
         kept = len(prompt) - 1 if self._prompt == list(prompt) else 0
         self._prompt = []
@@ -54,8 +55,18 @@ class Walk:
         logits = [made for _, made in self.runner.prefill(prompt[kept:])][-1]
         assert logits is not None
         self.enter(parameters, prompt)
+        if self.runner.kv.mode.limited_by_context:
+            self._refuse_beyond_context(len(prompt) + more)
         self._prompt = list(prompt)
         return logits
+
+    def _refuse_beyond_context(self, tokens: int) -> None:
+        if tokens > self.model.context:
+            raise DoesNotFitError(
+                "The text does not fit the model.",
+                f"{tokens:,} tokens are needed; {self.model.name} reads {self.model.context:,}.",
+                "Take less context.",
+            )
 
     def enter(self, parameters: ModeParameters, prompt: Sequence[int] = ()) -> None:
         """Enter a mode; sync is calibrated on the ``prompt`` where the model has no calibration.

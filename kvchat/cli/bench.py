@@ -12,7 +12,7 @@ import typer
 
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
-from kvchat.cli import bench_report
+from kvchat.cli import bench_data, bench_report
 from kvchat.cli.bench_options import (
     Budget,
     Budgets,
@@ -208,11 +208,12 @@ def decode_command(
     steps: Annotated[int, typer.Option(min=1, help="tokens of a round that count")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")] = 5,
     baselines: Annotated[
-        str | None, typer.Option(help="transformers' dynamic, static, compile, offloaded, generate; by commas, or none")
+        str | None, typer.Option(help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none")
     ] = None,
     model: Model = "bundled",
     shape: Shape = "",
     prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
+    load: Annotated[int, typer.Option(min=0, help="busy processes beside which all is measured once more")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "none",
@@ -238,6 +239,7 @@ def decode_command(
         rounds=rounds,
         baselines=baseline_names(baselines),
         prefill=prefill,
+        load=load,
     )
     run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     result = run.done(decode.run(settings, run.choice, run.frame))
@@ -322,6 +324,7 @@ def paper_command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
     ] = None,
+    text: Texts = None,
     model: Model = "bundled",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -335,10 +338,11 @@ def paper_command(
 
     study, settings = studies.chosen(paper, set_ or ())
     study.check(part or (), drawn=plot is not None)
-    named = {"settings": settings, "part": part or []}
+    named = {"settings": settings, "part": part or [], "text": file_names(text)}
     run = Run(f"paper {paper}", named, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    run.done(study.run(settings, run.choice, run.frame, part or ()))
+    run.done(study.run(settings, run.choice, run.frame, part or (), file_names(text)))
 
 
+app.command("data")(bench_data.data_command)
 app.command("report")(bench_report.report_results)
 app.command("compare")(bench_report.compare_results)

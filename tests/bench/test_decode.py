@@ -15,7 +15,7 @@ from kvchat.bench.frame import Frame
 from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.rows import line
-from kvchat.bench.timing import warm_up
+from kvchat.bench.timing import Timing, warm_up
 from kvchat.bench.variant import parsed
 from kvchat.cli.main import app
 from kvchat.config import profiles
@@ -90,7 +90,7 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
         "measure",
         lambda self, tokens: (
             setattr(self, "_figures", {"moved_bytes": 2e6, "corrections": 0}),
-            decode.Timing(times[self.change_rate], 0.0),
+            Timing(times[self.change_rate], 0.0),
         )[1],
     )
     rows = decode.run(settings(modes=("speculative",), baselines=(), change_rates=("natural", "0.5")))["rows"]
@@ -108,7 +108,7 @@ def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
         "measure",
         lambda self, tokens: (
             setattr(self, "_figures", {"moved_bytes": 2e6, "corrections": 0}),
-            decode.Timing(3.0, 0.0),
+            Timing(3.0, 0.0),
         )[1],
     )
     full, spilled = decode.run(settings(modes=("full", "full:resident=256"), baselines=()))["rows"]
@@ -125,6 +125,16 @@ def test_where_memory_is_unified_nothing_is_read_over_a_link(tiny_shape):
     assert any("full:resident=256 left out. On cpu full mode reads the host pool itself" in text for text in told)
     with pytest.raises(UsageError, match="cannot be measured here"):
         decode.run(settings(modes=("full:resident=256",)))
+
+
+def test_beside_busy_processes_everything_has_a_second_turn():
+    result = decode.run(settings(modes=("full",), load=1))
+    assert 0 < result["fair_share"] <= 1
+    for row in result["rows"]:
+        assert row["wall_ms_beside"] > 0
+        assert row["kept"] > 0
+        assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
+    assert "of its speed beside the load" in line(result["rows"][0])
 
 
 def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():

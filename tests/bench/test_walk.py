@@ -54,3 +54,5 @@ def test_sync_is_calibrated_on_the_prompt_or_refused(walk):
 def test_a_text_beyond_the_context_is_refused(walk):
     with pytest.raises(DoesNotFitError, match=r"4,400 tokens are needed; .* reads 4,096"):
         walk.begin(PROMPT, FULL, 4000)
+    walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"), 4000)
+    assert walk.total == len(PROMPT), "a mode that goes beyond the context is not refused"

@@ -1,4 +1,5 @@
-"""FreeKV (speculative mode): Figure 3 and the share of heads corrected by tau, which is what Figure 3 decides."""
+"""FreeKV (speculative mode): Figure 3, the share of heads corrected by tau, which is what Figure 3 decides, and the
+ablations of its appendix: how a group's scores are pooled, and whose query retrieves."""
 
 from __future__ import annotations
 
@@ -7,16 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvchat.bench.agreement import Forced, summarized
-from kvchat.bench.agreement import Settings as AgreementSettings
 from kvchat.bench.frame import Row
-from kvchat.bench.paper.study import Lab, Part, Study, rounded, row
-from kvchat.bench.texts import passages
+from kvchat.bench.paper.retrieval_ablations import AblatedParameters, Pooling, Source
+from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
+from kvchat.bench.variant import parsed
 from kvchat.config.modes import FullParameters
 from kvchat.protocol.messages import Sampling
 
 TAUS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 ACCURACY_TAUS = (-2.0, 0.5, 0.8, 0.9, 2.0)
+# How a group agrees on pages, with what the paper says of it.
+POOLINGS: dict[Pooling, str] = {"MeanS": "used", "MaxS": "worse", "MeanQK": "", "MaxQK": ""}
+# Whose query retrieves: tau, the source and what the paper says of it.
+SOURCES: dict[str, tuple[float, Source, str]] = {
+    "the step before, never corrected": (-2.0, "own", "significantly worse than with correction"),
+    "the step before, corrected at tau 0.8": (0.8, "own", "used"),
+    "the layer below, same step": (2.0, "layer below", "worse than the step before"),
+    "the layer's own, same step": (2.0, "own", "not speculative: recall is waited for"),
+}
 SHOWN = 4  # heads whose C is drawn over time
 
 
@@ -40,8 +49,7 @@ def _at(settings: Settings, tau: float) -> str:
 
 def _similarities(lab: Lab) -> Tensor:
     """C of every step, layer and query head, ``[steps, layers, H_q]``, over a generation in full."""
-    (text, *_) = passages((), lab.settings.context, lab.model.tokenizer, joined=True)
-    logits = lab.walk.begin(text.ids, FullParameters(), lab.settings.tokens)
+    logits = lab.walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
     before, found = lab.walk.queries.clone(), []
     for _ in lab.generate(logits, lab.settings.tokens, Sampling(temperature=0.7, seed=0)):
         now = lab.walk.queries.clone()
@@ -88,16 +96,31 @@ def _corrections(lab: Lab) -> list[Row]:
 
 def _accuracy(lab: Lab) -> list[Row]:
     """What corrections are worth: agreement with full from never to always correcting."""
-    settings = AgreementSettings((), lab.settings.context, lab.settings.forced)
-    size = settings.context + settings.tokens
-    forced = Forced(lab.walk, settings, passages((), size, lab.model.tokenizer, joined=True)[:1])
-    found = []
-    for tau in ACCURACY_TAUS:
-        variant = _at(lab.settings, tau)
-        made = summarized([{**forced.row(0, variant), "variant": variant}], variant)
-        names = ("kl_mean", "same_top", "covered", "read_mean")
-        found.append(row(f"tau {tau:g}", {name: made[name] for name in names}))
-    return found
+    decoded = forced(lab)
+    return [row(f"tau {tau:g}", agreement(decoded, parsed(_at(lab.settings, tau)))) for tau in ACCURACY_TAUS]
+
+
+# ---- ablations -------------------------------------------------------------------------------------
+
+
+def _pooling(lab: Lab) -> list[Row]:
+    decoded, budget = forced(lab), lab.settings.budget
+    return [
+        row(pooling, agreement(decoded, AblatedParameters(budget=budget, tau=0.8, pooling=pooling)), _said(said))
+        for pooling, said in POOLINGS.items()
+    ]
+
+
+def _sources(lab: Lab) -> list[Row]:
+    decoded, budget = forced(lab), lab.settings.budget
+    return [
+        row(label, agreement(decoded, AblatedParameters(budget=budget, tau=tau, source=source)), _said(said))
+        for label, (tau, source, said) in SOURCES.items()
+    ]
+
+
+def _said(words: str) -> dict[str, str]:
+    return {"same top token": words} if words else {}
 
 
 PARTS = {
@@ -125,6 +148,19 @@ PARTS = {
         "tau -2 never corrects, 2 always. The paper compares task scores of large models, which a 17M model cannot be "
         "asked for.",
         _accuracy,
+    ),
+    "pooling": Part(
+        "Pooling over the query heads of a group (appendix)",
+        "Mean or maximum of the heads' page weights (S, after the softmax) or scores (QK, before it), at tau 0.8. The "
+        "paper compares task scores and prefers the mean of weights. Where a head is corrected, and most are on the "
+        "bundled model, its present query is pooled.",
+        _pooling,
+    ),
+    "query-source": Part(
+        "The query that retrieves (appendix)",
+        "The paper compares task scores. The layer below is asked at the same step, as methods that predict from one "
+        "layer to the next do, without their projection.",
+        _sources,
     ),
 }
 STUDY = Study("freekv", "similarity of adjacent queries and what is corrected", PARTS, _variants)

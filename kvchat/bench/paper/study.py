@@ -12,15 +12,26 @@ from typing import Any
 
 from torch import Tensor
 
+from kvchat.bench.agreement import Forced, summarized
+from kvchat.bench.agreement import Settings as AgreementSettings
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.frame import Frame, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.texts import passages
 from kvchat.bench.walk import Walk
+from kvchat.config.modes import ModeParameters
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Sampling
+
+AGREEMENT = {
+    "KL": "kl_mean",
+    "same top token": "same_top",
+    "mass covered": "covered",
+    "tokens read": "read_mean",
+}
 
 
 @dataclass(frozen=True)
@@ -35,15 +46,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Lab:
-    """What a part works with; ``settings`` are those of the paper's study."""
+    """What a part works with; ``settings`` are those of the paper's study, ``texts`` files instead of the books."""
 
     walk: Walk
     settings: Any
+    texts: tuple[str, ...] = ()
 
     @property
     def model(self) -> LoadedModel:
         """The model that walks."""
         return self.walk.model
+
+    def passage(self, size: int) -> Sequence[int]:
+        """The first ``size`` ids of the text.
+
+        Raises:
+            UsageError: no text is so long, or a file cannot be read.
+        """
+        return passages(self.texts, size, self.model.tokenizer, joined=True)[0].ids
 
     def generate(self, logits: Tensor, tokens: int, sampling: Sampling) -> Iterator[int]:
         """Sample ``tokens`` tokens and store each; what they did can be looked at between two of them."""
@@ -77,9 +97,16 @@ class Study:
             raise UsageError("These parts have no picture.", f"{', '.join(pictures)} have one.")
 
     def run(
-        self, settings: Any, choice: ModelChoice = ModelChoice(), frame: Frame | None = None, only: Sequence[str] = ()
+        self,
+        settings: Any,
+        choice: ModelChoice = ModelChoice(),
+        frame: Frame | None = None,
+        only: Sequence[str] = (),
+        texts: Sequence[str] = (),
     ) -> Result:
         """Measure the parts, or those named ``only``; return plain data, ready for JSON, a row for each line.
+
+        ``texts`` are files to read instead of the shipped books; the first that is long enough is used.
 
         Raises:
             UsageError: an unknown part; KvchatError: the model cannot be loaded, or every part is refused.
@@ -87,12 +114,12 @@ class Study:
         self.check(only)
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
-        lab = Lab(Walk(model), settings)
+        lab = Lab(Walk(model), settings, tuple(texts))
         chosen = [name for name in self.parts if not only or name in only]
         experiment = Experiment(
             f"paper {self.name}",
             self.title,
-            asdict(settings) | {"parts": chosen},
+            asdict(settings) | {"parts": chosen, "texts": list(texts)},
             found,
             model_identity(model),
             fingerprint(model.device),
@@ -105,6 +132,19 @@ class Study:
 
 def _words(part: Part) -> dict[str, str]:
     return {"title": part.title, "differs": part.differs}
+
+
+def forced(lab: Lab) -> Forced:
+    """Decodes ``forced`` tokens of the text after ``context`` tokens, as the study's settings say."""
+    settings = AgreementSettings((), lab.settings.context, lab.settings.forced)
+    size = settings.context + settings.tokens
+    return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer, joined=True)[:1])
+
+
+def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:
+    """How well a mode agrees with full on that text: the figures of a row."""
+    found = summarized([{**decoded.row(0, parameters), "variant": ""}], "")
+    return {name: found[of] for name, of in AGREEMENT.items()}
 
 
 def row(label: str, measured: Mapping[str, Any], published: Mapping[str, Any] | None = None, **figure: Any) -> Row:

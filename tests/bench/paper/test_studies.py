@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench.identity import VERSIONS
+from kvchat.bench.identity import VERSIONS, outdated
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.paper.studies import STUDIES, chosen
 from kvchat.bench.plot import paper as draw
@@ -17,9 +17,12 @@ from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
 
 SIZES = {
-    "asr-kf-egr": (["tokens=60"], ["table-1"]),
+    "asr-kf-egr": (["tokens=60"], ["table-1", "table-3"]),
     "freekv": (["tokens=8", "context=300", "forced=3", "budget=192"], []),
-    "synckv": (["tokens=8", "context=300", "forced=3", "budget=132"], []),
+    "synckv": (
+        [*("tokens=8", "context=300", "forced=3", "budget=132"), *("longest=400", "lengths=1", "depths=2", "cases=1")],
+        ["figure-2a", "figure-2b", "figure-2c", "table-3", "figure-4"],
+    ),
     "lazy-pruning": (["cap=64", "long=80", "short=12", "trials=1"], ["table-1", "table-2"]),
 }
 
@@ -63,7 +66,7 @@ def test_the_papers_freezing_keeps_less_active_than_full(results):
     full, paper = rows["full"], rows["freeze:profile=paper,K=32,k=2"]
     assert (full["total tokens"], full["active at the end"], full["compression"]) == (74, 74, 0)
     assert paper["active at the end"] < 70
-    published = {row["row"]: row["published"] for row in results["asr-kf-egr"]["summary"]}
+    published = {row["row"]: row["published"] for row in results["asr-kf-egr"]["summary"] if row["part"] == "table-1"}
     assert published["freeze:profile=paper,K=32,k=2"]["active at the end"] == 170
 
 
@@ -80,6 +83,33 @@ def test_overlaps_are_shares_and_a_step_overlaps_itself_wholly(results):
     assert [line[step] for step, line in enumerate(locality["matrix"])] == [1] * 8
     assert 0 < locality["measured"]["lowest pair"] <= locality["measured"]["adjacent steps"] <= 1
     assert all(0 < row["overlap"] <= 1 for row in measured(results["synckv"], "figure-2a").values())
+
+
+def test_the_papers_explanation_has_the_published_length_and_the_texts_are_compared(results):
+    rows = measured(results["asr-kf-egr"], "table-3")
+    assert {row["total tokens"] for row in rows.values()} == {269}
+    assert rows["full"]["tokens as full's"] == len(results["asr-kf-egr"]["summary"][-1]["ids"])
+    assert 0 <= rows["freeze:profile=paper,K=32,k=2"]["tokens as full's"] <= rows["full"]["tokens as full's"]
+
+
+def test_needles_are_shares_by_depth_and_length_and_drawn_apart(results, tmp_path):
+    found = {row["row"]: row for row in results["synckv"]["summary"] if row["part"] == "figure-4"}
+    assert found["full"]["matrix"] == [[1], [1]]
+    assert found["full"]["axes"] == {"columns": ["400"], "lines": ["0", "1"]}
+    assert {row["measured"]["score"] for row in found.values()} <= {0, 0.5, 1}
+    draw(results["synckv"], tmp_path / "figures.svg")
+    drawn = (tmp_path / "figures.svg").read_text()
+    assert all(f"by depth and length: {label}" in drawn for label in found)
+
+
+def test_nothing_of_a_study_is_older_than_the_code(results):
+    assert [outdated(result) for result in results.values()] == [""] * len(results)
+
+
+def test_pages_are_chosen_otherwise_by_each_ablation(results):
+    pooled, sources = (measured(results["freekv"], part) for part in ("pooling", "query-source"))
+    assert list(pooled) == ["MeanS", "MaxS", "MeanQK", "MaxQK"]
+    assert len({row["KL"] for row in sources.values()}) > 1
 
 
 def test_within_the_cap_every_way_reads_everything(results):

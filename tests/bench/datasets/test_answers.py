@@ -1,0 +1,92 @@
+"""A data set is answered by every variant, cut to the context, and goes on from finished rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvchat.bench.datasets import answers
+from kvchat.bench.frame import Frame
+from kvchat.bench.identity import outdated
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.summaries import tables
+from kvchat.cli.main import app
+from kvchat.engine.model.load import load_model
+from kvchat.errors import UsageError
+
+STREAMING = "streaming:budget=64,sink=4"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("bundled", "cpu", "auto", lambda stage: None)
+
+
+@pytest.fixture
+def folder(tmp_path, model, monkeypatch):
+    """Two tasks of RULER; a needle that every model finds in a prompt that ends with it."""
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: model)
+    rows = {
+        "niah_1": ("The passkey is 48123. The passkey is", ["48123"]),
+        "qa_1": ("Who came? " * 40, ["nobody at all"]),
+    }
+    for task, (text, outputs) in rows.items():
+        (tmp_path / "set" / task).mkdir(parents=True)
+        line = json.dumps({"input": text, "outputs": outputs}) + "\n"
+        (tmp_path / "set" / task / "validation.jsonl").write_text(line * 2)
+    return tmp_path / "set"
+
+
+def test_every_variant_answers_every_row_and_tasks_have_a_mean(folder, tmp_path):
+    settings = answers.Settings("ruler", str(folder), (STREAMING,), rows=1, tokens=8)
+    result = answers.run(settings, frame=Frame(tmp_path / "kept.json"))
+    assert json.loads(json.dumps(result)) == result
+    assert outdated(result) == ""
+    places = [(row["task"], row["place"], row["variant"]) for row in result["rows"]]
+    assert places[:2] == [("niah_1", "niah_1/validation.jsonl:1", variant) for variant in ("full", STREAMING)]
+    scores = {(row["task"], row["variant"]): row["score"] for row in result["summary"]}
+    assert scores["qa_1", "full"] == 0
+    assert scores["mean", "full"] == scores["niah_1", "full"] / 2
+    assert [row["cases"] for row in result["summary"]] == [1, 1, 1, 1, 2, 2]
+    (table,) = tables(result)
+    assert table.rows[0][:2] == ("niah_1", "full")
+    kept = (tmp_path / "kept.json").read_text()
+    again = answers.run(settings, frame=Frame(tmp_path / "kept.json"))
+    assert again["rows"] == json.loads(kept)["rows"], "nothing is measured twice"
+
+
+def test_samples_differ_and_the_best_of_them_counts_beside_the_mean(folder):
+    settings = answers.Settings("ruler", str(folder), (), rows=1, samples=3, tokens=6)
+    result = answers.run(settings)
+    mine = [row for row in result["rows"] if row["task"] == "qa_1"]
+    assert [row["sample"] for row in mine] == [0, 1, 2]
+    assert len({row["text"] for row in mine}) > 1
+    needle = result["summary"][0]
+    assert needle["best_of_samples"] >= needle["score"]
+    assert needle["cases"] == 1
+
+
+def test_a_prompt_beyond_the_context_is_cut_in_its_middle(folder, model, monkeypatch):
+    short = dataclasses.replace(model, context=120)
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: short)
+    settings = answers.Settings("ruler", str(folder), (), rows=1, tokens=6)
+    whole, cut = answers.run(settings)["rows"]
+    assert (whole["cut"], cut["prompt_tokens"] <= 114) == (0, True)
+    assert cut["cut"] > 0
+
+
+def test_bad_input_is_refused_before_a_model_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: pytest.fail("loaded"))
+    file = folder / "qa_1" / "validation.jsonl"
+    file.write_text(file.read_text() + "{}\n")
+    for arguments, message in (
+        (["ruler", "--folder", str(folder)], "validation.jsonl, line 3 is refused"),
+        (["rules", "--folder", str(folder)], 'Did you mean "ruler"'),
+        (["pg19", "--folder", str(folder / "gone")], "There is no folder"),
+    ):
+        ran = CliRunner().invoke(app, ["bench", "data", *arguments])
+        assert isinstance(ran.exception, UsageError)
+        assert message in str(ran.exception)
