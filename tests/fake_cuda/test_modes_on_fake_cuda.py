@@ -24,6 +24,7 @@ PARTS = {
     "graphs of freeze and sync": [*GRAPHS, "change_no_bit and dtype0 and (freeze or sync)"],
     "switches": [*GRAPHS, "switches and (reuse or freeze-paper)"],
     "faults": ["tests/engine/test_session_faults.py"],
+    "pinned messages": [*GRAPHS, "pinned"],
 }
 
 

@@ -252,11 +252,11 @@ async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
     await chat.ask("one")
     assert (await chat.controller.archive.latest()).title == "one"
     await chat.controller.handle(Text("par", 1))
-    keeping = asyncio.create_task(chat.controller.keep())
+    saving = asyncio.create_task(chat.controller.keep())
     async with asyncio.timeout(PATIENCE_S):
         while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
             await asyncio.sleep(0.01)
-    keeping.cancel()
+    saving.cancel()
     await chat.controller.close()
 
 

@@ -32,6 +32,9 @@ EDGE = "\ufdd2"  # around what a turn says, where its place in the text is asked
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 THOUGHT_END = "</think>"
+KEPT_RESTS = (
+    8  # of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place
+)
 KEPT_CONTENTS = 1024  # contents of turns whose escaped form is kept: every turn comes again with the next
 _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
@@ -60,6 +63,7 @@ class PromptEncoder:
         self._anchor = _find_anchor(tokenizer)
         self._control = control_ids(tokenizer)
         self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
+        self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
         self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
         self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
@@ -84,7 +88,7 @@ class PromptEncoder:
     def ids_of(self, text: str, stored: Stored) -> list[int]:
         """The ids of a rendered text, those of ``stored`` for as much of it as they are known to stand for."""
         kept, chars = stored.agreed(text)
-        return stored.ids[:kept] + self._tokenize(text[chars:], anchored=chars > 0)
+        return stored.ids[:kept] + self._rest(text[chars:], anchored=chars > 0)
 
     def pinned(self, turns: Sequence[Turn], stored: Stored) -> list[int]:
         """The positions of the pinned turns' tokens, each with what the template writes around it; ascending.

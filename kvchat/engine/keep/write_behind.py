@@ -11,6 +11,7 @@ from torch import Tensor
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError, PageFile, Rows, blocks_of
+from kvchat.units import size
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Job:
 class WriteBehind:
     """Writes jobs on a thread of its own until it is interrupted, which waits for one page's copy at most.
 
-    ``problem`` says why the last page could not be written, empty where it could.
+    ``problem`` says why a conversation could not be written to its end, empty where the last one could.
     """
 
     def __init__(self, folder: SavedFolder, page: int) -> None:
@@ -83,6 +84,9 @@ class WriteBehind:
     def _write(self, job: Job, interrupted: threading.Event) -> None:
         end = HEADER_BYTES + (job.first + -(-len(job.rows) // self._page)) * job.file.record_bytes
         allowed = self._folder.make_room(job.file.path, end)
+        if allowed < end:
+            room = f"kv.saved_gib and the disk have room for {size(allowed)}"
+            self.problem = f"those of this conversation take {size(end)}, {room}"
         for start in range(0, len(job.rows), self._page):
             page = job.first + start // self._page
             if HEADER_BYTES + (page + 1) * job.file.record_bytes > allowed:
@@ -95,4 +99,5 @@ class WriteBehind:
             is_last = start + self._page >= len(job.rows)
             job.file.write(page, rows, blocks, job.query if is_last else b"")
             job.saved = page * self._page + len(rows)
-            self.problem = ""
+            if allowed >= end:
+                self.problem = ""

@@ -289,3 +289,18 @@ def test_a_template_that_leaves_messages_out_cannot_pin(tokenizer):
     encoder = with_template(tokenizer, "{{ messages[-1]['content'] }}")
     with pytest.raises(UsageError, match="cannot be pinned"):
         encoder.pinned([Turn("user", "One.", pinned=True), Turn("assistant", "Two."), user("Three?")], Stored())
+
+
+def test_what_several_conversations_agree_to_is_tokenized_once(tokenizer, encoder, monkeypatch):
+    text = encoder.render([user("Hello there. " * 50)])
+    expected = encoder.ids_of(text, Stored())
+    asked = []
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, *given, **more: asked.append(given) or encode(self, *given, **more)
+    )
+    fresh = PromptEncoder(tokenizer)
+    asked.clear()
+    for ids in ([], [1, 2, 3], expected[:20]):
+        assert fresh.ids_of(text, Stored(list(ids))) == expected
+    assert len(asked) == 1
