@@ -1,7 +1,7 @@
-"""Baselines: transformers' own caches, decoding the same tokens after the same K/V as kvchat's modes.
+"""Baselines: transformers' own caches and llama.cpp, decoding after the same context as kvchat's modes.
 
-Their K/V is copied from the host pool, so that no baseline has to read the prompt. The model runs as transformers
-wrote it: sdpa attention, and none of kvchat's fused forwards.
+transformers' caches are filled from the host pool, so that they need not read the prompt, and the model runs as
+transformers wrote it: sdpa attention, and none of kvchat's fused forwards.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvchat.bench.llama_cpp import LlamaCpp
 from kvchat.bench.timing import Timing, Variant, time_steps, warm_up
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import LoadedModel
@@ -264,4 +265,5 @@ class Generate(Baseline):
         return Timing(statistics.median(intervals), statistics.fmean(intervals))
 
 
-BASELINES: dict[str, type[Baseline]] = {cls.name: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate)}
+Make = Callable[[LoadedModel, KVState, Sequence[int], int], Variant]
+BASELINES: dict[str, Make] = {cls.name: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate, LlamaCpp)}

@@ -10,21 +10,21 @@ such a step exceeds a step at rate 0; hidden recall is the rest of the time that
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from kvchat.bench import baselines, model_shapes, roofline
+from kvchat.bench import baselines, model_shapes, other_load, roofline
 from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.frame import Cell, Frame, Report, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.rounds import Rounds
 from kvchat.bench.rows import NATURAL, line
-from kvchat.bench.timing import Timing, Variant, current, warm_up
+from kvchat.bench.timing import Variant, current, warm_up
 from kvchat.bench.variant import parsed
 from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
@@ -47,7 +47,7 @@ class Settings:
     ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
     ``shape`` names a model shape with random weights instead of the chosen model; ``prefill`` reads a prompt there
     instead of drawing K/V. ``change_rates`` are "natural" or shares of 1; ``baselines`` None takes those that suit the
-    device.
+    device. ``load`` is the number of busy processes beside which everything is measured a second time.
     """
 
     shape: str = ""
@@ -59,6 +59,7 @@ class Settings:
     rounds: int = 5
     baselines: tuple[str, ...] | None = None
     prefill: bool = False
+    load: int = 0
 
 
 def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
@@ -89,7 +90,8 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, model, runner.kv.state, ids, spare) for name in chosen]
-        return _Rounds(settings, context, [*others, *mode_runs], floor, measured, model).rows()
+        rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
+        return rounds.rows(_tokens(settings, model, context))
 
     experiment = Experiment(
         "decode",
@@ -103,6 +105,7 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
             "fast": model.fused,
             "roofline": measured.model_dump(),
             "floor_ms": floor,
+            "fair_share": other_load.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
         },
     )
     result = frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
@@ -120,97 +123,6 @@ def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
     # Of the embeddings one row is read; tied, they are the head as well.
     size = model.weight_bytes - (0 if tied else table.nbytes)
     return size / measured.read / 1e6
-
-
-class _Rounds:
-    """Rounds after one context in which every variant has its turn."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        context: int,
-        variants: Sequence[Variant],
-        floor: float | None,
-        measured: Measured,
-        model: LoadedModel,
-    ) -> None:
-        self.settings = settings
-        self.context = context
-        self.variants = variants
-        self.floor = floor
-        self.measured = measured
-        self.model = model
-        self.times: dict[Variant, list[Timing]] = {variant: [] for variant in variants}
-        self.failed: dict[Variant, str] = {}
-
-    def rows(self) -> list[Row]:
-        tokens = _tokens(self.settings, self.model, self.context)
-        for _ in range(self.settings.rounds):
-            for variant in self.variants:
-                if variant not in self.failed:
-                    self._measure(variant, tokens)
-        rows = [self._row(variant) for variant in self.variants]
-        for variant in self.variants:
-            variant.close()
-        self._release()
-        return rows
-
-    def _measure(self, variant: Variant, tokens: Sequence[int]) -> None:
-        """Measure one round; a variant that fails is left out of later rounds."""
-        try:
-            self.times[variant].append(variant.measure(tokens))
-        except Exception as error:  # noqa: BLE001  # a compiler, a driver, a cache: anything may fail in its own way
-            reason = str(error) if isinstance(error, KvchatError) else f"{type(error).__name__}: {error}"
-            self.failed[variant] = reason.strip().splitlines()[0][:300]
-        if variant in self.failed:  # not before the error is gone: its frames hold tensors
-            variant.close()
-            self._release()
-
-    def _release(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _row(self, variant: Variant) -> Row:
-        row: Row = {"context": self.context, "variant": variant.name}
-        if isinstance(variant, ModeRun):
-            row["change_rate"] = NATURAL if variant.change_rate is None else variant.change_rate
-        if variant in self.failed:
-            return row | {"failed": self.failed[variant]}
-        ms = statistics.median(timing.ms for timing in self.times[variant])
-        row |= {
-            "ms": ms,
-            "wall_ms": statistics.median(timing.wall_ms for timing in self.times[variant]),
-            "tokens_per_s": 1000 / ms,
-            "times_floor": ms / self.floor if self.floor else None,
-            "times_as_fast": self._ratios(variant),
-        }
-        recall = self._recall(variant) if isinstance(variant, ModeRun) else {}
-        return row | variant.figures | recall
-
-    def _ratios(self, variant: Variant) -> dict[str, float]:
-        """How many times as fast as each baseline, the median of the rounds."""
-        others = [c for c in self.variants if not isinstance(c, ModeRun) and c not in self.failed]
-        return {
-            other.name: statistics.median(
-                theirs.ms / ours.ms for theirs, ours in zip(self.times[other], self.times[variant], strict=True)
-            )
-            for other in others
-        }
-
-    def _recall(self, variant: ModeRun) -> Row:
-        """Recall per step in ms: the time the link needs, its exposed and its hidden part."""
-        link = self.measured.gather
-        link_ms = variant.figures["moved_bytes"] / link / 1e6 if link else None
-        if variant.change_rate == 0:
-            return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
-        still = next(
-            (c for c in self.times if isinstance(c, ModeRun) and c.name == variant.name and c.change_rate == 0), None
-        )
-        if still is None or still in self.failed or link_ms is None:
-            return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
-        pairs = zip(self.times[variant], self.times[still], strict=True)
-        exposed = statistics.median(moving.ms - resting.ms for moving, resting in pairs)
-        return {"recall_ms": link_ms, "exposed_ms": exposed, "hidden_ms": max(0.0, link_ms - max(0.0, exposed))}
 
 
 # ---- settings --------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("ms", lambda row: row["failed"] if "failed" in row else units.figure(row["ms"], "", 2)),
         Column("tokens/s", figure("tokens_per_s", 1)),
         Column("times as fast", lambda row: _ratios(row)),
+        Column("kept beside a load", share("kept")),
+        Column("others' share", share("others")),
         Column("K/V on the device", size("kv_device_bytes")),
         Column("moved a token", size("moved_bytes")),
     ),

@@ -208,11 +208,12 @@ def decode_command(
     steps: Annotated[int, typer.Option(min=1, help="tokens of a round that count")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")] = 5,
     baselines: Annotated[
-        str | None, typer.Option(help="transformers' dynamic, static, compile, offloaded, generate; by commas, or none")
+        str | None, typer.Option(help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none")
     ] = None,
     model: Model = "bundled",
     shape: Shape = "",
     prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
+    load: Annotated[int, typer.Option(min=0, help="busy processes beside which all is measured once more")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "none",
@@ -238,6 +239,7 @@ def decode_command(
         rounds=rounds,
         baselines=baseline_names(baselines),
         prefill=prefill,
+        load=load,
     )
     run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     result = run.done(decode.run(settings, run.choice, run.frame))

@@ -103,12 +103,13 @@ class StreamingParameters(BudgetParameters):
 class SpeculativeParameters(BudgetParameters):
     name: ClassVar[str] = "speculative"
     title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
+    version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
 
     sink: int | None = Field(None, ge=0)
-    """S, first tokens, always attended (auto: by the budget)"""
+    """S, first tokens, always attended (auto: one page of 32)"""
     window: int | None = Field(None, ge=1)
-    """W, most recent tokens, always attended (auto: by the budget)"""
+    """W, most recent tokens, always attended (auto: a quarter of the budget)"""
     tau: float = Field(0.8, allow_inf_nan=False)
     """correct a head when the cosine of its query to the last one is below tau; > 1 always (synchronous), < -1 never"""
     first_full: bool = True

@@ -14,7 +14,7 @@ from kvchat.bench import decode, roofline
 from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.rows import line
-from kvchat.bench.timing import warm_up
+from kvchat.bench.timing import Timing, warm_up
 from kvchat.bench.variant import parsed
 from kvchat.cli.main import app
 from kvchat.config import profiles
@@ -89,7 +89,7 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
         "measure",
         lambda self, tokens: (
             setattr(self, "_figures", {"moved_bytes": 2e6, "corrections": 0}),
-            decode.Timing(times[self.change_rate], 0.0),
+            Timing(times[self.change_rate], 0.0),
         )[1],
     )
     rows = decode.run(settings(modes=("speculative",), baselines=(), change_rates=("natural", "0.5")))["rows"]
@@ -97,6 +97,16 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
     assert (half["recall_ms"], half["exposed_ms"], half["hidden_ms"]) == (1.0, 0.25, 0.75)
     assert (natural["exposed_ms"], natural["hidden_ms"]) == (1.0, 0.0)
     assert still["exposed_ms"] is None
+
+
+def test_beside_busy_processes_everything_has_a_second_turn():
+    result = decode.run(settings(modes=("full",), load=1))
+    assert 0 < result["fair_share"] <= 1
+    for row in result["rows"]:
+        assert row["wall_ms_beside"] > 0
+        assert row["kept"] > 0
+        assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
+    assert "of its speed beside the load" in line(result["rows"][0])
 
 
 def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():

@@ -11,6 +11,9 @@ Departures and decisions:
       to at most ``budget`` tokens, to none twice, and no page is missing for a step (candidates for position i+1).
     * Nothing waits for whether a head was flagged: page scores of all heads are made before attention at every step,
       where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
+    * S is one page and W a quarter of the budget by default; the paper takes S = W = 128 of 2,048 for long prompts, 512
+      for long answers. What the sinks beyond a page hold is retrieved where it matters (``kvchat bench sweep``: at 256
+      and 512 tokens a quarter for sinks costs a third more KL divergence and finds fewer facts).
     * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
       figures "heads corrected" and "mean C", and ``kvchat calibrate``.
     * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
@@ -56,9 +59,8 @@ class Speculative(Mode):
         super().__init__(parameters, geometry, traits, preamble)
         p = geometry.page
         self.budget = budget_of(parameters, traits.context)
-        quarter = max(p, self.budget // 4 // p * p)
-        self.sink = min(quarter, self.budget - p) if parameters.sink is None else parameters.sink
-        self.window = quarter if parameters.window is None else parameters.window
+        self.sink = min(p, self.budget - p) if parameters.sink is None else parameters.sink
+        self.window = max(p, self.budget // 4 // p * p) if parameters.window is None else parameters.window
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         if self.window < p:
             raise UsageError(

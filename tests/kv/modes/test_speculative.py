@@ -35,6 +35,15 @@ def test_between_some_heads_are_and_the_counter_says_which():
     assert 0 < run.reference.corrections < 60 * 2 * 2
 
 
+@pytest.mark.parametrize(
+    ("budget", "split"), [(64, (32, 32, 0)), (256, (32, 64, 5)), (512, (32, 128, 11)), (2048, (32, 512, 47))]
+)
+def test_the_budget_is_shared_out_as_one_page_of_sinks_a_quarter_of_window_and_pages(budget, split):
+    mode = Run(toy(("plain", "plain")), "speculative", budget=budget).kv.mode
+    assert (mode.sink, mode.window, mode.k) == split
+    assert mode.sink + mode.window + mode.k * 32 == budget
+
+
 @pytest.mark.parametrize("tau", [-2.0, 2.0])
 def test_only_the_difference_moves(tau):
     run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)

@@ -1,0 +1,63 @@
+"""What computes beside a measurement: processes started for it, and the share that all others took.
+
+A time says nothing without it: on a machine that does something else every figure is another one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+# Ends by itself when its parent has ended, however that came.
+BUSY = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(100_000):
+        pass
+"""
+# Seconds of processor time since the machine's start: all there is, of it idle, of it this process's own.
+Sample = tuple[float, float, float]
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep so many processes busy, with one thread each, inside the context."""
+    command = [sys.executable, "-c", BUSY, str(os.getpid())]
+    started = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+
+
+def fair_share(threads: int, load: int) -> float:
+    """The share of its quiet speed that a process with so many threads is due beside ``load`` busy ones."""
+    cores = len(os.sched_getaffinity(0))
+    return min(1.0, cores / (min(threads, cores) + load))
+
+
+def sample(stat: Path = STAT) -> Sample | None:
+    """Read the processor time used until now; None where the system does not tell."""
+    try:
+        fields = stat.read_text().partition("\n")[0].split()[1:9]  # guests' time is part of the first two
+    except OSError:
+        return None
+    ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
+    return sum(ticks), ticks[3] + ticks[4], time.process_time()
+
+
+def share(before: Sample | None, after: Sample | None) -> list[float]:
+    """The share of all processors that other processes took between two samples; nothing where it is not known."""
+    if before is None or after is None or after[0] <= before[0]:
+        return []
+    total, idle, own = (late - early for early, late in zip(before, after, strict=True))
+    return [min(max((total - idle - own) / total, 0.0), 1.0)]

@@ -1,0 +1,52 @@
+"""llama.cpp as a baseline: it decodes the same model, or says what is missing."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+import torch
+
+from kvchat.bench import baselines, gguf_copy
+from kvchat.bench.corpus import prose
+from kvchat.bench.llama_cpp import LlamaCpp
+from kvchat.engine.model.load import load_model
+from kvchat.errors import UsageError
+
+
+def test_its_greedy_tokens_are_those_of_generate():
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    bundled = load_model("bundled", "cpu", "float32", lambda stage: None)
+    ids = prose(bundled.tokenizer, 100)
+    with baselines.as_written(bundled.model):
+        expected = bundled.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    peer = LlamaCpp(bundled, None, ids, 16)
+    try:
+        for _ in range(2):  # the second time its K/V is there
+            assert peer.measure([0] * 12).ms > 0
+            assert peer.answer == expected[0, 100:].tolist()
+    finally:
+        peer.close()
+
+
+def test_without_its_package_the_reason_is_told(tiny_shape, monkeypatch):
+    real = builtins.__import__
+
+    def absent(name, *args, **kwargs):
+        if name == "xllamacpp":
+            raise ImportError(name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(UsageError, match=r"xllamacpp is not installed.*kvchat\[peers\]"):
+        baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4).measure([0] * 5)
+
+
+def test_each_pair_of_a_head_becomes_neighbors(tiny_shape):
+    config = tiny_shape.model.config
+    heads, dim = config.num_attention_heads, config.head_dim
+    rows = torch.arange(heads * dim)[:, None].expand(-1, 3)
+    paired = gguf_copy._rotated_in_pairs("layers.0.self_attn.q_proj.weight", rows, config)[:, 0].view(heads, -1, 2)
+    assert torch.equal(paired[..., 1] - paired[..., 0], torch.full((heads, dim // 2), dim // 2))
+    assert gguf_copy._rotated_in_pairs("v_proj.weight", rows, config) is rows
