@@ -101,11 +101,13 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     published: ClassVar[Mapping[str, Any]] = {"sink": 4, "R": 32, "sigma": 16, "delta": 32}
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """C, sinks and window: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
+    """C, sinks, window and B: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended (auto: the system prompt up to a quarter of the budget, at least 4)"""
     window: int | None = Field(None, ge=1)
-    """W, most recent tokens kept by a prune, instead of budget, which is then sink + window (auto: from the budget)"""
+    """W, most recent tokens kept by a prune, instead of budget, then sink + window + B (auto: from the budget)"""
+    B: int = Field(0, ge=0)
+    """non-core tokens: recent ones that are kept beside the window"""
     R: int = Field(64, ge=0)
     """Lazy Pruning: prune when the cache exceeds the budget by R tokens; 0 never prunes"""
     sigma: int = Field(64, ge=0)

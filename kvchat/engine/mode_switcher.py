@@ -149,8 +149,17 @@ class ModeSwitcher:
             raise DoesNotFitError(
                 "The conversation does not fit the model's context.",
                 f"It takes {tokens:,} tokens, {self._model.name} was made for {self._model.context:,}.",
-                "Shorten it or begin a new one; what is stored is kept.",
+                "Shorten it, begin a new one or go on in streaming mode; what is stored is kept.",
             )
+
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a conversation of ``tokens`` where the mode does not go beyond the context.
+
+        Raises:
+            DoesNotFitError: as ``check_context``.
+        """
+        if self._kv.mode.limited_by_context:
+            self.check_context(tokens)
 
     # ---- recovery
 

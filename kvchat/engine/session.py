@@ -266,7 +266,7 @@ class Session(Released, Comparisons, Reports):
         if not isinstance(ids, Iterable) or not (ids := [whole(token, "A token id") for token in ids]):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
         self._ask()
-        self._switcher.check_context(self.total + len(ids))
+        self._switcher.check_prompt(self.total + len(ids))
         logits = self._loop.prefill(ids)
         self._switcher.calibrate()
         return logits

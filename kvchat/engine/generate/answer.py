@@ -88,7 +88,7 @@ class AnswerLoop(Released):
     def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
         sampler = Sampler(sampling, self._model.vocab, self._model.device)
-        self._switcher.check_context(len(prompt.ids))
+        self._switcher.check_prompt(len(prompt.ids))
         self.token_ids = []
         self._switcher.narrow()
         self._switcher.note_preamble(self.encoder.preamble(turns))
@@ -210,7 +210,7 @@ class AnswerLoop(Released):
         """Store ``ids`` exactly; the next token's logits ``[vocab]``."""
         last = None
         for chunk, logits in self._runner.prefill(ids):
-            self.stored.extend(chunk)
+            self._store(chunk)
             last = logits
         assert last is not None
         return last
@@ -268,7 +268,7 @@ class AnswerLoop(Released):
         if self.is_cancelled:
             return None
         for chunk, logits in self._runner.prefill(ids):
-            self.stored.extend(chunk)
+            self._store(chunk)
             done, last = done + len(chunk), logits
             yield Prefilled(done, len(ids))
             if self.is_cancelled:
@@ -276,6 +276,10 @@ class AnswerLoop(Released):
         return last
 
     # ---- inside
+
+    def _store(self, chunk: Sequence[int]) -> None:
+        """Note a chunk of a prompt that the runner has read."""
+        self.stored.extend(chunk, reduced=self._kv.mode.bounds_prompt(self._kv.total))
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""

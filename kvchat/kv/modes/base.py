@@ -5,6 +5,7 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -104,6 +105,7 @@ class Mode:
     ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
+    ... beyond context   ``bounds_prompt(tokens)`` and what follows it  which stored tokens a prompt reads
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
     before a step        ``prepare_step()``, ``graph_key()``            grow; which kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
@@ -191,8 +193,45 @@ class Mode:
             # One less than the window: the next token takes the slot of the oldest.
             self.state.transfer.load_table(slots, self.wanted_table(slots, slots.layout.window - 1))
 
+    def base_of(self, position: int) -> int:
+        """What is subtracted from a token's position before the model rotates its query and key; 0 in the context."""
+        return 0
+
+    def model_position(self, position: Tensor) -> Tensor:
+        """``position`` (0-d int64) of a step's token as the model rotates it: less its base."""
+        return position
+
+    def unbased(self, layer: int, keys: Tensor) -> Tensor:
+        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens at their own positions."""
+        return keys
+
+    def prompt_tokens(self, total: int) -> int:
+        """How many tokens of a prompt one forward may read after ``total`` stored ones, at most."""
+        return sys.maxsize
+
+    def bounds_prompt(self, tokens: int) -> bool:
+        """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
+        return False
+
+    def first_read(self, tokens: int) -> int:
+        """The first stored token, sinks aside, that a prompt's forward reads which ends with token number ``tokens``.
+
+        If it is bounded, the slots were filled for its first token.
+        """
+        return 0
+
+    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What that forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
+
+        Given are the layer's keys and values of the tokens from ``first_read`` on.
+        """
+        return keys, values
+
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` of all tokens, on the device."""
+        """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` on the device.
+
+        They are those of all tokens, in a bounded forward from ``first_read`` on.
+        """
 
     def prepare_step(self) -> bool:
         """Make room for a step's token in what the mode keeps, outside the graph; True if ``plan`` changed."""
