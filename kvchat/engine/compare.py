@@ -202,14 +202,15 @@ class Comparison:
         loop, switcher = self._loop, self._switcher
         switcher.narrow()
         saved, stored = save(self._runner.kv.state, start), copy.deepcopy(loop.stored)
-        parameters, preamble, answer = switcher.parameters, switcher.preamble, self._metrics.answer
-        try:
-            yield
-        finally:
-            self._runner.put_back(saved, stored.ids[start:])
-            loop.stored.__dict__.update(vars(stored))
-            self._metrics.answer, switcher.preamble = answer, preamble
-            switcher.enter(parameters)
+        parameters, preamble = switcher.parameters, switcher.preamble
+        with self._metrics.beside():
+            try:
+                yield
+            finally:
+                self._runner.put_back(saved, stored.ids[start:])
+                loop.stored.__dict__.update(vars(stored))
+                switcher.preamble = preamble
+                switcher.enter(parameters)
 
 
 class Comparisons:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from kvchat.protocol import wire
+from kvchat.protocol.details import Watch
 from kvchat.protocol.messages import Chat, Command, Compare, Event, Load, Peek, Rebuild, Stop, Switch, Text
 
 TEXT_S = 1 / 30
 MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 COMMAND_BYTES = 2**10  # what a command takes beside its text
 STOPPABLE = Load | Chat | Rebuild | Compare
-IN_ANSWER = Stop | Switch | Peek
+IN_ANSWER = Stop | Switch | Peek | Watch
 
 
 @dataclass(frozen=True)

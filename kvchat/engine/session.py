@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +24,10 @@ from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.reports import Reports
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
-from kvchat.protocol.figures import Params, Price, Snapshot
+from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import Event, Keeping, Load, Loaded, Sampling, Switched, Text, Turn
 
 
@@ -90,7 +90,7 @@ def open_session(
     )
 
 
-class Session(Released, Comparisons):
+class Session(Released, Comparisons, Reports):
     """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
 
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
@@ -236,7 +236,7 @@ class Session(Released, Comparisons):
         moved = switch()
         seconds = time.perf_counter() - began
         self._metrics.note_switch(before, self._kv.mode.name, moved)
-        in_force = self._kv.mode.report().params
+        in_force = self._kv.mode.in_force()
         return Switched(
             before, self._kv.mode.name, in_force, self.total, moved, seconds, self._loop.stored.reduced_tokens
         )
@@ -318,12 +318,6 @@ class Session(Released, Comparisons):
         ids = self._loop.stored.ids[whole(start, "A position") : whole(end, "A position")]
         text: str = self._model.tokenizer.decode(ids)
         return text
-
-    def snapshot(self) -> Snapshot:
-        """What the KV manager holds and did; cheap enough for ten a second."""
-        snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
-        prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
-        return replace(snapshot, prices=prices, badges=self._runner.badges, kv_parked_bytes=parked)
 
     @property
     def model(self) -> LoadedModel:

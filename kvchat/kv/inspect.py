@@ -46,6 +46,35 @@ def attended_counts(state: KVState) -> Tensor:
     return counts
 
 
+def read_per_head(state: KVState) -> Tensor:
+    """How many stored tokens the last token's attention read, as ``attended``, int64 ``[layers, H]`` on the host."""
+    return torch.stack([_read_in(state, layer) for layer in range(state.geometry.layers)]).cpu()
+
+
+def held_per_head(state: KVState) -> Tensor:
+    """How many stored tokens lie in slots that attention may read, int64 ``[layers, H]`` on the host."""
+    g = state.geometry
+    held = torch.zeros((g.layers, g.kv_heads), dtype=torch.int64, device=state.device)
+    for layer in range(g.layers):
+        for slots in state.slots_of[layer]:
+            held[layer, slots.heads_of(layer)] += (slots.table_of(layer) >= 0).sum(-1)
+    return held.cpu()
+
+
+def _read_in(state: KVState, layer: int) -> Tensor:
+    """``[H]``, counted in the tables: nothing as long as the conversation is made."""
+    spec = state.specs[layer]
+    first = max(0, state.total - spec.window) if spec is not None and spec.window is not None else 0
+    if not state.after_step:
+        return torch.full((state.geometry.kv_heads,), state.total - first, device=state.device)
+    read = torch.zeros(state.geometry.kv_heads, dtype=torch.int64, device=state.device)
+    for slots in state.slots_of[layer]:
+        ring = max(0, state.total - slots.layout.window) if slots.layout.spills else 0
+        table = slots.attended_of(layer)
+        read[slots.heads_of(layer)] += (table >= max(first, ring)).sum(-1) + max(0, ring - first)
+    return read
+
+
 def read_tokens(state: KVState) -> float:
     """Tokens read, mean over layers and KV heads, summed over all steps so far."""
     return state.read_pairs / (state.geometry.layers * state.geometry.kv_heads)

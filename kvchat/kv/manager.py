@@ -208,11 +208,13 @@ class KVManager:
         self.check_switch(mode)
         before, old = self.state.transfer.moved_bytes(), self.mode
         try:
-            self._enter(mode)
+            self.mode, self._half_entered = mode, True
+            self.refill(fresh=True)
             return self.state.transfer.moved_bytes() - before
         except BaseException:
             self.mode, self._half_entered = old, True
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
+                self.state.release_slots()
                 self.refill(fresh=True)
             raise
 
@@ -311,10 +313,6 @@ class KVManager:
         return self.state.in_model_order(layer, [attended for attended, _ in parts])
 
     # ---- inside
-
-    def _enter(self, mode: Mode) -> None:
-        self.mode, self._half_entered = mode, True
-        self.refill(fresh=True)
 
     def _allocate(self) -> None:
         """Make the mode's slots; if memory runs out the next refill tries again."""

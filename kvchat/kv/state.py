@@ -99,11 +99,11 @@ class KVState:
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; the slots give up the others."""
+        self.after_step = False  # first: where memory runs out below, tables still name what is gone
         self.host.truncate(tokens)
         self.pinned[tokens:] = False
         for slots in self.slots:
             slots.truncate(tokens)
-        self.after_step = False
 
     def adopt(self, tokens: int, read: Callable[[Sequence[Tensor], int], int], pinned: Sequence[int]) -> None:
         """Store ``tokens`` that ``read`` puts into the empty host pool, as ``KVManager.adopt`` says."""
@@ -128,7 +128,7 @@ class KVState:
 
     def allocate(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Replace all slots by empty ones of these layouts, made for ``capacity`` tokens."""
-        self._release_slots()
+        self.release_slots()
         self.capacity = capacity
         self._use([DeviceSlots(layout, self.geometry, self.device) for layout in layouts])
         # Where a layer's heads lie in several slots: the model's order of their outputs, which growing keeps.
@@ -138,11 +138,13 @@ class KVState:
             if len(held) > 1
         }
 
-    def _release_slots(self) -> None:
+    def release_slots(self) -> None:
         """Free the device slots before others are made; what they counted stays counted."""
-        self._read_before = self.read_pairs
-        self._use([])
-        self.transfer.timer.clear()
+        try:
+            self._read_before = self.read_pairs
+        finally:
+            self._use([])
+            self.transfer.timer.clear()
 
     def resize(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Move what the slots hold into slots of ``layouts``; layouts that did not change keep theirs."""

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
+from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Count, MemoryPlan, Params, Snapshot, Stats
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 
@@ -332,9 +333,9 @@ class Failed:
     fatal: bool = False
 
 
-Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek
+Command = Load | Plan | Chat | Resume | Forget | Stop | Switch | Rebuild | Compare | HideNeedle | Pace | Peek | Watch
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 ComparisonEvent = Comparing | Compared | NeedleHidden
 Kept = Resumed | Noted
-Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
+Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Details | Failed
 Event = Loading | Loaded | Kept | AnswerEvent | ComparisonEvent | Asked | Replayed | Report

@@ -171,7 +171,8 @@ ACTIONS = (
     Action(id="stats", command="stats", run=commands.show_stats, doc="cost of this conversation so far"),
     Action(id="copy", command="copy", usage="FILE", run=commands.copy_message,
            doc="copy the last answer into a new file; alone: to the clipboard"),
-    Action(id="code", command="code", run=commands.copy_code, doc="copy the last block of code of the last answer"),
+    Action(id="code", command="code", usage="FILE", run=commands.copy_code,
+           doc="copy the last block of code of the last answer into a new file; alone: to the clipboard"),
     Action(id="editor", keys="f4", command="editor", action="editor",
            doc="write the prompt in your own editor: VISUAL, EDITOR, or one that is found"),
     Action(id="file", command="file", usage="PATH", run=commands.attach,
@@ -181,6 +182,8 @@ ACTIONS = (
     Action(id="thinking", keys="ctrl+t", command="thinking", action="thinking",
            doc="show or fold what a model thought before its answers"),
     Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
+    Action(id="details", keys="shift+f7", command="details", action="details",
+           doc="what each layer and KV head reads and holds, how long fetching took, and the GPU's last minutes"),
     Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
     Action(id="newest", keys="ctrl+end", action="newest", doc="scroll to the newest line and follow it"),
@@ -247,7 +250,11 @@ def find_command(name: str) -> Action:
     """
     is_alias = name in ALIASES or (not _is_begun(name, COMMANDS) and _is_begun(name, ALIASES))
     known = ALIASES if is_alias else COMMANDS
-    return known[words.resolve(name, known, "command", "/help lists all with their use.")]
+    if not name or not _is_begun(name, known):
+        near = " or ".join(f"/{word}" for word in words.nearest(name, COMMANDS))
+        hint = f"Did you mean {near}? " if near else ""
+        raise UsageError(f"There is no command /{name}.", hint=f"{hint}F1 or /help lists all.")
+    return known[words.resolve(name, known, "command")]
 
 
 def _is_begun(name: str, known: Iterable[str]) -> bool:

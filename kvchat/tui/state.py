@@ -11,9 +11,11 @@ from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched
 from kvchat.tui import visibility
+from kvchat.tui.gpu_history import GpuHistory
 from kvchat.tui.visibility import Mark
 from kvchat.units import count, figure, percent, size
 
@@ -68,6 +70,8 @@ class ChatState:
     is_stored: bool = False
     info: Loaded | None = None
     snapshot: Snapshot | None = None
+    details: Details | None = None
+    gpu_history: GpuHistory = field(default_factory=GpuHistory)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

@@ -172,7 +172,7 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session:
     assert run("ask", stdin=stdin) == (
         2,
         "",
-        "kvchat: The prompt is empty. Write it after `kvchat ask` or pipe it in.\n",
+        "kvchat: The prompt is empty. Write it behind the command or pipe it in.\n",
     )
     assert run("ask", "  ", stdin=stdin).code == 2
     assert session.loaded is None

@@ -20,6 +20,7 @@ from kvchat.engine import mailboxes, worker
 from kvchat.engine.loader import Progress
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
+from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Gpu, MemoryPlan, ModeNeed, Proposal, Snapshot
 from kvchat.protocol.messages import (
     Chat,
@@ -180,6 +181,25 @@ def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     output.seek(0)
     snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: read_event(output), None))
     assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
+
+
+def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock: Clock) -> None:
+    output = io.BytesIO()
+    server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
+
+    def sent(*commands: Command) -> int:
+        output.seek(0)
+        output.truncate()
+        for command in commands:
+            server._do(command)
+        output.seek(0)
+        return sum(isinstance(event, Details) for event in iter(lambda: read_event(output), None))
+
+    assert sent(Watch(True)) == 0, "there is no model"
+    assert sent(Load()) == 1
+    assert 2 <= sent(CHAT) <= 4  # a second of tokens, and one after the answer
+    assert sent(Watch(True)) == 1
+    assert sent(Watch(False), CHAT) == 0
 
 
 @pytest.mark.parametrize("gpu", [None, Gpu("H100")])

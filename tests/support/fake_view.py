@@ -7,6 +7,7 @@ from typing import Any
 
 from kvchat.conversations.conversation import CUT_OFF, Message
 from kvchat.errors import EngineError, KvchatError
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Switched
 from kvchat.tui.comparing.running_comparison import RunningComparison
@@ -112,6 +113,7 @@ class FakeView:
         self.events: list[str] = []
         self.phases: list[Phase] = []
         self.snapshots: list[Snapshot | None] = []
+        self.details: list[Details] = []
         self.comparisons: list[RunningComparison] = []
         self.page_texts: list[tuple[int, str]] = []
         self.prompt = self.clipboard = ""
@@ -165,6 +167,9 @@ class FakeView:
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         self.snapshots.append(snapshot)
+
+    def show_details(self, details: Details) -> None:
+        self.details.append(details)
 
     def show_page_text(self, start: int, text: str) -> None:
         self.page_texts.append((start, text))

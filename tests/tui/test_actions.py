@@ -9,7 +9,17 @@ from support.app_driver import prompt, toasts, typed
 from textual.widgets import Static
 
 from kvchat.errors import UsageError
-from kvchat.tui.actions import ACTIONS, ALIASES, BY_ID, COMMANDS, check_keys, describe_keys, is_command, parse_command
+from kvchat.tui.actions import (
+    ACTIONS,
+    ALIASES,
+    BY_ID,
+    COMMANDS,
+    check_keys,
+    describe_keys,
+    find_command,
+    is_command,
+    parse_command,
+)
 from kvchat.tui.palette import choices
 from kvchat.tui.screens.help import HelpScreen, key_rows
 from kvchat.tui.widgets.bars import KeyHints
@@ -19,7 +29,7 @@ from kvchat.tui.widgets.welcome import Welcome
 SLASH = (
     "stop queue mode next previous budget sink window set system pin regen continue edit undo branch rebuild new "
     "last open title fork delete restore export import stats copy code compare needle pause speed editor file thinking "
-    "theme panels restart help settings chats quit model plan profile"
+    "theme panels details restart help settings chats quit model plan profile"
 )
 
 
@@ -31,6 +41,22 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
         assert not (action.run and action.action)
         assert "[" not in action.line  # the palette reads it as markup
     assert sorted(COMMANDS) == sorted(SLASH.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("compair", "There is no command /compair. Did you mean /compare or /"),
+        ("zzz", "There is no command /zzz. F1 or /help lists all."),
+        ("", "There is no command /."),
+        ("re", '"re" is the beginning of several'),
+    ],
+)
+def test_an_unknown_command_names_the_nearest_few(name, said):
+    with pytest.raises(UsageError) as refused:
+        find_command(name)
+    assert str(refused.value).startswith(said)
+    assert len(str(refused.value)) < 160
 
 
 def test_default_keys_do_not_clash():
@@ -54,7 +80,7 @@ def test_what_is_a_command(text, command):
 
 def test_commands_are_split_from_their_arguments():
     assert parse_command("/MODE  streaming budget=512 ") == (BY_ID["mode"], "streaming budget=512")
-    with pytest.raises(UsageError, match='Did you mean "budget"'):
+    with pytest.raises(UsageError, match="Did you mean /budget"):
         parse_command("/buget 5")
 
 

@@ -9,25 +9,12 @@ from support.app_driver import finished, notes, prompt, texts, toasts, typed
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Turn
-from kvchat.tui.commands import parse_assignments, parse_literal
+from kvchat.protocol.messages import Switch, Turn
+from kvchat.tui.kept.pin_commands import pin
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
 from kvchat.tui.widgets.panels import KvColumn
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("512", 512), ("0.8", 0.8), ("yes", True), ("off", False), ("word", "word"), ("-1.1", -1.1)]
-)
-def test_literals(text, value):
-    assert parse_literal(text) == value
-
-
-def test_assignments_need_an_equals_sign():
-    assert parse_assignments(["budget=512", "first_full=no"]) == {"budget": 512, "first_full": False}
-    with pytest.raises(UsageError, match="key=value"):
-        parse_assignments(["512"])
 
 
 async def test_rebuild_says_what_was_computed_anew(running):
@@ -88,8 +75,19 @@ async def test_sampling_by_command(running):
 async def test_unknown_command_names_the_nearest(running):
     async with running() as (app, _pilot, until):
         typed(app, "/hepl")
-        await until(lambda: 'Did you mean "help"?' in toasts(app))
+        await until(lambda: "Did you mean /help" in toasts(app))
         assert not app.chat.query(Problem)
+
+
+async def test_only_a_system_prompt_that_is_there_is_pinned(chat):
+    await chat.load()
+    with pytest.raises(UsageError, match="no system prompt to pin"):
+        await pin(chat.controller, "system")
+    assert chat.view.notes == []
+    chat.controller.set_system("be brief")
+    await pin(chat.controller, "system")
+    assert chat.client.sent[-1] == Switch("", {"pin_system": True})
+    assert "is pinned" in chat.view.notes[-1]
 
 
 async def test_system_stats_theme_copy_panels(running):

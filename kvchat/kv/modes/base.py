@@ -112,7 +112,7 @@ class Mode:
     in a step            ``forward_end(position)``                      look back at the whole step
     after a step         ``is_exact(tokens)``                           did it read everything?
     on an alarm          ``recover(level)``                             read more for a while
-    for screens          ``report()``                                   parameters, figures, state of tokens
+    for screens          ``in_force()``, ``report()``                   parameters, figures, state of tokens
     ===================  =============================================  ==========================================
 
     From ``forward_begin`` to ``forward_end`` everything may become part of a CUDA graph: tensors of fixed shape, state
@@ -232,9 +232,13 @@ class Mode:
     def recover(self, level: Level) -> None:
         """Read more again between two steps, because the text may have gone wrong; ``level`` is SR, WR or FR."""
 
+    def in_force(self) -> dict[str, Any]:
+        """Return the parameters in force, with what was chosen for ``auto``."""
+        return self.parameters.model_dump()
+
     def report(self) -> ModeReport:
         """Return parameters in force, figures and the state of tokens; may wait for the device."""
-        return ModeReport(self.parameters.model_dump())
+        return ModeReport(self.in_force())
 
     def wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
         """Return the table that holds sinks, pinned messages and the last ``recent`` tokens before the next one."""

@@ -261,7 +261,7 @@ class Freeze(Mode):
         return self._exact
 
     def report(self) -> ModeReport:
-        return ModeReport(self.parameters.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)
+        return ModeReport(self.in_force(), self._stats(), TokenState.FROZEN, resident_share=0.5)
 
     def _stats(self) -> dict[str, Any]:
         timers = self._timers

@@ -19,15 +19,18 @@ Departures:
     * Pinned messages are kept between sinks and recents, beyond the budget. In compacted geometry a kept token lies as
       many positions behind the recents as tokens are kept between: each is rotated by what was dropped after it.
 
-Defaults: R = 64, delta = 16, sigma = 64. The paper has sigma < R; here a prune between two tokens drops delta,
-smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to C + 64 tokens,
-never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
+Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, R = 32, sigma = 16 and
+delta = 32 (section 3.4; of its experiments no values are published). The paper has sigma < R; here a prune between two
+tokens drops delta, smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to
+C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
 Shapes: one table ``[1, 1, S + P + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S, P pinned.
 Costs: a step adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,10 +137,13 @@ class Streaming(Mode):
     def is_exact(self, tokens: int) -> bool:
         return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
 
-    def report(self) -> ModeReport:
+    def in_force(self) -> dict[str, Any]:
         chosen = {"budget": self.capacity - self.beyond_budget, "sink": self.sink, "window": self.window}
+        return super().in_force() | chosen
+
+    def report(self) -> ModeReport:
         stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
-        return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
+        return ModeReport(self.in_force(), stats, TokenState.UNREACHABLE)
 
     def num_cached(self) -> int:
         """Stored tokens that were not dropped; waits for the device."""

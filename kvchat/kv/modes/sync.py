@@ -17,7 +17,7 @@ Departures and decisions:
       here it counts all that is allocated, ring and double buffer too. It is 50 % unless followers then kept less than
       a third of the tokens (as with 2 KV heads).
     * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
-    * Representatives are the best retrievers of their clusters; the paper's rule is ``representatives="centroid"``.
+    * Representatives are the best retrievers of their clusters; the paper's are the centroid's (``profile=paper``).
     * Clusters by 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000); another text can
       be given to ``kvchat calibrate``. By the paper's rule the representative then differs in half of the layers of
       the bundled model, by retrieval in none.
@@ -277,9 +277,12 @@ class Sync(Mode):
     def is_exact(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self.k
 
-    def report(self) -> ModeReport:
+    def in_force(self) -> dict[str, Any]:
         chosen = {"clusters": self.clusters} | ({"mem": self.mem} if self.parameters.budget is None else {})
-        return ModeReport(self.parameters.model_dump() | chosen, self._stats())
+        return super().in_force() | chosen
+
+    def report(self) -> ModeReport:
+        return ModeReport(self.in_force(), self._stats())
 
     def _stats(self) -> dict[str, Any]:
         heads = self.geometry.kv_heads
@@ -301,6 +304,8 @@ class Sync(Mode):
     def _memory_share(self) -> float:
         """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
         held, g = self.state.slots, self.geometry
+        if not held:  # memory ran out while the mode was entered again
+            return 0.0
         return sum(slots.kv.nbytes for slots in held) / (g.layers * g.kv_heads * held[0].n * 2 * g.row_bytes)
 
     def _dynamic_share(self, k: int) -> int:

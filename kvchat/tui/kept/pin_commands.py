@@ -38,6 +38,8 @@ def _unpin_all(chat: ChatController) -> None:
 
 def _pin_system(chat: ChatController) -> None:
     pinned = not chat.state.params.get("pin_system", False)
+    if pinned and not chat.state.conversation.system:
+        raise UsageError("There is no system prompt to pin.", hint="/system TEXT gives one.")
     chat.set_parameter("pin_system", pinned)
     chat.view.add_note(f"The system prompt is {'pinned: attended in every mode' if pinned else 'no longer pinned'}.")
 

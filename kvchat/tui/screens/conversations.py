@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Coroutine
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from kvchat.foreign_text import visible
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.search import SearchScreen, css_of
 from kvchat.units import count
+
+FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
 
 
 class ConversationsScreen(SearchScreen[Summary]):
@@ -114,7 +117,7 @@ def describe(summary: Summary, now: float) -> Content:
     )
     if not summary.excerpt:
         return line
-    text = visible(" ".join(summary.excerpt.split()))
+    text = visible(" ".join(FENCE.sub(" ", summary.excerpt).split()))
     parts: list[Content | tuple[str, str]] = [line, ("\n  ", "")]
     for index, part in enumerate(text.replace(MARK[1], MARK[0]).split(MARK[0])):
         parts.append((part, "bold $accent" if index % 2 else "dim"))

@@ -98,7 +98,7 @@ async def test_export_and_import(running, config, tmp_path):
         typed(app, f"/export {tmp_path}/a.md")
         await until(lambda: "exists" in toasts(app))
         typed(app, f"/export {tmp_path}/a.pdf")
-        await until(lambda: ".html" in toasts(app))
+        await until(lambda: ".pdf" in toasts(app))
         typed(app, f"/export {tmp_path}/a\0.md")
         await until(lambda: "null byte" in toasts(app))
         first = app.controller.state.conversation

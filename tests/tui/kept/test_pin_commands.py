@@ -52,6 +52,7 @@ async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(tal
     assert pinned(talk.client.sent[-1]) == []
     await pin(talk.controller, "none")
     assert talk.view.toasts[-2:] == ["2 unpinned.", "No message is pinned."]
+    talk.controller.set_system("be brief")
     await pin(talk.controller, "system")
     assert talk.client.sent[-1] == Switch("", {"pin_system": True})
 

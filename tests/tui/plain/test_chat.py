@@ -109,6 +109,16 @@ async def test_every_command_is_listed_or_refused_in_words(config):
     assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}
 
 
+async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
+    monkeypatch.setenv("FAKE_LOAD", "refuse")
+    code, session = await piped(config, "/mode\nhello\nagain\n")
+    assert code == 1
+    assert session.errors.getvalue().count("There is no such model.") == 1
+    assert session.errors.getvalue().endswith("Nothing is asked: there is no model.\n")
+    assert "speculative" in session.said
+    assert "hello" not in session.said
+
+
 async def test_words_taken_back_and_a_crash_are_told(config):
     code, session = await piped(config, "waver\ncrash\nhello\n")
     assert code == 1

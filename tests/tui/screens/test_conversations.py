@@ -80,6 +80,12 @@ def test_a_line_tells_title_age_size_and_the_words_found():
     assert any("bold" in str(span.style) for span in line.spans)
 
 
+def test_an_excerpt_has_no_fences_of_code():
+    cut_off = f"use:\n```python\n{MARK[0]}print{MARK[1]}(1)\n```\nor ~~~ so … ```js"
+    line = describe(Summary(id="1", title="t", updated=0.0, messages=1, excerpt=cut_off), 0.0)
+    assert str(line).split("\n")[1] == "  use: print(1) or so … js"
+
+
 @pytest.mark.parametrize(
     ("age", "words"), [(0, "just now"), (59, "just now"), (60, "1 min ago"), (86400 * 3, "3 d ago")]
 )
