@@ -6,10 +6,12 @@ import errno
 import gc
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported: the workers of `pytest -n auto` would otherwise fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,9 +21,20 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
+# No chance and no clock: a busy machine or an unlucky example must not fail a test. The long form looks for new ones.
+settings.register_profile(
+    "kvchat",
+    deadline=None,
+    derandomize="KVCHAT_TEST_FRAMES" not in os.environ,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("kvchat")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fake-cuda", action="store_true", help="run tests marked cuda on a fake CUDA device")
+    parser.addoption("--update-snapshots", action="store_true", help="take the screens as they are now for right")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +72,10 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        from support import quick_interpreter
+
+        quick_interpreter.install()
     if item.get_closest_marker("terminal") and not shutil.which("tmux"):
         pytest.skip("no tmux")
     if item.get_closest_marker("fake_cuda") and not item.config.getoption("--fake-cuda"):

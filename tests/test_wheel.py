@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*args: str, **kwargs: object) -> str:
-    result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, **kwargs)
+    result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=600, **kwargs)
     assert result.returncode == 0, result.stdout + result.stderr
     return str(result.stdout)
 

@@ -5,13 +5,16 @@ decodes the same tokens after the same context, and ratios and differences are o
 
 A fixed change rate is the share of the selected pages that is new at each step. Exposed recall is the time by which
 such a step exceeds a step at rate 0; hidden recall is the rest of the time that the link needs for the bytes.
+
+Full mode with ``resident`` reads the rest over the link: its row has the time of one large copy of those bytes, which
+bounds it. Where memory is unified it reads the host pool itself, like full without it, and is left out.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -20,7 +23,7 @@ from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.frame import Cell, Frame, Report, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.mode_run import ModeRun
+from kvchat.bench.mode_run import ModeRun, spills
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.rounds import Rounds
 from kvchat.bench.rows import NATURAL, line
@@ -52,7 +55,7 @@ class Settings:
 
     shape: str = ""
     contexts: tuple[int, ...] = (512, 8192)
-    modes: tuple[str, ...] = ("full", "streaming", "speculative", "freeze", "sync")
+    modes: tuple[str, ...] = ("full", "full:resident=512", "streaming", "speculative", "freeze", "sync")
     budget: int = 512
     change_rates: tuple[str, ...] = (NATURAL,)
     steps: int = 64
@@ -68,12 +71,13 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     Raises:
         KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
-    wanted = [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
+    _wanted(settings)  # refuses before the model is loaded
     baselines.check(settings.baselines or ())
     frame = frame or Frame()
     model = _model(settings, choice, frame.report)
+    settings = _without_spilled(settings, model, frame.report)
     with current(model.device):
-        return _measured(settings, wanted, model, frame)
+        return _measured(settings, _wanted(settings), model, frame)
 
 
 def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
@@ -126,6 +130,27 @@ def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
 
 
 # ---- settings --------------------------------------------------------------------------------------
+
+
+def _wanted(settings: Settings) -> list[Wanted]:
+    return [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
+
+
+def _without_spilled(settings: Settings, model: LoadedModel, report: Report) -> Settings:
+    """Leave out what is to be read over the link where there is none.
+
+    Raises:
+        UsageError: nothing else is wanted.
+    """
+    spilled = [text for text in settings.modes if spills(parsed(text, settings.budget))]
+    if not (spilled and geometry_of(model).unified):
+        return settings
+    reason = f"On {model.device} full mode reads the host pool itself: nothing is read over a link."
+    rest = tuple(text for text in settings.modes if text not in spilled)
+    if not rest:
+        raise UsageError(f"{', '.join(spilled)} cannot be measured here.", reason, "Take full.")
+    report(f"{', '.join(spilled)} left out. {reason}")
+    return replace(settings, modes=rest)
 
 
 def _rates(settings: Settings, mode: str) -> list[float | None]:

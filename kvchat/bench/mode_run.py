@@ -9,7 +9,7 @@ import torch
 
 from kvchat.bench.fixed_change_rate import FixedChangeRate
 from kvchat.bench.timing import Timing, time_steps
-from kvchat.config.modes import ModeParameters, SpeculativeParameters
+from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
@@ -17,8 +17,13 @@ from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import Calibration
 
 
+def spills(chosen: ModeParameters) -> bool:
+    """The mode is to read over the link what is not resident."""
+    return isinstance(chosen, FullParameters) and chosen.resident is not None
+
+
 class ModeRun:
-    """A mode of kvchat; ``change_rate`` None leaves the selection to the mode."""
+    """A mode of kvchat with the parameters ``chosen``; ``change_rate`` None leaves the selection to the mode."""
 
     def __init__(
         self,
@@ -32,7 +37,7 @@ class ModeRun:
         self.change_rate = change_rate
         self._figures: dict[str, Any] = {}
         self._runner = runner
-        self._chosen = chosen
+        self.chosen = chosen
         self._context = runner.kv.total
         self._traits = traits_of(runner.model, calibration)
 
@@ -79,6 +84,6 @@ class ModeRun:
     def _mode(self) -> Mode:
         geometry = geometry_of(self._runner.model)
         if self.change_rate is None:
-            return build(self._chosen, geometry, self._traits)
-        assert isinstance(self._chosen, SpeculativeParameters)
-        return FixedChangeRate(self.change_rate, self._chosen, geometry, self._traits)
+            return build(self.chosen, geometry, self._traits)
+        assert isinstance(self.chosen, SpeculativeParameters)
+        return FixedChangeRate(self.change_rate, self.chosen, geometry, self._traits)

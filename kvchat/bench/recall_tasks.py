@@ -18,7 +18,7 @@ from kvchat.protocol.messages import Turn
 
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
 CHAIN = 3  # variables
-FILLER_TURNS = 4  # between a system prompt's rule and its check
+FILLER_TURNS = 4  # between what is told at the beginning and the question about it
 RULE = "tulip"
 
 
@@ -106,6 +106,19 @@ def _rule(draw: Draw) -> Case:
     return _conversation(draw, f"End every answer with the word {RULE}.", "Tell me a story.", RULE)
 
 
+def _told(draw: Draw, pinned: bool = False) -> Case:
+    """The first message tells a passkey, which is asked for after turns about something else."""
+    number = draw.number()
+    told = Turn("user", f"The passkey is {number}. Remember it.", pinned)
+    turns = (told, Turn("assistant", "Got it."), *_turns_between(draw), Turn("user", "What is the passkey?"))
+    return Case(turns, (number,))
+
+
+def _pinned(draw: Draw) -> Case:
+    """``told``, and the first message is pinned."""
+    return _told(draw, pinned=True)
+
+
 TASKS: dict[str, Callable[[Draw], Case]] = {
     "passkey": _passkey,
     "keys": _keys,
@@ -114,8 +127,10 @@ TASKS: dict[str, Callable[[Draw], Case]] = {
     "chain": _chain,
     "name": _name,
     "rule": _rule,
+    "told": _told,
+    "pinned": _pinned,
 }
-WITHOUT_DEPTH = ("name", "rule")  # a system prompt stands at the beginning
+WITHOUT_DEPTH = ("name", "rule", "told", "pinned")  # what they tell stands at the beginning
 
 
 def _pairs(draw: Draw) -> tuple[list[str], tuple[str, ...]]:
@@ -137,9 +152,13 @@ def _document(draw: Draw, told: str, question: str, answers: tuple[str, ...], ot
 
 
 def _conversation(draw: Draw, system: str, question: str, answer: str) -> Case:
-    filler = [
+    return Case((Turn("system", system), *_turns_between(draw), Turn("user", question)), (answer,))
+
+
+def _turns_between(draw: Draw) -> list[Turn]:
+    """Turns about something else."""
+    return [
         turn
         for _ in range(FILLER_TURNS)
         for turn in (Turn("user", " ".join(draw.filler(draw.tokens // FILLER_TURNS))), Turn("assistant", "I see."))
     ]
-    return Case((Turn("system", system), *filler, Turn("user", question)), (answer,))

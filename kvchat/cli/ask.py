@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import kvchat
-from kvchat.cli.output import note, progress, write
-from kvchat.conversations import attachments
+from kvchat.cli.output import note, write
+from kvchat.cli.session import INTERRUPTED, interrupt_cancels, opened
 from kvchat.engine.generate.hold_back import hold_back
-from kvchat.engine.model import checkpoint
-from kvchat.errors import KvchatError, UsageError
+from kvchat.errors import KvchatError
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -50,21 +41,6 @@ class Question:
     show_stats: bool = False
 
 
-def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
-    """The user's turn: the files with their names, the prompt, and what was piped in.
-
-    Raises:
-        UsageError: nothing is left, a file cannot be read, or something is not UTF-8.
-    """
-    parts = [attachments.fenced(str(path), _text(_read(path), str(path))) for path in files]
-    # the shell hands on bytes that are not UTF-8 as lone surrogates
-    parts += [_text((prompt or "").encode("utf-8", "surrogateescape"), "the prompt"), _text(piped, "stdin")]
-    text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
-    if not text:
-        raise UsageError("The prompt is empty.", hint="Write it after `kvchat ask` or pipe it in.")
-    return text
-
-
 def ask(question: Question) -> int:
     """Load, answer, print; the exit code.
 
@@ -73,12 +49,11 @@ def ask(question: Question) -> int:
     Raises:
         KvchatError: the model cannot be loaded or the answer cannot be given.
     """
-    _quiet()
-    session = _open(question.load)
+    session = opened(question.load)
     for text in session.info.notes:
         note(text)
     switcher = _Switcher(session, question.switches)
-    with _interrupt_cancels(session) as interrupted:
+    with interrupt_cancels(session) as interrupted:
 
         def between(generated: int) -> None:
             if interrupted:
@@ -96,15 +71,6 @@ def ask(question: Question) -> int:
         sys.stderr.write(stats_table(finished.stats))
     session.close()
     return INTERRUPTED if interrupted else switcher.exit_code
-
-
-def _open(load: Load) -> Session:
-    try:
-        checkpoint.locate(load.model, progress)  # refuses a wrong name before torch is imported, which takes seconds
-        progress("Starting torch")
-        return kvchat.open_session(load, progress)
-    finally:
-        progress("")
 
 
 def stats_table(stats: Stats) -> str:
@@ -158,44 +124,3 @@ def _cell(value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"The file {path} cannot be read: {error.strerror}.") from None
-
-
-def _text(raw: bytes, name: str) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"Byte {error.start} of {name} is not UTF-8.", f"It is 0x{raw[error.start]:02x}.", "Convert it to UTF-8."
-        ) from None
-
-
-@contextmanager
-def _interrupt_cancels(session: Session) -> Iterator[list[int]]:
-    """Ctrl-C ends the answer after the token in hand, a second one at once; the list tells whether it came."""
-    interrupted: list[int] = []
-
-    def cancel(number: int, _frame: object) -> None:
-        interrupted.append(number)
-        session.cancel()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, cancel)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _quiet() -> None:
-    """Before transformers is imported: its progress bars and warnings would mix with stderr's few lines."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ from kvchat import paths
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
-from kvchat.config.sources import SettingsSource
+from kvchat.config.sources import SettingsSource, unknown_variables
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Keeping, Load
 
@@ -47,7 +47,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         recorder=Recorder(record, kvchat.__version__) if record else None,
         model_folders=tuple(map(Path, chosen.model.folders)),
         profile=profiles.find(chosen.model.device).describe(),
-        problems=(*problems, *modes.problems()),
+        problems=(*problems, *modes.problems(), *unknown_variables()),
         resolved=resolved,
         config_file=paths.config_file(),
     )

@@ -19,14 +19,18 @@ from typer.core import TyperGroup
 import kvchat
 from kvchat import files, paths
 from kvchat.cli import bench, chats, completion, config, options, profile
-from kvchat.cli.ask import Question, SwitchAt, ask, compose
+from kvchat.cli.ask import Question, SwitchAt, ask
 from kvchat.cli.chat import chat, load_of, mode_params_of
+from kvchat.cli.compare import compare_command
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import (
     Budget,
     Device,
     Dtype,
+    Files,
     HostDtype,
+    MaxNewTokens,
+    MinP,
     Mode,
     Model,
     Param,
@@ -34,12 +38,19 @@ from kvchat.cli.options import (
     Plain,
     Quantize,
     Record,
+    RepetitionPenalty,
     Resume,
+    Seed,
+    StopAt,
     System,
+    Temperature,
     Theme,
+    TopK,
+    TopP,
 )
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
+from kvchat.cli.question import compose, piped
 from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved
@@ -154,7 +165,7 @@ def chat_command(
 def ask_command(
     ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="what to ask; stdin where it is left out")] = None,
-    file: Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")] = None,
+    file: Files = None,
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -169,14 +180,14 @@ def ask_command(
     ] = None,
     system: System = None,
     pin_system: PinSystem = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="length of the answer at most")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token")] = None,
-    top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest tokens; 0 for all")] = None,
-    top_p: Annotated[float | None, typer.Option(help="draw among the likeliest with this probability together")] = None,
-    min_p: Annotated[float | None, typer.Option(help="draw among tokens this fraction as likely as the best")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="over 1: what is there becomes less likely")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="a string that ends the answer; repeatable")] = None,
-    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text")] = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: StopAt = None,
+    seed: Seed = None,
     stats: Annotated[bool, typer.Option("--stats", help="print what the answer cost on stderr")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
@@ -185,12 +196,15 @@ def ask_command(
     chosen = resolved.settings
     switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
-    text = compose(prompt, file or (), _piped())
+    text = compose(prompt, file or (), piped())
     turns = (Turn("system", chosen.model.system),) if chosen.model.system else ()
     question = Question(
         load_of(chosen), (*turns, Turn("user", text)), chosen.sampling.sampling(), switches, as_json, stats
     )
     raise typer.Exit(ask(question))
+
+
+app.command("compare")(compare_command)
 
 
 @app.command("replay")
@@ -320,10 +334,6 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
     for origin, names in having.items():
         if not names & set(used):
             note(f"{origin} has no effect in the {used[0]} mode, only in {', '.join(sorted(names))}.")
-
-
-def _piped() -> bytes:
-    return b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
 
 
 def _log_traceback() -> str:

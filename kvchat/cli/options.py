@@ -66,6 +66,15 @@ PinSystem = Annotated[
     bool | None, typer.Option("--pin-system/--no-pin-system", help="attend to all of the system prompt, in every mode")
 ]
 System = Annotated[str | None, typer.Option(help="system prompt")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="length of the answer at most")]
+Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token")]
+TopK = Annotated[int | None, typer.Option(help="draw among the k likeliest tokens; 0 for all")]
+TopP = Annotated[float | None, typer.Option(help="draw among the likeliest with this probability together")]
+MinP = Annotated[float | None, typer.Option(help="draw among tokens this fraction as likely as the best")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="over 1: what is there becomes less likely")]
+StopAt = Annotated[list[str] | None, typer.Option(help="a string that ends the answer; repeatable")]
+Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text")]
+Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
 Theme = Annotated[str | None, typer.Option(help="name of a theme", autocompletion=complete_theme)]
 Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
 Record = Annotated[

@@ -72,6 +72,21 @@ class FullParameters(ModeParameters):
     """most recent tokens kept on a GPU; the rest is read over the link (auto: all, or what fits; none on a CPU)"""
 
 
+class PaperParameters(ModeParameters):
+    """Modes of a paper: with ``profile="paper"`` the defaults are those ``published``."""
+
+    published: ClassVar[Mapping[str, Any]]
+
+    profile: Literal["default", "paper"] = "default"
+    """paper: the values of the mode's paper where nothing else is given"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, given: Any) -> Any:
+        is_published = isinstance(given, dict) and given.get("profile") == "paper"
+        return {**cls.published, **given} if is_published else given
+
+
 class BudgetParameters(ModeParameters):
     """Modes that attend to a fixed number of tokens."""
 
@@ -79,17 +94,20 @@ class BudgetParameters(ModeParameters):
     """tokens per KV head a decoded token may attend to, sinks and window included (auto: context/32, 256 to 2048)"""
 
 
-class StreamingParameters(BudgetParameters):
+class StreamingParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "streaming"
     title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
     implementation: ClassVar[str] = "kvchat.kv.modes.streaming:Streaming"
+    published: ClassVar[Mapping[str, Any]] = {"sink": 4, "R": 32, "sigma": 16, "delta": 32}
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """C, sinks and window: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
+    """C, sinks, window and B: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended (auto: the system prompt up to a quarter of the budget, at least 4)"""
     window: int | None = Field(None, ge=1)
-    """W, most recent tokens kept by a prune, instead of budget, which is then sink + window (auto: from the budget)"""
+    """W, most recent tokens kept by a prune, instead of budget, then sink + window + B (auto: from the budget)"""
+    B: int = Field(0, ge=0)
+    """non-core tokens: recent ones that are kept beside the window"""
     R: int = Field(64, ge=0)
     """Lazy Pruning: prune when the cache exceeds the budget by R tokens; 0 never prunes"""
     sigma: int = Field(64, ge=0)
@@ -98,14 +116,15 @@ class StreamingParameters(BudgetParameters):
     """Max_Drop: maximum tokens dropped by one prune, unless sigma requires more; 0 drops the whole overflow"""
 
 
-class SpeculativeParameters(BudgetParameters):
+class SpeculativeParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "speculative"
     title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
     version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
+    published: ClassVar[Mapping[str, Any]] = {"tau": 0.9}
 
     sink: int | None = Field(None, ge=0)
-    """S, first tokens, always attended (auto: one page of 32)"""
+    """S, first tokens, always attended (auto: a page of 32; profile=paper: a quarter of the budget)"""
     window: int | None = Field(None, ge=1)
     """W, most recent tokens, always attended (auto: a quarter of the budget)"""
     tau: float = Field(0.8, allow_inf_nan=False)
@@ -114,10 +133,11 @@ class SpeculativeParameters(BudgetParameters):
     """keep and attend to all tokens in the first layer"""
 
 
-class FreezeParameters(ModeParameters):
+class FreezeParameters(PaperParameters):
     name: ClassVar[str] = "freeze"
     title: ClassVar[str] = "irrelevant tokens leave for growing times and return (ASR-KF-EGR)"
     implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
+    published: ClassVar[Mapping[str, Any]] = {"score": "always", "recovery": False}
 
     recovery: bool = True
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
@@ -134,18 +154,12 @@ class FreezeParameters(ModeParameters):
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens a decoded token may attend to: more are frozen, the least relevant first (auto: no limit)"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_published(cls, given: Any) -> Any:
-        """``profile="paper"`` has defaults of its own."""
-        published = isinstance(given, dict) and given.get("profile") == "paper"
-        return {"score": "always", "recovery": False, **given} if published else given
 
-
-class SyncParameters(BudgetParameters):
+class SyncParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "sync"
     title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
     implementation: ClassVar[str] = "kvchat.kv.modes.sync:Sync"
+    published: ClassVar[Mapping[str, Any]] = {"representatives": "centroid", "rho": 0.5, "m": 5}
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens a following head may attend to, the most recent included (auto: from mem, at least 64 beside those)"""

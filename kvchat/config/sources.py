@@ -119,12 +119,32 @@ def environment_source(environ: Mapping[str, str]) -> SettingsSource:
     Raises:
         UsageError: a variable that begins like a setting but is none.
     """
-    names = {"_".join(("KVCHAT", *key)).upper(): key for key, _ in leaves()}
-    sections = tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)
-    given = {name: value for name, value in environ.items() if value and name.startswith(sections)}
+    names = _variables()
+    given = {name: value for name, value in environ.items() if value and name.startswith(_sections())}
     for name in given.keys() - names.keys() - RESERVED:
         raise UsageError(f"{name}: there is no such setting.{_near(name, names)}", hint="See kvchat config show.")
     return SettingsSource({names[name]: value for name, value in given.items()}, {names[name]: name for name in given})
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A sentence for each variable that begins like kvchat's and has no effect; ``environment_source`` refuses some."""
+    names = _variables()
+    unknown = [name for name in sorted(environ) if name.startswith("KVCHAT_") and name not in (*names, *RESERVED)]
+    return [
+        f"{name} has no effect: kvchat has no such variable.{_near(name, (*names, *RESERVED))}"
+        for name in unknown
+        if not name.startswith(_sections())
+    ]
+
+
+def _variables() -> dict[str, Key]:
+    """Every setting by the name of its variable."""
+    return {"_".join(("KVCHAT", *key)).upper(): key for key, _ in leaves()}
+
+
+def _sections() -> tuple[str, ...]:
+    """What the names of the settings' variables begin with."""
+    return tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)
 
 
 def flag_source(flags: Mapping[str, tuple[Iterable[Key], Any]]) -> SettingsSource:

@@ -54,6 +54,21 @@ def first_difference(runs: Sequence[Run]) -> int | None:
     return min((at for at in found if at is not None), default=None)
 
 
+def to_text(comparison: Comparison) -> str:
+    """The answers, the table in aligned columns and the verdict, as lines for a terminal."""
+    answers = [
+        f"── {label(variant)} ──\n{run.text.strip() or run.refusal}"
+        for variant, run in zip(comparison.variants, comparison.runs, strict=False)
+    ]
+    lines = [COLUMNS, *rows(comparison)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = "\n".join(
+        "  ".join((f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:]))).rstrip() for line in lines
+    )
+    head = f"seed {comparison.sampling.seed}, {count(comparison.prompt_tokens)} tokens of prompt read once"
+    return "\n\n".join(filter(None, (*answers, table, "\n".join(verdicts(comparison)), head)))
+
+
 def to_markdown(comparison: Comparison) -> str:
     """The question, the table, the verdict and the answers."""
     sampling = comparison.sampling
@@ -79,11 +94,21 @@ def write(comparison: Comparison, path: Path) -> None:
     """Write a comparison to a new file, in the format of its ending.
 
     Raises:
-        UsageError: the ending names no format, the file exists or cannot be written.
+        UsageError: the ending names no format, the file exists, its folder does not, or it cannot be written.
+    """
+    check(path)
+    export.write_new(path, FORMATS[path.suffix](comparison))
+
+
+def check(path: Path) -> None:
+    """Refuse a file that ``write`` would refuse, before there is anything to write.
+
+    Raises:
+        UsageError: the ending names no format, the file exists, or its folder does not.
     """
     if path.suffix not in FORMATS:
         raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(FORMATS)}.")
-    export.write_new(path, FORMATS[path.suffix](comparison))
+    export.check_new(path)
 
 
 def _row(name: str, run: Run) -> tuple[str, ...]:

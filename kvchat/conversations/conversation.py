@@ -28,7 +28,7 @@ class Message:
     """A question (``role`` user) or an answer (assistant) below ``parent``, None for the first question.
 
     ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
-    ``receipt`` and ``stats`` tell what it cost.
+    ``receipt`` and ``stats`` tell what it cost. Every mode attends to a ``pinned`` one.
     """
 
     id: str = field(default_factory=new_id)
@@ -39,6 +39,12 @@ class Message:
     ending: str = ""
     receipt: str = ""
     stats: Stats | None = None
+    pinned: bool = False
+
+    @property
+    def turn(self) -> Turn:
+        """The message as the engine gets it."""
+        return Turn(self.role, self.text, self.pinned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,7 @@ class Conversation:
     @property
     def turns(self) -> list[Turn]:
         """The path as turns, without the system prompt."""
-        return [Turn(message.role, message.text) for message in self.path]
+        return [message.turn for message in self.path]
 
     @property
     def stats(self) -> list[Stats]:
@@ -155,6 +161,12 @@ class Conversation:
         self._unsaved.add(message.id)
         self.go_to(message.id)
         return message
+
+    def pin(self, id: str, pinned: bool) -> Message:
+        """Pin a message, or no longer; it as it is then."""
+        self.messages[id] = replace(self.messages[id], pinned=pinned)
+        self._unsaved.add(id)
+        return self.messages[id]
 
     def withdraw(self) -> str:
         """Take back the last question and return its text; one that has answers on other branches stays, for ``""``."""

@@ -70,6 +70,7 @@ class _FileMessage(BaseModel):
     created: float
     ending: str = ""
     receipt: str = ""
+    pinned: bool = False
 
 
 class _File(BaseModel):
@@ -97,7 +98,8 @@ def write(conversation: Conversation, path: Path) -> None:
     """Write a conversation to a new file, in the format of its ending.
 
     Raises:
-        UsageError: the ending names no format, the file exists or cannot be written, or nothing has been said yet.
+        UsageError: the ending names no format, the file exists, its folder does not, it cannot be written, or nothing
+            has been said yet.
     """
     render = FORMATS.get(path.suffix)
     if render is None:
@@ -108,15 +110,31 @@ def write(conversation: Conversation, path: Path) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write ``text`` to a new file.
+    """Write ``text`` to a new file in a folder that is there.
 
     Raises:
-        UsageError: it exists or cannot be written.
+        UsageError: it exists, its folder does not, or it cannot be written.
+    """
+    check_new(path)
+    try:
+        files.write(path, text.encode("utf-8", "replace"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.") from None
+
+
+def check_new(path: Path) -> None:
+    """Check that a new file can have this path.
+
+    Raises:
+        UsageError: it exists, its folder does not, or neither can be seen.
     """
     try:
         if path.exists():
             raise UsageError(f"{path} exists.", hint="Choose another name.")
-        files.write(path, text.encode("utf-8", "replace"))
+        if not path.absolute().parent.is_dir():
+            raise UsageError(
+                f"{path} cannot be written.", f"There is no folder {path.absolute().parent}.", "Make it first."
+            )
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.") from None
 

@@ -40,4 +40,5 @@ MIGRATIONS = (
             INSERT INTO message_text (rowid, text) VALUES (new.row, new.text);
         END""",
     ),
+    ("ALTER TABLE message ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",),
 )

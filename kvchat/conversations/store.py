@@ -83,9 +83,9 @@ class ConversationStore:
             )
             self._db.executemany("DELETE FROM message WHERE id = ?", ((id,) for id in changes.removed))
             self._db.executemany(
-                "INSERT INTO message (conversation, id, parent, role, text, created, ending, receipt, stats)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
-                " ending = excluded.ending, receipt = excluded.receipt, stats = excluded.stats",
+                f"INSERT INTO message (conversation, {_MESSAGE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (id) DO UPDATE SET text = excluded.text, ending = excluded.ending,"
+                " receipt = excluded.receipt, stats = excluded.stats, pinned = excluded.pinned",
                 (_row(changes.id, message) for message in changes.messages),
             )
 
@@ -100,13 +100,13 @@ class ConversationStore:
                 "SELECT id, title, system, created, leaf FROM conversation WHERE id = ? AND deleted IS NULL", (id,)
             ).fetchone()
             rows = self._db.execute(
-                "SELECT id, parent, role, text, created, ending, receipt, stats FROM message"
-                " WHERE conversation = ? ORDER BY row",
-                (id,),
+                f"SELECT {_MESSAGE} FROM message WHERE conversation = ? ORDER BY row", (id,)
             ).fetchall()
         if header is None:
             raise UsageError(f'There is no conversation "{id}".', hint="It may have been deleted meanwhile.")
-        messages = [Message(**{**row, "stats": _stats(row["stats"])}) for row in map(dict, rows)]
+        messages = [
+            Message(**{**row, "stats": _stats(row["stats"]), "pinned": bool(row["pinned"])}) for row in map(dict, rows)
+        ]
         return Conversation(messages=messages, **dict(header))
 
     def delete(self, id: str) -> None:
@@ -181,6 +181,7 @@ class ConversationStore:
             ) from error
 
 
+_MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned"
 _COLUMNS = "c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
 _SUMMARY = f"SELECT {_COLUMNS} FROM conversation AS c"
 _SEARCH = (
@@ -239,8 +240,7 @@ def _hint(reason: str) -> str:
 def _row(conversation: str, message: Message) -> tuple[Any, ...]:
     values = dataclasses.asdict(message)
     values["stats"] = json.dumps(values["stats"]) if message.stats else None
-    order = ("id", "parent", "role", "text", "created", "ending", "receipt", "stats")
-    return (conversation, *(_storable(values[name]) for name in order))
+    return (conversation, *(_storable(values[name]) for name in _MESSAGE.split(", ")))
 
 
 def _stats(text: str | None) -> Stats | None:

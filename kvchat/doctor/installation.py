@@ -22,6 +22,7 @@ def checks() -> Iterator[Check]:
     """All checks of kvchat's own files."""
     checked, device = settings()
     yield checked
+    yield guarded("environment", environment)
     yield guarded("profiles", lambda: profiles_in_force(device))
     yield guarded("bundled model", bundled_model)
     yield guarded("modes", kv_modes)
@@ -37,6 +38,15 @@ def settings() -> tuple[Check, str]:
     except UsageError as error:
         return Check("settings", "problem", where, str(error)), "auto"
     return Check("settings", "ok", where), resolved.settings.model.device
+
+
+def environment() -> Check:
+    """Variables that begin like kvchat's."""
+    given = sorted(name for name in os.environ if name.startswith("KVCHAT_"))
+    found = ", ".join(given) or "no variable of kvchat is set"
+    if unknown := sources.unknown_variables():
+        return Check("environment", "warning", found, " ".join(unknown))
+    return Check("environment", "ok", found)
 
 
 def profiles_in_force(device: str) -> Check:

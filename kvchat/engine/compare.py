@@ -77,7 +77,7 @@ class Comparison:
         loop = self._loop
         prompt = loop.encoder.encode(turns, loop.stored)
         self._switcher.check_context(len(prompt.ids))
-        exact = min(prompt.reused, loop.stored.first_reduced)
+        exact, pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
         with self._left_as_it_was(exact):
             self._switcher.note_preamble(loop.encoder.preamble(turns))
             loop.forget(exact)
@@ -86,6 +86,7 @@ class Comparison:
             logits = (yield from loop.read_prompt(unread)) if unread else None
             runs: list[Run] = []
             if logits is not None or not unread:
+                self._runner.pin([position for position in pinned if position < self._runner.kv.total])
                 yield from self._answers(prompt.ids, chosen, sampling, runs)
         yield Compared(tuple(runs), len(prompt.ids))
 
@@ -201,14 +202,15 @@ class Comparison:
         loop, switcher = self._loop, self._switcher
         switcher.narrow()
         saved, stored = save(self._runner.kv.state, start), copy.deepcopy(loop.stored)
-        parameters, preamble, answer = switcher.parameters, switcher.preamble, self._metrics.answer
-        try:
-            yield
-        finally:
-            self._runner.put_back(saved, stored.ids[start:])
-            loop.stored.__dict__.update(vars(stored))
-            self._metrics.answer, switcher.preamble = answer, preamble
-            switcher.enter(parameters)
+        parameters, preamble = switcher.parameters, switcher.preamble
+        with self._metrics.beside():
+            try:
+                yield
+            finally:
+                self._runner.put_back(saved, stored.ids[start:])
+                loop.stored.__dict__.update(vars(stored))
+                switcher.preamble = preamble
+                switcher.enter(parameters)
 
 
 class Comparisons:

@@ -25,7 +25,7 @@ def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher, notes: S
         page=kv.state.geometry.page,
         kv_bytes_per_token=kv.state.geometry.token_bytes,
         mode=kv.mode.name,
-        params=kv.mode.report().params,
+        params=kv.mode.in_force(),
         notes=(
             *model.notes,
             *notes,

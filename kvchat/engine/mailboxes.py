@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from kvchat.protocol import wire
-from kvchat.protocol.messages import Chat, Command, Compare, Event, KeepPages, Load, Peek, Rebuild, Stop, Switch, Text
+from kvchat.protocol.messages import Chat, Command, Compare, Event, InAnswer, Load, Rebuild, Stop, Text
 
 TEXT_S = 1 / 30
 MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 COMMAND_BYTES = 2**10  # what a command takes beside its text
 STOPPABLE = Load | Chat | Rebuild | Compare
-IN_ANSWER = Stop | Switch | KeepPages | Peek
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Inbox:
     def get_in_answer(self) -> Command | Refused | None:
         """The next command if it can be done between two tokens; a Load or Chat keeps its place and all behind it."""
         with self._changed:
-            return self._pop() if self._commands and isinstance(self._commands[0][0], IN_ANSWER) else None
+            return self._pop() if self._commands and isinstance(self._commands[0][0], InAnswer) else None
 
     def stops(self) -> bool:
         """Whether a waiting ``Stop`` is meant for what has just begun: nothing else that it could stop is before it."""

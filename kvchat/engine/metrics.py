@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
 
+from kvchat.engine.details import PcieReading, details
 from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.engine.process_memory import resident_bytes
 from kvchat.engine.ribbon import Ribbon
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.nvml import GpuReader
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Gpu, Params, Snapshot, Stats
 from kvchat.units import size
 
@@ -84,12 +88,27 @@ class MetricsCollector:
         self._step_bytes = 0.0
         self._hit_rate: float | None = None
         self._ribbon = Ribbon(kv)
+        self._pcie = PcieReading(self._gpu_reader)
         self.answer: AnswerMetrics | None = None
 
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
         """An answer begins."""
         self.answer = AnswerMetrics(Counts.of(self._kv), prompt_tokens, reused_tokens)
         return self.answer
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is done inside is not the conversation's: its figures are afterwards as they were."""
+        timer = self._kv.state.transfer.timer
+        answer, step_bytes, hit_rate, steps = self.answer, self._step_bytes, self._hit_rate, list(timer.steps)
+        self._note_steps(Counts.of(self._kv))
+        try:
+            yield
+        finally:
+            self.answer, self._step_bytes, self._hit_rate = answer, step_bytes, hit_rate
+            self._last = Counts.of(self._kv)
+            timer.steps.clear()
+            timer.steps.extend(steps)
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
         """A switch happened, perhaps in the middle of an answer."""
@@ -165,6 +184,10 @@ class MetricsCollector:
             extras=report.stats | self._pinned() | self._recurrent_state() | self._recovery(),
         )
 
+    def details(self) -> Details:
+        """What each layer and KV head reads and holds, and how long recall took, as of now."""
+        return details(self._kv.state, self._pcie.latest())
+
     def _recurrent_state(self) -> Params:
         if not self._recurrent.exists:
             return {}
@@ -173,9 +196,10 @@ class MetricsCollector:
         }
 
     def _pinned(self) -> Params:
-        mode = self._kv.mode
-        pinned = min(mode.pinned, self._kv.total)
-        return {"pinned": f"{pinned:,} tok, {min(mode.beyond_budget, pinned):,} beyond"} if pinned else {}
+        mode, system = self._kv.mode, min(self._kv.mode.pinned, self._kv.total)
+        pinned = system + sum(position >= system for position in self._kv.state.pins)
+        beyond = min(mode.beyond_budget, system) + len(mode.pins)
+        return {"pinned": f"{pinned:,} tok, {beyond:,} beyond"} if pinned else {}
 
     def _recovery(self) -> Params:
         level = self.answer.recovery if self.answer else ""

@@ -115,12 +115,13 @@ class ModeSwitcher:
     def calibrate(self) -> int:
         """A mode that waits for the model's heads to be measured has it done on what is stored, if that is enough.
 
-        Returns the bytes moved to the device.
+        Where memory runs out meanwhile it is done on the next prompt. Returns the bytes moved to the device.
         """
-        if not self._kv.mode.needs_calibration:
-            return 0
-        self.calibration = calibration.on_prompt(self._model, self._stored.ids)
-        return self.enter(self.parameters) if self.calibration else 0
+        if self._kv.mode.needs_calibration:
+            with suppress(DoesNotFitError), explained(self._kv, "measuring the model's heads"):
+                self.calibration = calibration.on_prompt(self._model, self._stored.ids)
+                return self.enter(self.parameters) if self.calibration else 0
+        return 0
 
     def note_preamble(self, tokens: int) -> None:
         """Enter the mode again when the system prompt's length changed: it may be kept as sinks."""
@@ -148,8 +149,17 @@ class ModeSwitcher:
             raise DoesNotFitError(
                 "The conversation does not fit the model's context.",
                 f"It takes {tokens:,} tokens, {self._model.name} was made for {self._model.context:,}.",
-                "Shorten it or begin a new one; what is stored is kept.",
+                "Shorten it, begin a new one or go on in streaming mode; what is stored is kept.",
             )
+
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a conversation of ``tokens`` where the mode does not go beyond the context.
+
+        Raises:
+            DoesNotFitError: as ``check_context``.
+        """
+        if self._kv.mode.limited_by_context:
+            self.check_context(tokens)
 
     # ---- recovery
 
@@ -162,7 +172,7 @@ class ModeSwitcher:
                 self._kv.recover(level)
         elif level in WIDER:
             narrow = self.parameters
-            budget = mode.report().params["budget"] * WIDER[level]
+            budget = mode.in_force()["budget"] * WIDER[level]
             with suppress(DoesNotFitError):
                 self.enter(narrow.model_copy(update={"budget": budget}))
                 self._widened = (self._kv.mode, narrow, self._kv.total + RECENT)

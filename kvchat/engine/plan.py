@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from kvchat.config import modes
+from kvchat.config.modes import MIN_BUDGET
 from kvchat.engine.generate.runner import CHUNK, GROWTH_HEADROOM
 from kvchat.engine.model import attention_hook, quantization
 from kvchat.engine.model.checkpoint import complete
@@ -24,16 +25,19 @@ from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, atten
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available, budget
+from kvchat.kv.memory import available, budget, rounding
 from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Params, Proposal
 from kvchat.protocol.messages import HostDtype, Load, Plan
+from kvchat.units import size
 
-# What is given up last is first: reading less costs some answers, 8 bits little, 4 bits more.
-PROPOSED_MODES = ("full", "speculative", "streaming")
+# What is given up last is first: choosing what is read costs some answers, reading over the link time, reading no more
+# than a window most of what was said; 8 bits little, 4 bits more.
+SPILLED = "full, over the link"
+PROPOSED_MODES = ("full", "speculative", SPILLED, "streaming")
 PROPOSED_WEIGHTS = ("none", "int8", "nf4")
 # Bytes a weight takes beside its own bits: torchao's scale and zero point a row, bitsandbytes' scale for 64 weights.
 ROW_BYTES = {"int8": 5}
@@ -60,6 +64,7 @@ def memory_plan(
         weights = _weights(seen, progress)
     tokens = _context(seen, context)
     described, geometry = seen.described, seen.geometry
+    share = _host_share(geometry) if host_dtype == "int8" else 1.0
     made = MemoryPlan(
         model=model,
         architecture=described.model_class.__name__,
@@ -67,13 +72,15 @@ def memory_plan(
         dtype=str(described.dtype).removeprefix("torch."),
         context=tokens,
         weights=weights,
-        modes={name: _mode_need(name, mode_params, seen, tokens) for name in modes.mode_names()},
+        modes={name: mode_need(name, mode_params, seen, tokens, share) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen.shapes, geometry, tokens, described.device),
         host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), host_dtype == "int8"),
         snapshots=SNAPSHOTS * seen.state.nbytes,
         device_free=budget.free_bytes(described.device),
         host_free=available.host_free(),
+        token_bytes=geometry.token_bytes,
+        host_share=share,
     )
     return replace(made, proposal=propose(made))
 
@@ -103,10 +110,12 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 def propose(made: MemoryPlan) -> Proposal | None:
     """The first combination that fits, the best first; None where none does."""
     for quantize in [name for name in (*PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
-        for mode in [name for name in PROPOSED_MODES if not made.modes[name].refusal]:
-            if _fits(made, quantize, mode):
+        for way in PROPOSED_MODES:
+            mode = "full" if way == SPILLED else way
+            if not made.modes[mode].refusal and _fits(made, quantize, way):
                 chosen = made.modes[mode].params.get("budget")
-                return Proposal(quantize, mode, chosen, tuple(_given_up(made, quantize, mode)))
+                install = quantization.INSTALL[quantize] if quantization.absent_packages(quantize) else ""
+                return Proposal(quantize, mode, chosen, tuple(_given_up(made, quantize, way)), install)
     return None
 
 
@@ -152,13 +161,29 @@ def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
     return {name: _weight_bytes(seen.shapes, name, described.device) for name in choices}
 
 
-def _fits(made: MemoryPlan, quantize: str, mode: str) -> bool:
+def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:
     """Whether all of it fits what is free, with the margin that is always left."""
-    on_device = made.weights[quantize] + made.modes[mode].device_bytes + made.state + made.workspace
-    on_host = made.host_pool + made.snapshots
+    read = MIN_BUDGET * made.token_bytes if way == SPILLED else made.modes[way].device_bytes
+    on_device, on_host = _beside_kv(made, quantize) + read, made.host_pool + made.snapshots
     if made.device == "cpu":
-        return on_device + on_host <= available.usable(made.host_free)
+        return way != SPILLED and on_device + on_host <= available.usable(made.host_free)
     return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
+
+
+def _beside_kv(made: MemoryPlan, quantize: str) -> int:
+    """Bytes on the device beside the K/V that are read."""
+    return made.weights[quantize] + made.state + made.workspace
+
+
+def _host_share(geometry: Geometry) -> float:
+    """Bytes of an 8-bit page for each of an exact one."""
+    return rounding.page_bytes(geometry) * geometry.layers / (geometry.page * geometry.token_bytes)
+
+
+def _spilled(made: MemoryPlan, quantize: str) -> int:
+    """Bytes that full mode reads over the link for a token: what does not fit the device, at the end."""
+    room = available.usable(made.device_free) - _beside_kv(made, quantize)
+    return int(max(0, made.context * made.token_bytes - room) * made.host_share)
 
 
 def _without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -194,15 +219,20 @@ def _linears(model: Any) -> Iterator[nn.Linear]:
     return (module for module in model.modules() if type(module) is nn.Linear)
 
 
-def _mode_need(name: str, mode_params: Mapping[str, Params], seen: _Observed, tokens: int) -> ModeNeed:
-    """Without the rotations and head scores that only a loaded model tells."""
+def mode_need(
+    name: str, mode_params: Mapping[str, Params], seen: _Observed, tokens: int, host_share: float = 1.0
+) -> ModeNeed:
+    """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``."""
     geometry = seen.geometry
     try:
         traits = ModelTraits(seen.longest, (None,) * geometry.layers)
         mode = build(modes.parse(name, mode_params.get(name, {})), geometry, traits)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)
+        resident = getattr(mode, "resident", None)
         chosen = {"budget": getattr(mode, "budget", None), "sink": mode.sink, "window": mode.window}
-        return ModeNeed(needed, {name: value for name, value in chosen.items() if value})
+        params = {name: value for name, value in (chosen | {"resident": resident}).items() if value}
+        spilled = tokens - resident if resident and not geometry.unified else 0
+        return ModeNeed(needed, params, link_bytes=int(max(0, spilled) * geometry.token_bytes * host_share))
     except KvchatError as error:
         return ModeNeed(0, {}, str(error))
 
@@ -216,12 +246,15 @@ def _workspace(model: Any, geometry: Geometry, tokens: int, device: torch.device
     return activations + (staged if device.type == "cuda" else 0)
 
 
-def _given_up(plan: MemoryPlan, quantize: str, mode: str) -> Iterator[str]:
+def _given_up(plan: MemoryPlan, quantize: str, way: str) -> Iterator[str]:
     if quantize != "none" and quantize in quantization.BITS:
         yield f"precision of the weights: {quantization.BITS[quantize]} bits instead of {plan.dtype}"
-    if mode == "streaming":
+    if way == SPILLED:
+        yield f"speed: at the end {size(_spilled(plan, quantize))} are read over the link for every token"
+        return
+    if way == "streaming":
         yield "everything between the first tokens and the window"
-    elif mode != "full":
-        yield f"reading everything for every token: {mode} chooses what to read"
-    if mode != "full" and (tokens := plan.modes[mode].params.get("budget")):
+    elif way != "full":
+        yield f"reading everything for every token: {way} chooses what to read"
+    if way != "full" and (tokens := plan.modes[way].params.get("budget")):
         yield f"more than {tokens:,} tokens read by a head for a token"

@@ -37,8 +37,11 @@ class Ribbon:
         cell = g.page * max(1, -(-g.pages(total) // MAX_RIBBON_CELLS))
         shares = _shares(counts.double() / (g.layers * g.kv_heads), cell)
         recalled = self._recalled_cells(cell)
+        pinned = {position // cell for position in self._kv.state.pins}
         states = (
-            TokenState.RECALLED
+            TokenState.PINNED
+            if i in pinned
+            else TokenState.RECALLED
             if i in recalled
             else self._state((i * cell + min((i + 1) * cell, total)) // 2, s, report)
             for i, s in enumerate(shares)

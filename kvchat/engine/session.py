@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ from kvchat.engine.keep.page_format import keep_pages
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.reports import Reports
 from kvchat.engine.stored_text import StoredText
 from kvchat.errors import UsageError
-from kvchat.protocol.figures import Params, Price, Snapshot
+from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import Event, HostDtype, Keeping, Load, Loaded, Sampling, Switched, Text, Turn
 
 
@@ -96,7 +96,7 @@ def open_session(
     )
 
 
-class Session(Released, Comparisons, StoredText):
+class Session(Released, Comparisons, StoredText, Reports):
     """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
 
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
@@ -180,10 +180,11 @@ class Session(Released, Comparisons, StoredText):
         """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
 
         Raises:
-            UsageError: the model's template refuses the turns.
+            UsageError: the model's template refuses the turns, or too much is pinned.
         """
         self._ask()
         yield from self._keeper.saving(self._keeper.resume(conversation, turns))
+        self._loop.pin(turns)
 
     def forget(self, conversation: str) -> None:
         """Keep nothing of a conversation that was deleted; call it once its file was set aside."""
@@ -243,7 +244,7 @@ class Session(Released, Comparisons, StoredText):
         moved = switch()
         seconds = time.perf_counter() - began
         self._metrics.note_switch(before, self._kv.mode.name, moved)
-        in_force = self._kv.mode.report().params
+        in_force = self._kv.mode.in_force()
         return Switched(
             before, self._kv.mode.name, in_force, self.total, moved, seconds, self._loop.stored.reduced_tokens
         )
@@ -282,7 +283,7 @@ class Session(Released, Comparisons, StoredText):
         if not isinstance(ids, Iterable) or not (ids := [whole(token, "A token id") for token in ids]):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
         self._ask()
-        self._switcher.check_context(self.total + len(ids))
+        self._switcher.check_prompt(self.total + len(ids))
         logits = self._loop.prefill(ids)
         self._switcher.calibrate()
         return logits
@@ -318,12 +319,6 @@ class Session(Released, Comparisons, StoredText):
     def total(self) -> int:
         """Tokens stored."""
         return self._kv.total
-
-    def snapshot(self) -> Snapshot:
-        """What the KV manager holds and did; cheap enough for ten a second."""
-        snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
-        prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
-        return replace(snapshot, prices=prices, badges=self._runner.badges, kv_parked_bytes=parked)
 
     @property
     def model(self) -> LoadedModel:

@@ -24,6 +24,7 @@ from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import messages, wire
 from kvchat.protocol.comparing import HideNeedle
+from kvchat.protocol.details import Watch
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -31,7 +32,6 @@ from kvchat.protocol.messages import (
     Event,
     Failed,
     Forget,
-    KeepPages,
     Load,
     Loading,
     Peek,
@@ -44,6 +44,7 @@ from kvchat.protocol.messages import (
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 SNAPSHOT_S = 1 / 10
+DETAILS_S = 1 / 2
 IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
 GRACE_S = 2.0
 STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
@@ -76,7 +77,8 @@ class Server:
         self._loading = self._stop_due = False
         self._answering = False
         self._failures: list[Failed] = []
-        self._snapshot_at = float("-inf")
+        self._snapshot_at = self._details_at = float("-inf")
+        self._watches_details = False
         self._reads_gpu = False
         self._at_rest = False
 
@@ -144,15 +146,16 @@ class Server:
                     self._outbox.send(self._loaded().hide_needle(tokens, seed))
                 case Switch():
                     self._switch(command)
-                case KeepPages(host_dtype):
+                case messages.KeepPages(host_dtype):
                     self._outbox.send(messages.Noted(self._loaded().keep_pages(host_dtype)))
                     self._snapshot()
                 case Plan():
                     self._plan(command)
-                case Peek():
-                    self._outbox.send(
-                        messages.Peeked(command.start, command.end, self._loaded().text(command.start, command.end))
-                    )
+                case Peek(start, end):
+                    self._outbox.send(messages.Peeked(start, end, self._loaded().text(start, end)))
+                case Watch(details):
+                    self._watches_details = details
+                    self._details()
                 case Stop():
                     pass  # the answer it was meant for is over
                 case Refused(reason):
@@ -264,6 +267,13 @@ class Server:
             self._reads_gpu = snapshot.gpu is not None
             self._outbox.send(snapshot)
             self._snapshot_at = self._clock()
+            if self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0):
+                self._details()
+
+    def _details(self) -> None:
+        if self._session and self._watches_details:
+            self._outbox.send(self._session.details())
+            self._details_at = self._clock()
 
     @contextmanager
     def _failures_reported(self) -> Iterator[None]:

@@ -49,6 +49,35 @@ def attended_counts(state: KVState) -> Tensor:
     return counts
 
 
+def read_per_head(state: KVState) -> Tensor:
+    """How many stored tokens the last token's attention read, as ``attended``, int64 ``[layers, H]`` on the host."""
+    return torch.stack([_read_in(state, layer) for layer in range(state.geometry.layers)]).cpu()
+
+
+def held_per_head(state: KVState) -> Tensor:
+    """How many stored tokens lie in slots that attention may read, int64 ``[layers, H]`` on the host."""
+    g = state.geometry
+    held = torch.zeros((g.layers, g.kv_heads), dtype=torch.int64, device=state.device)
+    for layer in range(g.layers):
+        for slots in state.slots_of[layer]:
+            held[layer, slots.heads_of(layer)] += (slots.table_of(layer) >= 0).sum(-1)
+    return held.cpu()
+
+
+def _read_in(state: KVState, layer: int) -> Tensor:
+    """``[H]``, counted in the tables: nothing as long as the conversation is made."""
+    spec = state.specs[layer]
+    first = max(0, state.total - spec.window) if spec is not None and spec.window is not None else 0
+    if not state.after_step:
+        return torch.full((state.geometry.kv_heads,), state.total - first, device=state.device)
+    read = torch.zeros(state.geometry.kv_heads, dtype=torch.int64, device=state.device)
+    for slots in state.slots_of[layer]:
+        ring = max(0, state.total - slots.layout.window) if slots.layout.spills else 0
+        table = slots.attended_of(layer)
+        read[slots.heads_of(layer)] += (table >= max(first, ring)).sum(-1) + max(0, ring - first)
+    return read
+
+
 def read_tokens(state: KVState) -> float:
     """Tokens read, mean over layers and KV heads, summed over all steps so far."""
     return state.read_pairs / (state.geometry.layers * state.geometry.kv_heads)
@@ -57,7 +86,8 @@ def read_tokens(state: KVState) -> float:
 def check_integrity(state: KVState) -> None:
     """Check that every readable slot holds its token's stored K/V and that the last attention read no token twice.
 
-    Keys of sinks are not compared: a mode may have rotated them. What is stored in 8 bits may be exact in a slot.
+    Keys of sinks and of pinned messages are not compared: a mode may have rotated them. What is stored in 8 bits may be
+    exact in a slot.
 
     Raises:
         AssertionError: naming layer and head.
@@ -79,12 +109,14 @@ def _check_slots(state: KVState, slots: DeviceSlots, layer: int) -> None:
         assert bool((held < state.total).all()), f"{where}: a token beyond the end"
         off = (slots.values(layer)[row][table >= 0] - values[head][held]).abs()
         assert bool((off <= value_step[head][held]).all()), f"{where}: values"
-        late = held >= slots.layout.sink
-        off = (slots.keys(layer)[row][table >= 0][late] - keys[head][held][late]).abs()
+        slot = (table >= 0).nonzero().flatten()
+        as_stored = (held >= slots.layout.sink) & ((slot < slots.offset) | (slot >= slots.ring))
+        off = (slots.keys(layer)[row][slot][as_stored] - keys[head][held][as_stored]).abs()
         assert bool((off <= key_step[head]).all()), f"{where}: keys"
 
 
 def _steps(host: HostPool, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """How far what is stored may be from what was computed: keys ``[H, 1, d_k]``, values ``[H, n, 1]``."""
     step = 0.55 / LARGEST + torch.finfo(keys.dtype).eps if isinstance(host, EightBitPool) else 0.0
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, 1))  # where nothing is stored there is no largest
     return keys.abs().amax(1, keepdim=True) * step, values.abs().amax(2, keepdim=True) * step

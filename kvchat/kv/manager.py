@@ -38,16 +38,13 @@ class KVManager:
         self._prefill: Prefill | None = None
         self._reread_from: int | None = None
         self._queries: list[Tensor] = []
-        # What was prefilled since the mode last filled its slots is not in them.
-        self._stale = False
-        # A step or a refill was cut short: tables may name tokens whose K/V never arrived.
-        self._dirty = False
-        # The next refill may read everything again.
-        self._fresh = False
-        # Memory ran out while the mode was entered: its slots are not there, or only some of them.
-        self._half_entered = False
+        self._stale = False  # what was prefilled since the mode last filled its slots is not in them
+        self._dirty = False  # tables may name tokens whose K/V never arrived: a step or a refill was cut short
+        self._fresh = False  # the next refill may read everything again
+        # Slots are to be made: at first, after memory ran out while a mode was entered, for other tokens kept for good.
+        self._half_entered = True
         self.mode = mode
-        self._enter(mode)
+        self.refill(fresh=True)
 
     @property
     def total(self) -> int:
@@ -76,7 +73,7 @@ class KVManager:
         self._dirty = True
         self.state.pinned.index_fill_(0, self.state.position.view(1), pinned)
         if self.mode.prepare_step():
-            self._resize(self.state.capacity)
+            self.state.resize(self.mode.plan(self.state.capacity).layouts, self.state.capacity)
 
     def graph_key(self) -> tuple[object, ...]:
         """Return the CUDA-graph key of this step: equal keys mean the same operations on the same buffers."""
@@ -130,8 +127,10 @@ class KVManager:
             DoesNotFitError: the host has no memory for them; nothing changed.
         """
         self.state.reserve(self.total + tokens)
+        if self.mode.bounds_prompt(self.total + tokens):
+            self.refill()
         self._stale = True
-        self._prefill = prefill_over(self.state.host, tokens)
+        self._prefill = prefill_over(self.state.host, tokens, self.mode.first_read(self.total + tokens))
 
     def commit_prefill(self, tokens: int, pinned: Sequence[int] = ()) -> None:
         """Count the forward's ``tokens`` as stored; those at the offsets ``pinned`` modes should keep."""
@@ -192,6 +191,7 @@ class KVManager:
         """
         state = self.state
         capacity = state.geometry.grown(self.total)
+        mode.pin(state.pins)
         self._limit(mode, capacity, released=self.device_bytes)
         plan = mode.plan(capacity)
         needed = plan.device_bytes(state.geometry)
@@ -211,11 +211,13 @@ class KVManager:
         self.check_switch(mode)
         before, old = self.state.transfer.moved_bytes(), self.mode
         try:
-            self._enter(mode)
+            self.mode, self._half_entered = mode, True
+            self.refill(fresh=True)
             return self.state.transfer.moved_bytes() - before
         except BaseException:
             self.mode, self._half_entered = old, True
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
+                self.state.release_slots()
                 self.refill(fresh=True)
             raise
 
@@ -224,6 +226,22 @@ class KVManager:
         self._stale = True  # if memory runs out inside, the next step fills the slots first
         self.mode.recover(level)
         self._stale = False
+
+    def pin(self, positions: Sequence[int]) -> None:
+        """Attend to the stored tokens at ``positions`` in every mode and at every step, in place of those before.
+
+        Raises:
+            DoesNotFitError: there is no room for their slots; those before stay pinned.
+        """
+        before = self.state.pins
+        self._set_pins(tuple(sorted(set(positions))))
+        try:
+            if self._half_entered:
+                self.check_switch(self.mode)
+                self.refill(fresh=True)
+        except BaseException:
+            self._set_pins(before)
+            raise
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; if filling the slots fails the next step fills them first."""
@@ -239,6 +257,7 @@ class KVManager:
         self._end_prefill()
         self._dirty = self._fresh = True
         restore(self.state, saved)
+        self._set_pins(saved.pins)
 
     def adopt(
         self,
@@ -251,22 +270,16 @@ class KVManager:
     ) -> int:
         """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
 
-        ``read`` puts their pages, of these ``kinds``, into the host pool and returns how many tokens it has; those at
-        the positions ``pinned`` modes should keep. ``specs`` are the layers', which no forward need have told yet;
-        ``query`` are the last token's queries in bytes, empty where they are not known.
+        ``read`` puts their pages, of these ``kinds``, into the host pool and returns how many it has; those ``pinned``
+        modes should keep. ``specs`` are the layers', ``query`` the last token's in bytes, empty if unknown.
 
         Raises:
             DoesNotFitError: there is no memory for them. Then, and after any error of ``read``, nothing is stored.
         """
-        state = self.state
         self.truncate(0)
         try:
-            state.reserve(tokens)
-            state.admit(kinds)
-            state.host.settle()
-            state.host.total = read(state.host, tokens)
-            state.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
-            state.specs, state.query_bytes = list(specs), query
+            self.state.adopt(tokens, read, kinds, pinned)
+            self.state.specs, self.state.query_bytes = list(specs), query
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)
@@ -281,7 +294,7 @@ class KVManager:
         self.state.specs[layer] = spec
         if self._reread_from is not None:
             keys, values = self.state.host.dense(layer, self._reread_from + query.shape[1])
-            return attend_prefill(query, keys, values, self._reread_from, spec)
+            return attend_prefill(query, self.mode.unbased(layer, keys), values, self._reread_from, spec)
         if self._prefill is not None:
             return self._attend_prefill(self._prefill, layer, query, key, value, spec)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
@@ -292,7 +305,8 @@ class KVManager:
         self.state.query[layer].copy_(query[:, -1])
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
-        return attend_prefill(query, keys, values, self.total, spec)
+        keys, values = self.mode.bounded(layer, keys, values)
+        return attend_prefill(query, keys, values, keys.shape[1] - query.shape[1], spec)
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         ops, held = self.state.ops, self.state.slots_of[layer]
@@ -301,19 +315,9 @@ class KVManager:
         parts = [ops.attend(slots, layer, query, spec, needs_weights) for slots in held]
         self._queries[layer] = query
         self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
-        return self._in_model_order(layer, [attended for attended, _ in parts])
-
-    def _in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
-        """The heads' outputs ``[H_q, d_v]``."""
-        if len(parts) == 1:
-            return parts[0].flatten(0, 1)
-        return torch.cat(parts).index_select(0, self.state.head_orders[layer]).flatten(0, 1)
+        return self.state.in_model_order(layer, [attended for attended, _ in parts])
 
     # ---- inside
-
-    def _enter(self, mode: Mode) -> None:
-        self.mode, self._half_entered = mode, True
-        self.refill(fresh=True)
 
     def _allocate(self) -> None:
         """Make the mode's slots; if memory runs out the next refill tries again."""
@@ -324,12 +328,13 @@ class KVManager:
         self._half_entered = False
 
     def _forget(self, tokens: int) -> None:
-        state = self.state
-        state.host.truncate(tokens)
-        state.pinned[tokens:] = False
-        for slots in state.slots:
-            slots.truncate(tokens)
-        state.after_step = False
+        self._set_pins(tuple(position for position in self.state.pins if position < tokens))
+        self.state.truncate(tokens)
+
+    def _set_pins(self, pins: tuple[int, ...]) -> None:
+        before, self.state.pins = self.mode.pins, pins
+        self.mode.pin(pins)
+        self._half_entered |= self.mode.pins != before
 
     def _make_room(self, tokens: int) -> None:
         """Grow the host pool, and the slots that hold everything."""
@@ -337,12 +342,8 @@ class KVManager:
         if tokens > self.state.capacity:
             capacity = self.state.geometry.grown(tokens)
             self._limit(self.mode, capacity, held=self.state.capacity)
-            self._resize(capacity)
+            self.state.resize(self.mode.plan(capacity).layouts, capacity)
 
     def _limit(self, mode: Mode, capacity: int, released: int = 0, held: int = 0) -> None:
         """Tell a mode what may be taken for ``capacity`` tokens once ``released`` bytes are free."""
         mode.limit(capacity, available.usable(budget.free_bytes(self.state.device) + released), held)
-
-    def _resize(self, capacity: int) -> None:
-        """Let the slots be those that the mode plans for ``capacity`` tokens."""
-        self.state.resize(self.mode.plan(capacity).layouts, capacity)

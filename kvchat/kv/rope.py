@@ -27,12 +27,12 @@ class Rotation:
 
 
 def cos_sin(rotation: Rotation, delta: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every pair's angle for a move by ``delta`` positions (an int or a 0-d tensor).
+    """Cosine and sine of every pair's angle for a move by ``delta`` positions (an int, a 0-d tensor or one ``[n]``).
 
-    Both are float32 [r/2], on ``rotation``'s device; layers with the same rotation can share them. A tensor is never
-    read back, so this can be part of a CUDA graph.
+    Both are float32 [r/2] or [n, r/2], on ``rotation``'s device; layers with the same rotation can share them. A tensor
+    is never read back, so this can be part of a CUDA graph.
     """
-    angles = rotation.inv_freq * delta
+    angles = rotation.inv_freq * (delta if isinstance(delta, int) else delta.unsqueeze(-1))
     return angles.cos().float(), angles.sin().float()
 
 

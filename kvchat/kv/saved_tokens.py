@@ -18,13 +18,14 @@ from kvchat.kv.state import KVState
 class SavedTokens:
     """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
 
-    ``pinned`` marks those that modes should keep; ``query`` and ``after_step`` are the state's, of the last forward.
+    ``pinned`` marks those that modes should keep; ``pins``, ``query`` and ``after_step`` are the state's.
     """
 
     start: int
     total: int
     pages: Pages
     pinned: Tensor
+    pins: tuple[int, ...]
     query: Tensor
     after_step: bool
 
@@ -40,7 +41,7 @@ def save(state: KVState, start: int) -> SavedTokens:
     _wait_for_device(state)
     pages = state.host.copied(start // state.geometry.page)
     pinned, query = state.pinned[start : state.total].clone(), state.query.clone()
-    return SavedTokens(start, state.total, pages, pinned, query, state.after_step)
+    return SavedTokens(start, state.total, pages, pinned, state.pins, query, state.after_step)
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class KVState:
         position: 0-d int64 on the device, the position of the token being decoded; ``total`` between steps.
         query: ``[layers, H_q, d_k]``, the last token's queries.
         pinned: ``[reserved]`` bool, tokens that a mode should keep if it has the choice (the chat's control tokens).
+        pins: positions of the pinned messages' tokens, which every mode reads; ascending.
         specs: each layer's attention rule, None until its first forward.
         rounds: pages that get full are stored in 8 bits.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
@@ -42,6 +43,7 @@ class KVState:
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
+        self.pins: tuple[int, ...] = ()
         self.specs: list[AttentionSpec | None] = [None] * g.layers
         self.slots: list[DeviceSlots] = []
         self.slots_of: list[list[DeviceSlots]] = []
@@ -88,6 +90,32 @@ class KVState:
         slots = [tensor for slots in self.slots for tensor in slots.graph_buffers()]
         own = [self.query, self.position, self.pinned, self.transfer.counters, *self.head_orders.values()]
         return [*own, *slots, *self.host.graph_buffers()]
+
+    def in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
+        """Return a layer's outputs ``[H_q, d_v]``, given those of the heads in each of its slots ``[H, G, d_v]``."""
+        if len(parts) == 1:
+            return parts[0].flatten(0, 1)
+        return torch.cat(parts).index_select(0, self.head_orders[layer]).flatten(0, 1)
+
+    # ---- what is stored, between steps only
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``; the slots give up the others."""
+        self.after_step = False  # first: where memory runs out below, tables still name what is gone
+        self.host.truncate(tokens)
+        self.pinned[tokens:] = False
+        for slots in self.slots:
+            slots.truncate(tokens)
+
+    def adopt(
+        self, tokens: int, read: Callable[[HostPool, int], int], kinds: Sequence[bool], pinned: Sequence[int]
+    ) -> None:
+        """Store ``tokens`` that ``read`` puts into the empty host pool, as ``KVManager.adopt`` says."""
+        self.reserve(tokens)
+        self.admit(kinds)
+        self.host.settle()
+        self.host.total = read(self.host, tokens)
+        self.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
 
     # ---- room, between steps only
 
@@ -137,7 +165,7 @@ class KVState:
 
     def allocate(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Replace all slots by empty ones of these layouts, made for ``capacity`` tokens."""
-        self._release_slots()
+        self.release_slots()
         self.capacity = capacity
         self._use([DeviceSlots(layout, self.geometry, self.device) for layout in layouts])
         # Where a layer's heads lie in several slots: the model's order of their outputs, which growing keeps.
@@ -147,11 +175,13 @@ class KVState:
             if len(held) > 1
         }
 
-    def _release_slots(self) -> None:
+    def release_slots(self) -> None:
         """Free the device slots before others are made; what they counted stays counted."""
-        self._read_before = self.read_pairs
-        self._use([])
-        self.transfer.timer.clear()
+        try:
+            self._read_before = self.read_pairs
+        finally:
+            self._use([])
+            self.transfer.timer.clear()
 
     def resize(self, layouts: Sequence[Layout], capacity: int) -> None:
         """Move what the slots hold into slots of ``layouts``; layouts that did not change keep theirs."""

@@ -63,7 +63,7 @@ class Transfer:
         Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
         """
         width = slots.layout.width(self.geometry)
-        began = time.perf_counter()
+        began, filled = time.perf_counter(), 0
         changed = (wanted != slots.table) & (wanted >= 0)
         for layer in range(slots.layout.first, slots.layout.last):
             t = 0 if slots.layout.shared else layer - slots.layout.first
@@ -71,10 +71,11 @@ class Transfer:
             position = wanted[t].expand(width, -1)[head, slot].long()
             self.ops.move_picked(slots, layer, head, position, slot)
             rounded = 0 if (kinds := self.ops.host.rounded_at(position)) is None else int(kinds.sum())
-            self.filled_bytes += self._bytes(position.numel(), rounded)
+            filled += self._bytes(position.numel(), rounded)
         slots.table.copy_(wanted)
         if slots.table.is_cuda:  # else the launches alone would be timed
             torch.cuda.current_stream().synchronize()
+        self.filled_bytes += filled
         self.filled_seconds += time.perf_counter() - began
 
     def load_into_free(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:

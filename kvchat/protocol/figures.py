@@ -109,22 +109,28 @@ class Gpu:
 class ModeNeed:
     """A mode's K/V on the device, with the parameters in force; ``refusal`` says why it cannot be entered.
 
-    In freeze and sync it is the most: what freezes and which heads retrieve turns out later.
+    In freeze and sync it is the most: what freezes and which heads retrieve turns out later. Full mode with
+    ``resident`` reads ``link_bytes`` over the link for every token once the conversation is as long as planned.
     """
 
     device_bytes: Count
     params: Params
     refusal: str = ""
+    link_bytes: Count = 0
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What fits with the least given up; ``gave_up`` says what that is. ``budget`` is None in a mode without one."""
+    """What fits with the least given up; ``gave_up`` says what that is. ``budget`` is None in a mode without one.
+
+    ``install`` is the command that installs what the quantization needs, empty where it is there.
+    """
 
     quantize: str
     mode: str
     budget: Count | None
     gave_up: tuple[str, ...]
+    install: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,8 @@ class MemoryPlan:
     """Bytes by purpose, for a conversation of ``context`` tokens.
 
     ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
-    estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. ``proposal`` is None
-    where nothing fits.
+    estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
+    ``token_bytes``, in the host pool ``host_share`` of that. ``proposal`` is None where nothing fits.
     """
 
     model: str
@@ -149,6 +155,8 @@ class MemoryPlan:
     snapshots: Count
     device_free: Count
     host_free: Count
+    token_bytes: Count = 0
+    host_share: float = 1.0
     proposal: Proposal | None = None
 
 

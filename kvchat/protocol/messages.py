@@ -11,16 +11,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
+from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Count, MemoryPlan, Params, Snapshot, Stats
 from kvchat.protocol.replaying import Asked, Pace, Replayed
+
+HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of the conversation; ``role`` is system, user or assistant."""
+    """One message; ``role`` is system, user or assistant. Every mode attends to a ``pinned`` one."""
 
     role: str
     content: str
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,6 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
-
-
-HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Resume:
-    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept."""
+    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept.
+
+    What of it is stored and pinned is attended from then on, also in the present conversation.
+    """
 
     conversation: str
     turns: tuple[Turn, ...]
@@ -339,11 +343,8 @@ class Failed:
     fatal: bool = False
 
 
-Command = (
-    Load | Plan | Chat | Resume | Forget | Stop | Switch | KeepPages | Rebuild | Compare | HideNeedle | Pace | Peek
-)
+InAnswer = Stop | Switch | KeepPages | Peek | Watch  # done between two tokens
+Command = Load | Plan | Chat | Resume | Forget | Rebuild | Compare | HideNeedle | Pace | InAnswer
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
-ComparisonEvent = Comparing | Compared | NeedleHidden
-Kept = Resumed | Noted
-Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Failed
-Event = Loading | Loaded | Kept | AnswerEvent | ComparisonEvent | Asked | Replayed | Report
+Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Details | Resumed | Noted | Failed
+Event = Loading | Loaded | AnswerEvent | Comparing | Compared | NeedleHidden | Asked | Replayed | Report

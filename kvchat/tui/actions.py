@@ -12,7 +12,7 @@ from kvchat.errors import UsageError, did_you_mean
 from kvchat.tui import commands
 from kvchat.tui.commands import Handler
 from kvchat.tui.comparing import compare_commands
-from kvchat.tui.kept import conversation_commands
+from kvchat.tui.kept import conversation_commands, pin_commands
 from kvchat.tui.keys import describe_key, is_key, types_text
 from kvchat.tui.model_choice import model_commands
 from kvchat.tui.prompt import arguments, words
@@ -87,6 +87,8 @@ ACTIONS = (
            hint="again", doc="on a chosen message: answer its question again"),
     Action(id="message.fork", keys="b", run=conversation_commands.fork, scope="transcript", hint="fork",
            doc="on a chosen message: go on in a copy of the conversation up to it"),
+    Action(id="message.pin", keys="p", run=pin_commands.pin, scope="transcript", hint="pin",
+           doc="on a chosen message: pin it, so that every mode attends to it, or unpin it"),
     Action(id="branch.previous", keys="[", run=conversation_commands.previous_branch,
            scope="transcript", hint="branch", doc="on a chosen message: the branch before"),
     Action(id="branch.next", keys="]", run=conversation_commands.next_branch, scope="transcript",
@@ -128,8 +130,9 @@ ACTIONS = (
            doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: list all values"),
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=commands.set_system,
            doc="change the system prompt; none removes it; alone: show it"),
-    Action(id="pin", command="pin", run=commands.pin_system,
-           doc="pin the system prompt: every mode attends to all of it, beyond the budget; again: unpin it"),
+    Action(id="pin", command="pin", usage="N", values=arguments.one_of("system", "none"), run=pin_commands.pin,
+           doc="pin the N-th question: every mode attends to it, beyond the budget; again: unpin it; alone: the last "
+               "one; system: the system prompt; none: unpin all"),
     Action(id="regenerate", keys="f5", command="regen", aliases=("retry", "again"),
            run=conversation_commands.regenerate,
            doc="answer the last question again; the answers so far stay as branches"),
@@ -168,7 +171,8 @@ ACTIONS = (
     Action(id="stats", command="stats", run=commands.show_stats, doc="cost of this conversation so far"),
     Action(id="copy", command="copy", usage="FILE", run=commands.copy_message,
            doc="copy the last answer into a new file; alone: to the clipboard"),
-    Action(id="code", command="code", run=commands.copy_code, doc="copy the last block of code of the last answer"),
+    Action(id="code", command="code", usage="FILE", run=commands.copy_code,
+           doc="copy the last block of code of the last answer into a new file; alone: to the clipboard"),
     Action(id="editor", keys="f4", command="editor", action="editor",
            doc="write the prompt in your own editor: VISUAL, EDITOR, or one that is found"),
     Action(id="file", command="file", usage="PATH", run=commands.attach,
@@ -178,6 +182,8 @@ ACTIONS = (
     Action(id="thinking", keys="ctrl+t", command="thinking", action="thinking",
            doc="show or fold what a model thought before its answers"),
     Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
+    Action(id="details", keys="shift+f7", command="details", action="details",
+           doc="what each layer and KV head reads and holds, how long fetching took, and the GPU's last minutes"),
     Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
     Action(id="newest", keys="ctrl+end", action="newest", doc="scroll to the newest line and follow it"),
@@ -244,7 +250,11 @@ def find_command(name: str) -> Action:
     """
     is_alias = name in ALIASES or (not _is_begun(name, COMMANDS) and _is_begun(name, ALIASES))
     known = ALIASES if is_alias else COMMANDS
-    return known[words.resolve(name, known, "command", "/help lists all with their use.")]
+    if not name or not _is_begun(name, known):
+        near = " or ".join(f"/{word}" for word in words.nearest(name, COMMANDS))
+        hint = f"Did you mean {near}? " if near else ""
+        raise UsageError(f"There is no command /{name}.", hint=f"{hint}F1 or /help lists all.")
+    return known[words.resolve(name, known, "command")]
 
 
 def _is_begun(name: str, known: Iterable[str]) -> bool:

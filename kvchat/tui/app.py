@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -39,6 +40,7 @@ def run(config: AppConfig) -> int:
     """Run the application until the user leaves; the exit code. No engine outlives it."""
     app = KvchatApp(config)
     try:
+        gc.freeze()  # each collection of garbage stops the screen: it need not look through all modules again
         app.run()
     finally:
         app.client.kill()

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvchat import files
 from kvchat.errors import EngineError, UsageError
 from kvchat.foreign_text import visible_fields
-from kvchat.protocol import figures, messages, wire
+from kvchat.protocol import details, figures, messages, wire
 from kvchat.protocol.recording import Recorder
 
 ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
@@ -134,6 +134,7 @@ class EngineClient:
             process.kill()
             await process.wait()
         if reader:
+            await asyncio.wait([reader], timeout=GRACE_S)  # an unread pipe would outlive the event loop
             reader.cancel()
 
     async def restart(self) -> None:
@@ -209,7 +210,7 @@ class EngineClient:
 
 
 def coalesce(reports: Iterable[Report]) -> list[Report]:
-    """Merge neighboring pieces of text; keep only the latest snapshot and progress, at its own place."""
+    """Merge neighboring pieces of text; keep only the latest figures and progress, each at its own place."""
     kept: list[Report] = []
     latest: dict[type, int] = {}
     for report in reports:
@@ -217,7 +218,7 @@ def coalesce(reports: Iterable[Report]) -> list[Report]:
         if isinstance(report, messages.Text) and isinstance(last, messages.Text):
             kept[-1] = messages.Text(last.text + report.text, last.tokens + report.tokens)
             continue
-        if isinstance(report, figures.Snapshot | messages.Prefilled):
+        if isinstance(report, figures.Snapshot | details.Details | messages.Prefilled):
             if (index := latest.get(type(report))) is not None:
                 del kept[index]
                 latest = {cls: place - (place > index) for cls, place in latest.items()}

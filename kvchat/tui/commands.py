@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from kvchat.config.modes import mode_names, registered
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
 from kvchat.errors import UsageError
-from kvchat.protocol.figures import Params
 from kvchat.tui import sampling
 from kvchat.tui.answering import thinking
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments, mentions
+from kvchat.tui.prompt.assignments import parse_assignments, parse_literal, split_words
 from kvchat.tui.prompt.words import resolve
 from kvchat.tui.state import describe_modes, summarize
 
@@ -86,13 +85,6 @@ async def set_system(chat: ChatController, argument: str) -> None:
     chat.view.add_note("The system prompt counts from the next answer on; the stored context is rebuilt for it.")
 
 
-async def pin_system(chat: ChatController, argument: str) -> None:
-    """``/pin``: all of the system prompt is attended in every mode, or is no longer."""
-    pin = not chat.state.params.get("pin_system", False)
-    chat.set_parameter("pin_system", pin)
-    chat.view.add_note(f"The system prompt is {'pinned: attended in every mode' if pin else 'no longer pinned'}.")
-
-
 async def rebuild(chat: ChatController, argument: str) -> None:
     """``/rebuild``"""
     chat.rebuild()
@@ -105,21 +97,15 @@ async def show_stats(chat: ChatController, argument: str) -> None:
 
 async def copy_message(chat: ChatController, argument: str) -> None:
     """``/copy``: the message chosen in the transcript, else the last answer; ``/copy FILE`` into a new file."""
-    text = _chosen_text(chat)
-    if not argument:
-        chat.view.copy(text)
-        return
-    path = Path(os.path.expanduser(argument))
-    export.write_new(path, text)
-    chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
+    _copy(chat, _chosen_text(chat), argument)
 
 
 async def copy_code(chat: ChatController, argument: str) -> None:
-    """``/code``: the last fenced block of the same message."""
+    """``/code``: the last fenced block of the same message; ``/code FILE`` into a new file."""
     blocks = re.findall(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", _chosen_text(chat), re.MULTILINE | re.DOTALL)
     if not blocks:
         raise UsageError("There is no block of code in it.", hint="/copy copies the whole text.")
-    chat.view.copy(blocks[-1][1])
+    _copy(chat, blocks[-1][1], argument)
 
 
 async def pause_replay(chat: ChatController, argument: str) -> None:
@@ -169,41 +155,14 @@ async def restart(chat: ChatController, argument: str) -> None:
     await chat.restart()
 
 
-def split_words(argument: str) -> list[str]:
-    """Split an argument as a shell does.
-
-    Raises:
-        UsageError: a quotation mark is not closed.
-    """
-    try:
-        return shlex.split(argument)
-    except ValueError as error:
-        raise UsageError(f"The argument {argument} cannot be read.", f"{error}.", "Close the quotation.") from None
-
-
-def parse_assignments(words: list[str]) -> Params:
-    """Parse ``["budget=512", "first_full=no"]``.
-
-    Raises:
-        UsageError: a word without ``=``.
-    """
-    params: Params = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise UsageError(f'"{word}" is not a parameter.', "Parameters are written key=value, as in budget=512.")
-        params[key] = parse_literal(text)
-    return params
-
-
-def parse_literal(text: str) -> int | float | bool | str:
-    """Parse a number or a truth value; any other text stays as it is."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(text.lower(), text)
+def _copy(chat: ChatController, text: str, file: str) -> None:
+    """To the clipboard, or into a new ``file``."""
+    if not file:
+        chat.view.copy(text)
+        return
+    path = Path(os.path.expanduser(file))
+    export.write_new(path, text)
+    chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
 
 
 def _chosen_text(chat: ChatController) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvchat.errors import EngineError, KvchatError, UsageError
 from kvchat.protocol.comparing import Compared, Comparing
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
     Failed,
@@ -33,6 +34,7 @@ from kvchat.protocol.replaying import Asked, Replayed
 from kvchat.tui.answering.answers import Answers
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons
+from kvchat.tui.details import DetailsWatch
 from kvchat.tui.model_choice.models import Models
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
@@ -48,6 +50,7 @@ class EngineEvents:
         answers: Answers,
         comparisons: Comparisons,
         models: Models,
+        details: DetailsWatch,
         view: ChatView,
         restart: Callable[[], Awaitable[None]],
     ) -> None:
@@ -55,6 +58,7 @@ class EngineEvents:
         self.answers = answers
         self.comparisons = comparisons
         self.models = models
+        self.details = details
         self.view = view
         self._restart = restart
         self._may_restart = True
@@ -64,6 +68,8 @@ class EngineEvents:
         match report:
             case Snapshot():
                 self._snapshot(report)
+            case Details():
+                self._details(report)
             case Text():
                 self.answers.feed(report)
             case Loading(stage):
@@ -123,14 +129,21 @@ class EngineEvents:
         if self.state.phase is Phase.COMPARING:
             return  # it is of another run than the conversation's
         self.state.snapshot = snapshot
+        self.state.gpu_history.note(snapshot.gpu, self.state.details)
         self.state.update_params(snapshot)
         self.view.show_state(self.state)
         shown = snapshot if self.state.is_stored else replace(snapshot, active=0.0, total=0, ribbon="", attended="")
         self.view.show_snapshot(shown, self.state.phase is Phase.ANSWERING)
 
+    def _details(self, details: Details) -> None:
+        if self.state.phase is not Phase.COMPARING:
+            self.state.details = details if self.state.is_stored else Details(0)
+            self.view.show_details(self.state.details)
+
     async def _loaded(self, loaded: Loaded) -> None:
         self.state.info = loaded
         self.state.enter_mode(loaded.mode, loaded.params)
+        self.details.renew()
         if self.models.take():
             self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
             for note in loaded.notes:

@@ -22,8 +22,8 @@ class PaletteScreen(Protocol):
     async def run_command(self, line: str) -> None:
         """Run a slash command."""
 
-    def run_worker(self, work: Coroutine[Any, Any, None]) -> object:
-        """Run a coroutine in the background."""
+    def run_worker(self, work: Callable[[], Coroutine[Any, Any, None]]) -> object:
+        """Run a coroutine function in the background."""
 
 
 class PaletteApp(Protocol):
@@ -71,7 +71,7 @@ def choices(chat: PaletteScreen, keys: Mapping[str, str], themes: Iterable[str])
     """All lines of the palette, with the keys in force."""
 
     def run(line: str) -> None:
-        chat.run_worker(chat.run_command(line))
+        chat.run_worker(partial(chat.run_command, line))
 
     for action in COMMANDS.values():
         doc = f"{action.doc}  {describe_keys(action, keys)}".rstrip()

@@ -12,6 +12,8 @@ from kvchat.units import MISSING, count, figure, percent, size
 
 Rows = list[tuple[str, str]]
 WIDTH = 32  # of a line in the column, beside a scrollbar
+READ_BY_HEAD, HELD_BY_HEAD = "read by layer and head", "on the device by layer and head"
+FETCH_TIMES, GPU_HISTORY = "fetch times", "GPU history"
 
 EXPLANATIONS = {
     "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
@@ -34,6 +36,13 @@ EXPLANATIONS = {
     "torch": "GPU memory allocated by torch, of what it has reserved",
     "weights": "memory of the model's weights",
     "parked": "the K/V of other conversations, kept in host memory until they are gone back to",
+    READ_BY_HEAD: "a column for each layer, a row for each KV head: a full block reads all that is stored, each step"
+    " lower half of it",
+    HELD_BY_HEAD: "the same of the tokens whose K/V lie in slots; on a CPU those that the mode copied to read them",
+    FETCH_TIMES: "the last 256 tokens that something was fetched for, by the time it took: hidden behind the model's"
+    " work or waited for; a CPU hides nothing",
+    GPU_HISTORY: "memory in use, load, power and PCIe traffic both ways, a bar a second, by NVML; a full bar is all the"
+    " memory, 100 %, and the most power or traffic shown",
     "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
 }
 
@@ -85,11 +94,16 @@ def context_rows(s: Snapshot) -> Rows:
 
 def recall_rows(s: Snapshot) -> Rows:
     """Recall from host to device in more detail."""
-    p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
     rows = [("in all", size(s.recalled_bytes)), ("already there", percent(s.recall_hit_rate))]
     if s.corrections:  # one mode alone corrects
         rows.append(("corrections", count(s.corrections)))
-    rows.append(("time p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}"))
+    return rows + recall_times(s)
+
+
+def recall_times(s: Snapshot) -> Rows:
+    """The median and the 95th percentile of what recall took for a token, and of what of it was waited for."""
+    p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
+    rows = [("time p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}")]
     if s.exposed_ms_p95 not in (None, s.recall_ms_p95):  # without a GPU nothing is hidden
         rows.append(("waited for", f"{figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}"))
     return rows

@@ -11,13 +11,16 @@ from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched
 from kvchat.tui import visibility
+from kvchat.tui.gpu_history import GpuHistory
 from kvchat.tui.visibility import Mark
 from kvchat.units import count, figure, percent, size
 
 Footed = tuple[Message, str]
+PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 
 
@@ -67,6 +70,8 @@ class ChatState:
     is_stored: bool = False
     info: Loaded | None = None
     snapshot: Snapshot | None = None
+    details: Details | None = None
+    gpu_history: GpuHistory = field(default_factory=GpuHistory)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -76,9 +81,9 @@ class ChatState:
     def marks(self, snapshot: Snapshot) -> Mapping[str, Mark]:
         """What the model reads of each message of the path, by its id."""
         in_progress = self.prompt_tokens if self.phase.busy else None
-        return visibility.marks(
-            visibility.message_ranges(self.conversation.path, in_progress, snapshot.total), snapshot
-        )
+        path = self.conversation.path
+        ranges = visibility.message_ranges(path, in_progress, snapshot.total)
+        return visibility.marks(ranges, snapshot, {message.id for message in path if message.pinned})
 
     @property
     def edits_answer(self) -> bool:
@@ -154,7 +159,7 @@ class ChatState:
 def _footer(message: Message, siblings: list[Message]) -> str:
     place = f"{siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
     cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
-    return " · ".join(filter(None, (message.receipt or cut, place)))
+    return " · ".join(filter(None, (message.receipt or cut, place, PINNED * message.pinned)))
 
 
 def describe_modes(state: ChatState) -> str:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui.comparing.running_comparison import RunningComparison
@@ -78,6 +79,9 @@ class ChatView(Protocol):
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Show messages with their footers in place of all below the message ``below``; None: of all there is."""
 
+    def show_footer(self, message: Message, footer: str) -> None:
+        """Show another footer under a message of the transcript."""
+
     async def add_question(self, text: str, queued: bool) -> QuestionView:
         """Move a question from the prompt to the transcript."""
 
@@ -107,6 +111,9 @@ class ChatView(Protocol):
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         """Show a snapshot; None when nothing is stored any more."""
+
+    def show_details(self, details: Details) -> None:
+        """Show what each layer and KV head reads; only what watches details is told."""
 
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from kvchat.conversations.conversation import Message
 from kvchat.protocol.figures import Snapshot
 
 Ranges = dict[str, tuple[int, int]]
+PINNED = "P"  # the ribbon's letter
 UNFINISHED = ""  # in place of the id of an answer that is being made
 
 
@@ -40,10 +41,12 @@ def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: in
     return ranges
 
 
-def marks(ranges: Ranges, snapshot: Snapshot) -> Mapping[str, Mark]:
-    """What is read of each message, of those that are stored."""
+def marks(ranges: Ranges, snapshot: Snapshot, pinned: Set[str] = frozenset()) -> Mapping[str, Mark]:
+    """What is read of each message, of those that are stored; which are ``pinned`` the conversation says."""
     found = {id: _mark(start, end, snapshot) for id, (start, end) in ranges.items()}
-    return {id: mark for id, mark in found.items() if mark is not None}
+    return {
+        id: mark._replace(letter=PINNED) if id in pinned else mark for id, mark in found.items() if mark is not None
+    }
 
 
 def _mark(start: int, end: int, s: Snapshot) -> Mark | None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvchat import paths
 from kvchat.bench import decode, roofline
+from kvchat.bench.frame import Frame
 from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.rows import line
@@ -97,6 +98,33 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
     assert (half["recall_ms"], half["exposed_ms"], half["hidden_ms"]) == (1.0, 0.25, 0.75)
     assert (natural["exposed_ms"], natural["hidden_ms"]) == (1.0, 0.0)
     assert still["exposed_ms"] is None
+
+
+def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
+    monkeypatch.setattr(decode, "_without_spilled", lambda settings, model, report: settings)
+    monkeypatch.setattr(roofline, "measure", lambda device, dtype: Measured(read=10.0, to_device=4.0))
+    monkeypatch.setattr(
+        ModeRun,
+        "measure",
+        lambda self, tokens: (
+            setattr(self, "_figures", {"moved_bytes": 2e6, "corrections": 0}),
+            Timing(3.0, 0.0),
+        )[1],
+    )
+    full, spilled = decode.run(settings(modes=("full", "full:resident=256"), baselines=()))["rows"]
+    assert "link_ms" not in full
+    assert spilled["link_ms"] == 0.5
+    assert "at least 0.50 ms over the link" in line(spilled)
+
+
+def test_where_memory_is_unified_nothing_is_read_over_a_link(tiny_shape):
+    told = []
+    chosen = settings(modes=("full", "full:resident=256"), baselines=(), contexts=(300,), rounds=1)
+    rows = decode.run(chosen, frame=Frame(report=told.append))["rows"]
+    assert [row["variant"] for row in rows] == ["full"]
+    assert any("full:resident=256 left out. On cpu full mode reads the host pool itself" in text for text in told)
+    with pytest.raises(UsageError, match="cannot be measured here"):
+        decode.run(settings(modes=("full:resident=256",)))
 
 
 def test_beside_busy_processes_everything_has_a_second_turn():

@@ -59,5 +59,5 @@ def test_bash_is_answered(line, offered):
     words = line.split()
     variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1), "_KVCHAT_COMPLETE": "complete_bash"}
     command = [sys.executable, "-m", "kvchat"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environ(**variables), timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, env=environ(**variables), timeout=600)
     assert (result.returncode, result.stdout.split()) == (0, [offered])

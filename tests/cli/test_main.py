@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from support.environment import environ
 from support.fake_session import PIECES, FakeSession
+from support.patience import PATIENCE_S
 
 import kvchat
 from kvchat import files, paths
@@ -97,7 +98,7 @@ def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session:
 def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
     command = [sys.executable, "-m", "kvchat", "modes"]
     with open("/dev/full", "w") as full:
-        outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert (outcome.returncode, outcome.stderr) == (
         1,
         "kvchat: The output cannot be written. No space left on device.\n",
@@ -172,7 +173,7 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session:
     assert run("ask", stdin=stdin) == (
         2,
         "",
-        "kvchat: The prompt is empty. Write it after `kvchat ask` or pipe it in.\n",
+        "kvchat: The prompt is empty. Write it behind the command or pipe it in.\n",
     )
     assert run("ask", "  ", stdin=stdin).code == 2
     assert session.loaded is None
@@ -340,7 +341,7 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
         child.stdin.close()
         assert child.stdout.readline() == b"line\n"
         child.stdout.close()
-        assert child.wait(10) == 0
+        assert child.wait(PATIENCE_S) == 0
         assert child.stderr.read() == b""
 
 

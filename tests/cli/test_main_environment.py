@@ -37,7 +37,7 @@ def run(*arguments: str, limit: int = 0, given: bytes = b"", **variables: str) -
 
     command = [sys.executable, "-m", "kvchat", *arguments]
     env = environ(**variables)
-    return subprocess.run(command, input=given, capture_output=True, timeout=120, env=env, preexec_fn=restrict)
+    return subprocess.run(command, input=given, capture_output=True, timeout=600, env=env, preexec_fn=restrict)
 
 
 @pytest.mark.parametrize("command", [["modes"], ["doctor"], ["config", "show"]], ids=" ".join)
@@ -75,6 +75,6 @@ def test_too_little_memory_is_said_in_a_line(mebibytes: int) -> None:
 def test_a_local_model_makes_no_connection() -> None:
     command = [sys.executable, "-c", CONNECTIONS, "ask", "Hello!", "--max-new-tokens", "4"]
     env = {name: value for name, value in environ().items() if not name.startswith("HF_")}
-    result = subprocess.run(command, input=b"", capture_output=True, timeout=120, env=env)
+    result = subprocess.run(command, input=b"", capture_output=True, timeout=600, env=env)
     assert result.returncode == 0, result.stderr
     assert b"tried 0 []" in result.stderr

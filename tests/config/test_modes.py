@@ -48,6 +48,22 @@ def test_the_papers_freeze_has_defaults_of_its_own() -> None:
     assert modes.parse("freeze", {"profile": "paper", "score": "raw"}).model_dump()["score"] == "raw"
 
 
+@pytest.mark.parametrize(
+    ("mode", "published"),
+    [
+        ("streaming", {"sink": 4, "R": 32, "sigma": 16, "delta": 32}),
+        ("speculative", {"tau": 0.9}),
+        ("sync", {"representatives": "centroid", "rho": 0.5, "m": 5}),
+    ],
+)
+def test_every_paper_has_its_values_and_what_is_given_wins(mode, published):
+    paper = modes.parse(mode, {"profile": "paper"}).model_dump()
+    assert paper == modes.parse(mode, {}).model_dump() | published | {"profile": "paper"}
+    name = next(iter(published))
+    other = {"sink": 8, "tau": 0.5, "representatives": "retrieval"}[name]
+    assert modes.parse(mode, {"profile": "paper", name: other}).model_dump() == paper | {name: other}
+
+
 def test_only_the_budget_means_the_same_in_every_mode() -> None:
     """A window of 2,044 tokens given to streaming made speculative impossible (audit, 10)."""
     given: dict[str, modes.Params] = {}

@@ -50,7 +50,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("start", STARTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.permutations(list(CHANGES)), st.integers(0, len(CHANGES)))
 def test_what_is_saved_is_read_back_and_can_be_taken_out(tmp_path_factory, start, order, taken_out):
     path = tmp_path_factory.mktemp("config") / "config.toml"

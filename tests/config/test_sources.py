@@ -146,6 +146,12 @@ def test_variables_that_look_like_settings_must_be_some() -> None:
     assert sources.load(environ={"KVCHAT_KV_MODE": "", "KVCHAT_OTHER": "x"}).origins == {}
 
 
+def test_variables_without_effect_are_told_with_the_nearest_name() -> None:
+    told = sources.unknown_variables({"KVCHAT_DATADIR": "x", "KVCHAT_CONFIG": "y", "KVCHAT_KV_MODE": "", "HOME": "/"})
+    assert told == ['KVCHAT_DATADIR has no effect: kvchat has no such variable. Did you mean "KVCHAT_DATA_DIR"?']
+    assert sources.unknown_variables({"KVCHAT_KV_MOD": "full"}) == [], "it is refused"
+
+
 def test_what_a_flag_sets_in_several_places_is_refused_once() -> None:
     flags = {"--budget": ([("kv", "streaming", "budget"), ("kv", "speculative", "budget")], 3)}
     with pytest.raises(UsageError) as caught:

@@ -125,7 +125,7 @@ def test_a_withdrawn_question_is_removed_from_disk_too():
     assert conversation.take_changes().removed == (question,)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(

@@ -24,6 +24,13 @@ def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():
     assert (check.state, "devise" in check.advice) == ("problem", True)
 
 
+def test_a_variable_without_effect_is_looked_at(monkeypatch):
+    assert installation.environment().state == "ok"
+    monkeypatch.setenv("KVCHAT_DATADIR", "/data")
+    check = installation.environment()
+    assert (check.state, "KVCHAT_DATADIR" in check.found, "KVCHAT_DATA_DIR" in check.advice) == ("warning", True, True)
+
+
 def test_the_bundled_model_is_opened(tmp_path):
     assert installation.bundled_model() == Check("bundled model", "ok", f"{paths.bundled_model_dir()}, 75 tensors")
     assert installation.bundled_model(tmp_path).state == "problem"

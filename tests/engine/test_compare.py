@@ -89,6 +89,22 @@ def test_what_was_computed_with_less_context_is_read_again(session):
     assert compared.runs[1].agreement.kl_mean == pytest.approx(fresh.runs[1].agreement.kl_mean, abs=1e-3)
 
 
+def test_the_figures_of_the_conversation_stay_its_own(model):
+    session = Session(model, "speculative", {"budget": 128, "sink": 16, "window": 32})
+    list(session.answer(STORY, SAMPLING))
+
+    def figures() -> tuple[object, ...]:
+        shown = session.snapshot()
+        return shown.step_bytes, shown.recall_hit_rate, shown.recall_ms_p50, shown.exposed_ms_p95, shown.tokens_per_s
+
+    before = figures()
+    assert before[0] > 0
+    for _ in session.compare(STORY, VARIANTS, SAMPLING):
+        session.snapshot()  # as the worker does meanwhile
+    assert figures() == before
+    session.close()
+
+
 @pytest.mark.parametrize("end", ["stop while reading", "stop", "close", "fail", "nothing shared"])
 def test_a_comparison_that_ends_early_leaves_all_as_it_was(session, end, monkeypatch):
     monkeypatch.setattr(compare, "PROGRESS_S", 0.0)

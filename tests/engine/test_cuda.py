@@ -15,6 +15,7 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import GROWTH_HEADROOM, ModelRunner
+from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
 
 pytestmark = pytest.mark.cuda
@@ -86,6 +87,20 @@ def test_graphs_over_8_bit_pages_change_no_bit(row):
     assert type(one.kv.state.ops).__name__ == "EightBitTritonOps"
     assert sum(one.kv.state.host.kinds) == one.kv.total // one.kv.state.geometry.page
     assert not one.graphs.refusal
+
+
+@pytest.mark.parametrize("row", ["streaming", "speculative", "sync"])
+def test_pinned_messages_are_read_and_their_graphs_change_no_bit(row):
+    model, pins = loaded("llama", "cuda", torch.bfloat16), [*range(40, 47), *range(70, 90)]
+    one = ModelRunner(model, mode_of(model, row))
+    other = eager(ModelRunner(model, mode_of(model, row)))
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+        each.pin(pins)
+    same_steps(one, other, later_ids(150))
+    assert not one.graphs.refusal
+    assert all(bool(attended(one.kv.state, layer)[:, pins].all()) for layer in range(model.layers))
+    check_integrity(one.kv.state)
 
 
 @pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "freeze"])

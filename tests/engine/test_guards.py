@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from support.patience import PATIENCE_S
 
 from kvchat.engine.guards import Released, whole
 from kvchat.engine.session import Session, load
@@ -234,7 +235,7 @@ def test_a_fork_after_loading_is_refused_and_does_not_hang():
     queue: multiprocessing.Queue[str] = context.Queue()
     process = context.Process(target=in_a_fork, args=(session, queue))
     process.start()
-    assert [queue.get(timeout=20) for _ in range(3)] == ["A session cannot be used in a forked process."] * 3
-    process.join(20)
+    assert [queue.get(timeout=PATIENCE_S) for _ in range(3)] == ["A session cannot be used in a forked process."] * 3
+    process.join(PATIENCE_S)
     assert process.exitcode == 0
     session.close()

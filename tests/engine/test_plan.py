@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support import tiny_models, tiny_multimodal
 
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
-from kvchat.engine.plan import fits_beside, memory_plan, plan_of, propose
+from kvchat.engine.plan import fits_beside, memory_plan, mode_need, plan_of, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.protocol.figures import ModeNeed
 from kvchat.protocol.messages import Load, Plan
+from kvchat.tui.model_choice.plan_table import plan_lines
 
 TOKENS = 300
 WITHIN = 0.02
@@ -101,9 +105,35 @@ def test_less_memory_gives_up_more():
     assert propose(replace(made, device_free=2200, host_free=9999)).gave_up == (
         "reading everything for every token: speculative chooses what to read",
     )
-    smallest = propose(replace(made, device_free=720, host_free=9999))
+    spilled = propose(replace(made, device_free=2060, host_free=9999, context=100, token_bytes=3))
+    assert (spilled.quantize, spilled.mode) == ("none", "full")
+    left = 100 * 3 - (available.usable(2060) - 1650)
+    assert spilled.gave_up == (f"speed: at the end {left} B are read over the link for every token",)
+    smallest = propose(replace(made, device_free=720, host_free=9999, token_bytes=3))
     assert (smallest.quantize, smallest.mode, len(smallest.gave_up)) == ("nf4", "streaming", 2)
     assert propose(replace(made, device_free=9999, host_free=900)) is None
+
+
+def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
+    made = replace(planned("bundled"), weights={"none": 1600, "nf4": 500}, host_pool=100, workspace=0, device="cuda:0")
+    made = replace(made, modes={**made.modes, "full": ModeNeed(1000, {})}, device_free=1700, host_free=9999)
+    assert propose(made).mode == "full"
+    for found, install in ((None, "pip install 'kvchat[bnb]'"), (object(), "")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        assert propose(made).install == install
+        lines = list(plan_lines(replace(made, proposal=propose(made))))
+        assert [line for line in lines if "pip install" in line] == ([install] if install else [])
+
+
+def test_what_full_reads_over_the_link_is_counted():
+    geometry = Geometry(2, 4, 2, 16, 16, torch.float32, headroom=128)
+    seen = SimpleNamespace(geometry=geometry, longest=4096)
+    need = mode_need("full", {"full": {"resident": 512}}, seen, 4000)
+    assert need.link_bytes == (4000 - 512) * geometry.token_bytes
+    assert need.device_bytes == pytest.approx(512 * geometry.token_bytes, rel=WITHIN)
+    made = replace(planned("bundled"), modes={"full": need})
+    assert any("full, resident 512" in line for line in plan_lines(made))
+    assert any("over the link, a token" in line for line in plan_lines(made))
 
 
 def test_on_a_cpu_everything_shares_the_memory():

@@ -14,12 +14,14 @@ from dataclasses import replace
 import pytest
 from support.environment import environ
 from support.fake_session import PIECES, FakeLoader, FakeSession
+from support.patience import PATIENCE_S, wait_until
 from support.streams import read_event
 
 from kvchat.engine import mailboxes, worker
 from kvchat.engine.loader import Progress
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
+from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Gpu, MemoryPlan, ModeNeed, Proposal, Snapshot
 from kvchat.protocol.messages import (
     Chat,
@@ -90,7 +92,7 @@ class Child:
     def until(self, *kinds: type) -> list[wire.Message]:
         """Events up to and including the first of the given kinds; snapshots only where asked for."""
         events = []
-        while select.select([self.events], [], [], 10)[0] and (event := read_event(self.events)) is not None:
+        while select.select([self.events], [], [], PATIENCE_S)[0] and (event := read_event(self.events)) is not None:
             if not isinstance(event, Snapshot) or Snapshot in kinds:
                 events.append(event)
             if isinstance(event, kinds):
@@ -101,7 +103,7 @@ class Child:
         if not self.commands.closed:
             self.commands.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
         self.events.close()
         self._ends[0].close()
@@ -182,6 +184,25 @@ def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
 
 
+def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock: Clock) -> None:
+    output = io.BytesIO()
+    server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
+
+    def sent(*commands: Command) -> int:
+        output.seek(0)
+        output.truncate()
+        for command in commands:
+            server._do(command)
+        output.seek(0)
+        return sum(isinstance(event, Details) for event in iter(lambda: read_event(output), None))
+
+    assert sent(Watch(True)) == 0, "there is no model"
+    assert sent(Load()) == 1
+    assert 2 <= sent(CHAT) <= 4  # a second of tokens, and one after the answer
+    assert sent(Watch(True)) == 1
+    assert sent(Watch(False), CHAT) == 0
+
+
 @pytest.mark.parametrize("gpu", [None, Gpu("H100")])
 def test_an_idle_server_works_only_while_a_gpus_readings_change(
     gpu: Gpu | None, child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
@@ -194,6 +215,7 @@ def test_an_idle_server_works_only_while_a_gpus_readings_change(
     for _ in range(3 if gpu else 1):
         child.until(Snapshot)
     if gpu is None:  # one after the last command, for what is priced late
+        wait_until(lambda: asked)
         time.sleep(0.2)
         assert len(asked) == 1
     child.send(CHAT)
@@ -205,7 +227,7 @@ def test_stop_in_an_answer_keeps_the_text_so_far(session: FakeSession, child: Ch
     def stop_after_two(s: FakeSession, n: int) -> None:
         if n == 2:
             child.send(Stop())
-            assert s.cancelled.wait(10)  # by the reader thread, at once
+            assert s.cancelled.wait(PATIENCE_S)  # by the reader thread, at once
 
     session.on_token = stop_after_two
     child.send(CHAT)
@@ -226,8 +248,7 @@ def test_switch_and_peek_are_done_between_two_tokens(session: FakeSession, child
     def send_at_two(_session: FakeSession, n: int) -> None:
         if n == 2:
             child.send(Switch("streaming", {"budget": 256}), Peek(3, 5))
-            while len(child.server._inbox._commands) < 2:
-                time.sleep(0.001)
+            wait_until(lambda: len(child.server._inbox._commands) >= 2)
 
     session.on_token = send_at_two
     child.send(CHAT)
@@ -249,8 +270,7 @@ def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session: FakeSessi
     def send_at_one(s: FakeSession, n: int) -> None:
         if len(s.asked) == 1 and n == 1:
             child.send(CHAT, Switch("full"))
-            while len(child.server._inbox._commands) < 2:
-                time.sleep(0.001)
+            wait_until(lambda: len(child.server._inbox._commands) >= 2)
 
     session.on_token = send_at_one
     child.send(CHAT)
@@ -290,7 +310,7 @@ def test_closing_stdin_ends_a_running_answer(session: FakeSession, child: Child)
     def close_at_three(s: FakeSession, n: int) -> None:
         if n == 3:
             child.commands.close()
-            assert s.cancelled.wait(10)
+            assert s.cancelled.wait(PATIENCE_S)
 
     session.on_token = close_at_three
     child.send(CHAT)
@@ -348,7 +368,7 @@ def test_what_libraries_print_goes_to_stderr() -> None:
     with start() as process:
         send(process, Load(), CHAT)
         receive(process, Finished)
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert b"a library prints" in log
     assert b"a C library prints" in log
@@ -361,7 +381,7 @@ def test_the_process_ends_with_its_stdin_in_mid_answer(pause: float) -> None:
         receive(process, Started)
         assert process.stdin
         process.stdin.close()
-        assert process.wait(10) == (0 if pause < 1 else 1)
+        assert process.wait(PATIENCE_S) == (0 if pause < 1 else 1)
 
 
 def test_the_process_ends_quietly_when_nobody_reads_its_events() -> None:
@@ -371,7 +391,7 @@ def test_the_process_ends_quietly_when_nobody_reads_its_events() -> None:
         assert process.stdout
         assert process.stderr
         process.stdout.close()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert b"Error" not in process.stderr.read()
 
 
@@ -457,20 +477,18 @@ def test_a_load_is_stopped_at_its_next_stage(clock: Clock) -> None:
 def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
     code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
         "worker.main()",
-        "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(60)\nworker.main()",
+        "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(3600)\nworker.main()",
     )
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
     with process:
         send(process, FIRST)
         receive(process, Loading)
-        began = time.monotonic()
         send(process, Stop())
         assert receive(process, Failed) == Failed("Loading first was stopped.", fatal=True)
-        assert time.monotonic() - began < 30
         assert process.stdin
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock: Clock) -> None:

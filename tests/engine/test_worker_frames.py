@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.environment import environ
 from support.fake_session import FakeLoader, FakeSession
 from support.frames import bodies, framed, fuzzed
+from support.patience import PATIENCE_S
 from support.streams import read_event
 
 from kvchat.engine import mailboxes, session, worker
@@ -89,7 +90,7 @@ class Engine:
         os.close(self._commands)
         self.events.close()  # the engine may be waiting to write more than the pipe holds
         for thread in self._threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
         self._ends[0].close()
         with suppress(BrokenPipeError):
@@ -203,7 +204,7 @@ def test_a_header_above_the_limit_ends_the_process_at_once() -> None:
         assert process.stderr
         process.stdin.write(b"\xff\xff\xff\xff")
         process.stdin.flush()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert process.stderr.read() == b"kvchat: " + str(_refusal(b"\xff" * 4)).encode() + b"\n"
 
 

@@ -158,7 +158,7 @@ SOME_SWITCHES = [
 @pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if EVERYWHERE else SOME_SWITCHES)
 def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short):
     failed = 0
-    for at in range(1, 1000, 1 if EVERYWHERE else 9):
+    for at in range(1, 1000, EVERYWHERE or 9):
         run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1])
         run.prefill(60)
         run.step(3)

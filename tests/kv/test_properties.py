@@ -11,7 +11,7 @@ from support.toy_model import KINDS, toy
 from kvchat.config.modes import mode_names
 from kvchat.kv.inspect import attended, check_integrity
 
-DEEP = settings(derandomize=True, deadline=None, max_examples=25, database=None)
+DEEP = settings(max_examples=25)
 
 
 @st.composite

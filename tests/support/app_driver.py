@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
+from support.patience import PATIENCE_S
 from textual import events
 from textual.app import App
+from textual.screen import Screen
 from textual.widgets import Static
 
 from kvchat.tui.app import KvchatApp
@@ -17,7 +20,7 @@ from kvchat.tui.widgets.messages import Note
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.transcript import Transcript
 
-TIMEOUT_S = 60.0  # for busy machines; a condition that comes true is not waited for
+CHARACTERS = {"space": " ", "slash": "/", "at": "@", "full_stop": "."}
 
 
 def texts(widgets: Iterable[Static]) -> list[str]:
@@ -29,7 +32,7 @@ def notes(app: KvchatApp) -> list[str]:
 
 
 def toasts(app: KvchatApp) -> str:
-    """All that is told in passing and still on the screen."""
+    """All that is told in passing."""
     return "\n".join(notice.message for notice in app._notifications)
 
 
@@ -41,16 +44,31 @@ def answers(app: KvchatApp) -> list[Answer]:
     return app.chat.query_one(Transcript).answers()
 
 
+def receipts(app: KvchatApp) -> list[str]:
+    return [answer.receipt for answer in answers(app)]
+
+
 def finished(app: KvchatApp, count: int = 1) -> bool:
     """Whether so many answers are complete and the engine is ready."""
     state = app.controller.state
-    return len(state.conversation.stats) == count and state.phase is Phase.READY and answers(app)[-1].finished
+    is_ready = len(state.conversation.stats) == count and state.phase is Phase.READY
+    return is_ready and [answer.finished for answer in answers(app)][-1:] == [True]
+
+
+def opened(app: App[None], kind: type[Screen[Any]]) -> bool:
+    """Whether a screen of this kind is on top and has put its focus where keys go."""
+    return isinstance(app.screen, kind) and app.screen.focused is not None
+
+
+def drawn(app: App[None]) -> str:
+    """What the terminal would show now, without colors."""
+    return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 
 def press(app: App[None], *keys: str) -> None:
-    """Press keys without waiting: the pilot waits for every widget, in vain for one that a stream replaces."""
+    """Press keys without waiting: the pilot's waiting ends too early or never where much is done at once."""
     for key in keys:
-        app.post_message(events.Key(key, None))
+        app.post_message(events.Key(key, key if len(key) == 1 else CHARACTERS.get(key)))
 
 
 def typed(app: KvchatApp, text: str) -> None:
@@ -60,7 +78,7 @@ def typed(app: KvchatApp, text: str) -> None:
 
 
 async def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         await asyncio.sleep(0.01)

@@ -3,8 +3,9 @@
 ``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
 stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some words back; any other prompt gets
 ``ANSWER``. Budget 64 is refused.
-``FAKE_LOAD=crash`` crashes while loading, ``FAKE_LOAD=wait`` loads until stdin closes, ``FAKE_GPU`` adds a GPU and
-``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_BADGES`` are its badges, with ``|`` between them.
+``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
+a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times;
+``FAKE_BADGES`` are its badges, with ``|`` between them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import Compared, Comparing, HideNeedle
+from kvchat.protocol.details import Details, RecallBin, Watch
 from kvchat.protocol.figures import Agreement, Gpu, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
@@ -80,6 +82,7 @@ class FakeEngine:
         self.stored: list[str] = []
         self.speed = 58.2
         self.recalled = 0
+        self.is_watched = False
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
@@ -108,6 +111,9 @@ class FakeEngine:
         send(Loading("reading the weights"))
         if os.environ.get("FAKE_LOAD") == "crash":
             die(5)
+        if os.environ.get("FAKE_LOAD") == "refuse":
+            send(messages.Failed("There is no such model.", kind="ModelError", fatal=True))
+            return
         if os.environ.get("FAKE_LOAD") == "wait":
             while self.commands.get() is not None:
                 pass
@@ -183,6 +189,7 @@ class FakeEngine:
             switches=({"from": before},) if before != self.mode else (),
         )  # fmt: skip
         send(self.snapshot())
+        self.tell_details()
         send(Finished(reason, "".join(said), stats))
 
     def between_tokens(self, prompt: str) -> bool:
@@ -204,6 +211,9 @@ class FakeEngine:
         elif isinstance(command, Rebuild):
             send(Prefilled(12, 12))
             send(Rebuilt(12, 0.25))
+        elif isinstance(command, Watch):
+            self.is_watched = command.details
+            self.tell_details()
         elif isinstance(command, Peek):
             send(Peeked(command.start, command.end, " ".join(self.stored[command.start : command.end])))
 
@@ -218,6 +228,19 @@ class FakeEngine:
         moved = 3 * 2**20 if mode == "full" else 0
         send(Switched(before, mode, self.params, self.total, moved, 0.01, 120 if before == "streaming" else 0))
         send(self.snapshot())
+        self.tell_details()
+
+    def tell_details(self) -> None:
+        """Eight layers of four heads: the first layer reads everything, the heads of the others more and more."""
+        if not self.is_watched:
+            return
+        active, layers = round(self.active()), range(8)
+        read = tuple(
+            tuple(self.total if not layer else active * (head + 1) // 4 for head in range(4)) for layer in layers
+        )
+        recall = tuple(RecallBin(n, 0.3 * n, 0.1 * n) for n in (0, 0, 4, 90, 160, 2, 0, 0, 0, 0))
+        gpu = (11_200_000_000, 300_000_000) if os.environ.get("FAKE_GPU") else (None, None)
+        send(Details(self.total, read, read, recall if self.mode == "speculative" else (), *gpu))
 
     def active(self) -> float:
         return float(min(self.total, self.params.get("budget", self.total)))

@@ -33,6 +33,7 @@ class FakeNvml:
     """Looks like the module pynvml. Functions in ``missing`` raise, and without a ``driver`` all of them do."""
 
     NVML_TEMPERATURE_GPU = 0
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
 
     def __init__(self, *gpus: FakeGpu, missing: tuple[str, ...] = (), driver: str | bytes | None = "570.1") -> None:
         self._driver = driver
@@ -54,6 +55,10 @@ class FakeNvml:
             "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=45),
             "nvmlDeviceGetTemperature": lambda gpu, sensor: {self.NVML_TEMPERATURE_GPU: 61}[sensor],
             "nvmlDeviceGetPowerUsage": lambda gpu: 123_400,
+            "nvmlDeviceGetPcieThroughput": lambda gpu, counter: {
+                self.NVML_PCIE_UTIL_RX_BYTES: 11_200_000,
+                self.NVML_PCIE_UTIL_TX_BYTES: 300_000,
+            }[counter],
             "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [
                 SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in gpu.processes
             ],

@@ -12,6 +12,7 @@ from typing import Any
 from kvchat.config import modes
 from kvchat.errors import KvchatError
 from kvchat.protocol.comparing import Compared, Comparing, Variant
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import MemoryPlan, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Event,
@@ -137,6 +138,9 @@ class FakeSession:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.mode, self.params, 7.0, 7, 4096, 64, 64)
+
+    def details(self) -> Details:
+        return Details(7, ((7, 7),), ((0, 0),))
 
     def text(self, start: int, end: int) -> str:
         return f"[{start}:{end}]"

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvchat.conversations.conversation import CUT_OFF, Message
 from kvchat.errors import EngineError, KvchatError
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Switched
 from kvchat.tui.comparing.running_comparison import RunningComparison
@@ -112,10 +113,12 @@ class FakeView:
         self.events: list[str] = []
         self.phases: list[Phase] = []
         self.snapshots: list[Snapshot | None] = []
+        self.details: list[Details] = []
         self.comparisons: list[RunningComparison] = []
         self.page_texts: list[tuple[int, str]] = []
         self.prompt = self.clipboard = ""
         self.shown: list[tuple[list[str], list[str], str | None]] = []
+        self.footers: dict[str, str] = {}
         self.are_models_shown = False
         self.chosen: str | None = None
         self.edited: str | None = None
@@ -124,6 +127,9 @@ class FakeView:
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         self.shown.append(([message.text for message, _ in messages], [footer for _, footer in messages], below))
+
+    def show_footer(self, message: Message, footer: str) -> None:
+        self.footers[message.id] = footer
 
     async def add_question(self, text: str, queued: bool) -> FakeQuestion:
         self.questions.append(FakeQuestion(text, queued))
@@ -161,6 +167,9 @@ class FakeView:
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         self.snapshots.append(snapshot)
+
+    def show_details(self, details: Details) -> None:
+        self.details.append(details)
 
     def show_page_text(self, start: int, text: str) -> None:
         self.page_texts.append((start, text))

@@ -9,17 +9,12 @@ import struct
 from collections.abc import Iterable
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 # KVCHAT_TEST_FRAMES=10000 is the long form of the tests that send so many frames.
 FRAMES = int(os.environ.get("KVCHAT_TEST_FRAMES", "200"))
-fuzzed = settings(
-    max_examples=FRAMES,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
-)
+fuzzed = settings(max_examples=FRAMES)
 
 WORDS = ("full", "streaming", "speculative", "user", "assistant", "system", "cpu", "auto", "bundled", "\x00", "<|end|>")
 KEYS = ("full", "streaming", "speculative", "budget", "sink", "window", "tau", "mode", "self")

@@ -32,12 +32,13 @@ class Simulation:
     """Freeze timers, one token at a time; ``scores`` come from the caller.
 
     Positions stand for tokens; ``p`` are the mode's parameters. ``c`` counts detections, ``d`` the steps that a frozen
-    token has still to stay away (0 or less: the budget keeps it away). ``theirs`` are the tokens that the kv has
-    frozen, asked only where ranks are equal.
+    token has still to stay away (0 or less: the budget keeps it away). ``pins`` are never frozen. ``theirs`` are the
+    tokens that the kv has frozen, asked only where ranks are equal.
     """
 
     p: dict[str, Any]
     pinned: set[int] = field(default_factory=set)
+    pins: Set[int] = frozenset()
     total: int = 0
     c: dict[int, int] = field(default_factory=dict)
     d: dict[int, int] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Simulation:
         self.total = total
         self.c = {j: c for j, c in self.c.items() if j < total}
         self.score = {j: s for j, s in self.score.items() if j < total}
-        self.d = {j: n for j, n in self.d.items() if j < total - self.p["K"]}
+        self.d = {j: n for j, n in self.d.items() if j < total - self.p["K"] and j not in self.pins}
         self._name(named)
         self._limit({}, theirs)
 
@@ -82,13 +83,14 @@ class Simulation:
             return
         urgency = {j: self.score.get(j, 0.0) for j in self.active() if self._may(j)}
         urgency |= {j: max(urgency[j], 0.01) * (1 - n) for j, n in waiting.items() if j in urgency}
-        out = best(urgency, len(self.active()) - (self.p["budget"] - 1), theirs)
+        beyond = len([j for j in self.pins if j >= self.rule.sink])
+        out = best(urgency, len(self.active()) - (self.p["budget"] + beyond - 1), theirs)
         self.d |= {j: waiting.get(j, 1) for j in out}
 
     def _may(self, j: int) -> bool:
         """The token may be frozen."""
         old = self.rule.sink <= j < self.total - self.p["K"]
-        return old and not (self.rule.protects and j in self.pinned)
+        return old and j not in self.pins and not (self.rule.protects and j in self.pinned)
 
     def _count(self, j: int, s: float) -> int:
         c = self.c.get(j, -(j % self.rule.stagger))
@@ -119,6 +121,7 @@ class FreezeReference(FullReference):
         super().__init__(run, p)
 
     def enter(self, num_reachable: int) -> None:
+        self.simulation.pins = set(self.run.pins)
         self.simulation.enter(len(self.run.ids), self._named(), self._theirs())
 
     def reads(self, layer: int, query: Tensor) -> Tensor:

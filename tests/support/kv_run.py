@@ -40,6 +40,7 @@ class Run:
         self.exact = made.geometry.dtype is torch.float32
         self.ids: list[int] = []
         self.fresh = 0
+        self.pins: list[int] = []
         g = made.geometry
         self.keys = [torch.empty(g.kv_heads, 0, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
         self.values = [torch.empty(g.kv_heads, 0, g.d_v, dtype=g.dtype) for _ in range(g.layers)]
@@ -90,9 +91,15 @@ class Run:
         self._refer()
         return moved
 
+    def pin(self, positions: list[int]) -> None:
+        self.kv.pin(positions)
+        self.pins = positions
+        self.reference.enter(len(self.ids))
+
     def truncate(self, n: int) -> None:
         self.kv.truncate(n)
         del self.ids[n:]
+        self.pins = [position for position in self.pins if position < n]
         self.keys = [keys[:, :n] for keys in self.keys]
         self.values = [values[:, :n] for values in self.values]
         self.reference.enter(len(self.ids))
@@ -126,6 +133,7 @@ class Run:
         spec, total = self.toy.specs[layer], len(self.ids)
         where = f"{self.kv.mode.name}, layer {layer}, token {total - 1}"
         mask = self.reference.reads(layer, query)
+        mask[:, self.pins] = True
         if spec.window is not None:
             mask = mask & (torch.arange(total) > total - 1 - spec.window)
         seen = attended(self.kv.state, layer)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-PATIENCE_S = 60.0  # for busy machines
+from support.patience import PATIENCE_S
 
 
 class PtyRun:

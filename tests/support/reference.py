@@ -24,6 +24,7 @@ class Conversation(Protocol):
 
     toy: Toy
     ids: list[int]
+    pins: list[int]
     keys: list[Tensor]
     query: list[Tensor]
     kv: KVManager
@@ -74,14 +75,11 @@ class StreamingReference(FullReference):
         return mask
 
     def keys(self, layer: int) -> Tensor:
-        """Return the compact cache's keys: sinks directly before the first kept recent token, other tokens in place."""
-        keys, sink = self.run.keys[layer].double().clone(), self.p["sink"]
-        recents = [position for position in self.kept if position >= sink]
-        first = recents[0] if recents else len(self.run.ids) - 1
-        n = min(sink, len(self.run.ids))
-        if first > n:
-            by = torch.full((n,), first - n)
-            keys[:, :n] = rotated(keys[:, :n], self.run.toy.rotations[layer], by)
+        """Return the compact cache's keys: each kept token at its place in the cache, whose last is the newest one."""
+        keys, now = self.run.keys[layer].double().clone(), len(self.run.ids) - 1
+        cache = sorted({*self.kept, *self.run.pins, now})
+        by = torch.tensor([now - (len(cache) - 1) + place - position for place, position in enumerate(cache)])
+        keys[:, cache] = rotated(keys[:, cache], self.run.toy.rotations[layer], by)
         return keys
 
     def end(self) -> None:
@@ -242,7 +240,8 @@ class SyncReference(FullReference):
         mask = torch.arange(total) >= sight
         every = mask.expand(toy.geometry.kv_heads, total)
         weights = softmax(query, keys, every, spec)[leader * group : (leader + 1) * group].amax(0)
-        return [x for x in weights.argsort(descending=True).tolist() if SYNC_SINK <= x <= last and x > sight]
+        may = {x for x in range(SYNC_SINK, last + 1) if x > sight and x not in self.run.pins}
+        return [x for x in weights.argsort(descending=True).tolist() if x in may]
 
 
 def _runs(heads: int, clusters: int) -> list[range]:

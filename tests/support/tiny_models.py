@@ -255,10 +255,10 @@ HYBRID = (
 )
 
 
-def config(name: str) -> Any:
+def config(name: str, **changes: Any) -> Any:
     """Return a new transformers configuration."""
     class_name, differences = CONFIGS[name]
-    values = differences.get("only") or {**COMMON, **differences}
+    values = (differences.get("only") or {**COMMON, **differences}) | changes
     return getattr(transformers, class_name)(**{key: value for key, value in values.items() if value is not None})
 
 
@@ -268,11 +268,12 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return fresh(name, dtype)
 
 
-def fresh(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a new model with the same weights at every call."""
+def fresh(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return a new model with the same weights at every call; ``changes`` are the config's."""
     attention_hook.register()
     torch.manual_seed(0)
-    built = transformers.AutoModelForCausalLM.from_config(config(name), attn_implementation=attention_hook.NAME)
+    asked = config(name, **changes)
+    built = transformers.AutoModelForCausalLM.from_config(asked, attn_implementation=attention_hook.NAME)
     randomize(built)
     return built.eval().to(dtype)
 

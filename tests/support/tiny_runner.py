@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from support import tiny_models
@@ -29,14 +30,14 @@ PARAMS = {
 }
 
 
-def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Return a tiny random model as ``load_model`` returns one."""
-    model = tiny_models.fresh(name).to(device, dtype)
+def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any) -> LoadedModel:
+    """Return a tiny random model as ``load_model`` returns one; ``changes`` are its config's."""
+    model = tiny_models.fresh(name, **changes).to(device, dtype)
     seen = probe(model)
     chunked = reads_chunks(model)
     sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
-    fixed = ("tiny", "0", torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
-    without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[])
+    fixed = (name, name, torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
+    without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[], chat_template="")
     return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0, reads_chunks=chunked)
 
 

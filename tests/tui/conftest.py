@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from support import start_app
-from support.app_driver import wait_for
+from support.app_driver import prompt, wait_for
 from support.fake_view import FakeClient, FakeView
+from support.patience import PATIENCE_S
+from textual.notifications import Notification
 from textual.pilot import Pilot
 
 from kvchat.protocol.messages import Loaded
@@ -19,6 +21,7 @@ from kvchat.tui.app import KvchatApp
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.state import Phase
+from kvchat.tui.widgets.prompt import Prompt
 
 FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))
 LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
@@ -68,8 +71,12 @@ def chat(config: AppConfig) -> Chat:
 
 
 @pytest.fixture
-def running(config: AppConfig) -> Running:
-    """``async with running(size=...) as (app, pilot, until)``; waits for the engine unless ``ready=False``."""
+def running(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """``async with running(size=...) as (app, pilot, until)``; waits for the engine unless ``ready=False``.
+
+    What is told in passing stays: on a busy machine it would be gone before the test has looked.
+    """
+    monkeypatch.setattr(Notification, "time_left", PATIENCE_S)
 
     @asynccontextmanager
     async def run(
@@ -77,6 +84,7 @@ def running(config: AppConfig) -> Running:
     ) -> AsyncIterator[tuple[KvchatApp, Pilot[None], Until]]:
         app = KvchatApp(config)
         async with app.run_test(size=size) as pilot:
+            await wait_for(lambda: app.chat.query(Prompt) and prompt(app).has_focus)
             if ready:
                 await wait_for(lambda: app.controller.state.phase is Phase.READY)
             yield app, pilot, wait_for

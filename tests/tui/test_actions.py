@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.app_driver import prompt, toasts, typed
-from textual.widgets import Static
+from support.app_driver import finished, opened, press, prompt, toasts, typed
 
 from kvchat.errors import UsageError
-from kvchat.tui.actions import ACTIONS, ALIASES, BY_ID, COMMANDS, check_keys, describe_keys, is_command, parse_command
+from kvchat.tui.actions import (
+    ACTIONS,
+    ALIASES,
+    BY_ID,
+    COMMANDS,
+    check_keys,
+    describe_keys,
+    find_command,
+    is_command,
+    parse_command,
+)
 from kvchat.tui.palette import choices
 from kvchat.tui.screens.help import HelpScreen, key_rows
 from kvchat.tui.widgets.bars import KeyHints
@@ -19,7 +28,7 @@ from kvchat.tui.widgets.welcome import Welcome
 SLASH = (
     "stop queue mode next previous budget sink window set system pin regen continue edit undo branch rebuild new "
     "last open title fork delete restore export import stats copy code compare needle pause speed editor file thinking "
-    "theme panels restart help settings chats quit model plan profile"
+    "theme panels details restart help settings chats quit model plan profile"
 )
 
 
@@ -31,6 +40,22 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
         assert not (action.run and action.action)
         assert "[" not in action.line  # the palette reads it as markup
     assert sorted(COMMANDS) == sorted(SLASH.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("compair", "There is no command /compair. Did you mean /compare or /"),
+        ("zzz", "There is no command /zzz. F1 or /help lists all."),
+        ("", "There is no command /."),
+        ("re", '"re" is the beginning of several'),
+    ],
+)
+def test_an_unknown_command_names_the_nearest_few(name, said):
+    with pytest.raises(UsageError) as refused:
+        find_command(name)
+    assert str(refused.value).startswith(said)
+    assert len(str(refused.value)) < 160
 
 
 def test_default_keys_do_not_clash():
@@ -54,7 +79,7 @@ def test_what_is_a_command(text, command):
 
 def test_commands_are_split_from_their_arguments():
     assert parse_command("/MODE  streaming budget=512 ") == (BY_ID["mode"], "streaming budget=512")
-    with pytest.raises(UsageError, match='Did you mean "budget"'):
+    with pytest.raises(UsageError, match="Did you mean /budget"):
         parse_command("/buget 5")
 
 
@@ -98,52 +123,51 @@ def test_two_actions_can_trade_their_keys():
 
 async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
     config = replace(config, keys={"mode.next": "f11", "help": "f12"})
-    async with running(config) as (app, pilot, until):
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: app.chat.query(Welcome))
         assert "F11 changes" in str(app.chat.query_one(Welcome).content)
-        hints = app.chat.query_one(KeyHints).render().plain
-        assert " F11 mode " in hints
-        assert " F12 help" in hints
-        assert "F6" not in hints
-        await pilot.press("f6")
-        await pilot.press("f11")
+        hints = app.chat.query_one(KeyHints)
+        await until(lambda: " F11 mode " in hints.render().plain and " F12 help" in hints.render().plain)
+        assert "F6" not in hints.render().plain
+        press(app, "f6", "f11")
         await until(lambda: app.controller.state.mode == "freeze")
         docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
         assert docs["/next"].endswith("  F11")
-        await pilot.press("f12")
-        await until(lambda: isinstance(app.screen, HelpScreen) and app.screen.query(Static))
+        press(app, "f12")
+        await until(lambda: opened(app, HelpScreen))
         assert ("F11", BY_ID["mode.next"].doc) in key_rows(app.keys)
-        await pilot.press("f12")
+        press(app, "f12")
         await until(lambda: app.screen is app.chat)
         app.rebind({})
-        await until(lambda: " F6 mode " in app.chat.query_one(KeyHints).render().plain)
+        await until(lambda: " F6 mode " in hints.render().plain)
         assert describe_keys(BY_ID["mode.next"], app.keys) == "F6"
 
 
 async def test_keys_of_widgets_can_be_rebound(running, config):
     config = replace(config, keys={"prompt.send": "ctrl+s", "ribbon.right": "l"})
-    async with running(config) as (app, pilot, until):
-        assert " ^S send " in app.chat.query_one(KeyHints).render().plain
-        await pilot.press("a", "enter", "b", "ctrl+s")
-        await until(lambda: app.controller.state.conversation.stats)
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: prompt(app).has_focus and " ^S send " in app.chat.query_one(KeyHints).render().plain)
+        press(app, "a", "enter", "b", "ctrl+s")
+        await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == "a\nb"
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
         await until(lambda: " L later " in app.chat.query_one(KeyHints).render().plain)
-        await pilot.press("l")
+        press(app, "l")
         await until(lambda: ribbon.cursor == 1)
         assert not prompt(app).text
 
 
 async def test_refused_keys_leave_the_defaults(running, config):
-    async with running(replace(config, keys={"mode.next": "f7"})) as (app, pilot, until):
-        assert any("two things" in notice.message for notice in app._notifications)
-        await pilot.press("f6")
+    async with running(replace(config, keys={"mode.next": "f7"})) as (app, _pilot, until):
+        await until(lambda: "two things" in toasts(app))
+        press(app, "f6")
         await until(lambda: app.controller.state.mode == "freeze")
 
 
 async def test_what_is_refused_is_a_toast(running):
-    async with running() as (app, pilot, until):
-        await pilot.press("f5")
+    async with running() as (app, _pilot, until):
+        press(app, "f5")
         await until(lambda: "There is no question yet" in toasts(app))
         typed(app, "/undo x")
         await until(lambda: toasts(app).count("There is no question yet") == 2)

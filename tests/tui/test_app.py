@@ -6,12 +6,15 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from support.app_driver import finished, press, prompt, toasts, typed
+from support.app_driver import drawn, finished, opened, press, prompt, toasts, typed
 from support.hostile import MARKUP, forbidden_in, hostile
+from support.patience import PATIENCE_S
+from textual.command import CommandInput, CommandList
 from textual.widgets import Static
 
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Load
+from kvchat.tui.screens import chat
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
@@ -20,11 +23,12 @@ from kvchat.tui.widgets.transcript import Transcript
 
 
 async def test_settings_that_could_not_be_used_are_told(running, config):
-    async with running(replace(config, problems=("profiles/a.toml:1: wrong.",))) as (app, _pilot, _until):
-        assert "profiles/a.toml:1: wrong." in [toast.message for toast in app._notifications]
+    async with running(replace(config, problems=("profiles/a.toml:1: wrong.",))) as (app, _pilot, until):
+        await until(lambda: "profiles/a.toml:1: wrong." in toasts(app).splitlines())
 
 
-async def test_ctrl_c_stops_then_quits_when_pressed_twice(running):
+async def test_ctrl_c_stops_then_quits_when_pressed_twice(running, monkeypatch):
+    monkeypatch.setattr(chat, "QUIT_WINDOW_S", PATIENCE_S)
     async with running() as (app, _pilot, until):
         typed(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
@@ -45,7 +49,7 @@ async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no
             await app.chat.query_one(ModeBar).remove()
             app.chat.show_state(app.controller.state)
 
-        app.chat.run_worker(ask_late())
+        app.chat.run_worker(ask_late)
         await until(lambda: app._exit)
     assert app.return_code == 0
 
@@ -58,20 +62,27 @@ async def test_what_comes_from_the_engine_while_the_widgets_go_is_no_failure(run
                 app.chat.show_state(app.controller.state)
                 await asyncio.sleep(0)
 
-        app.chat.run_worker(show_on())
+        app.chat.run_worker(show_on)
+
+
+def listed(app) -> list[str]:
+    """The titles in the open palette."""
+    lines = app.screen.query(CommandList)
+    return [str(choice.prompt).split("\n")[0] for choice in lines.first().options] if lines else []
 
 
 async def test_help_and_palette(running):
-    async with running() as (app, pilot, until):
-        await pilot.press("f1")
-        await until(lambda: isinstance(app.screen, HelpScreen))
-        await pilot.press("escape")
+    async with running() as (app, _pilot, until):
+        press(app, "f1")
+        await until(lambda: opened(app, HelpScreen))
+        press(app, "escape")
         await until(lambda: app.screen is app.chat)
-        await pilot.press("ctrl+p")
+        press(app, "ctrl+p")
         await until(lambda: app.screen is not app.chat)
-        await pilot.press(*"streaming")
-        await until(lambda: app.screen.query("CommandList").first().option_count)
-        await pilot.press("enter")
+        await until(lambda: app.screen.query(CommandInput))
+        app.screen.query_one(CommandInput).value = "mode streaming"
+        await until(lambda: listed(app)[:1] == ["mode streaming"])
+        press(app, "enter")
         await until(lambda: app.controller.state.mode == "streaming")
 
 
@@ -84,7 +95,7 @@ async def test_an_engine_that_cannot_be_started_is_told(running, config):
 
 async def test_an_unwritable_log_is_told_once(running, config):
     async with running(replace(config, log_file=Path("/dev/full"))) as (app, _pilot, until):
-        assert any("cannot be written" in notice.message for notice in app._notifications)
+        await until(lambda: "cannot be written" in toasts(app))
         typed(app, "hello")
         await until(lambda: finished(app))
 
@@ -106,7 +117,7 @@ async def test_a_crash_is_shown_and_the_conversation_goes_on(running):
         error = app.chat.query_one(Problem).error
         assert error.title == "The engine stopped: exit code 3."
         assert "told to crash" in error.detail
-        await until(lambda: app.controller.state.phase is Phase.READY)
+        await until(lambda: app.controller.state.phase is Phase.READY)  # it has been started again
         assert app.controller.state.mode == "streaming"
         assert len(app.controller.state.conversation.turns) == 2
         prompt(app).load_text("")
@@ -145,14 +156,12 @@ async def test_an_engine_that_keeps_crashing_is_restarted_by_the_next_question(r
 
 async def test_a_waiting_question_is_given_back_when_the_engine_stays_down(running, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "crash")
-    async with running(ready=False) as (app, pilot, until):
+    async with running(ready=False) as (app, _pilot, until):
         typed(app, "hello")
         await until(lambda: app.controller.state.phase is Phase.DOWN)
-        await until(lambda: prompt(app).text == "hello")
-        assert not app.chat.query(Question)
-        await pilot.press("f6")
-        await until(lambda: app._notifications)
-        assert "not loaded" in toasts(app)
+        await until(lambda: prompt(app).text == "hello" and not app.chat.query(Question))
+        press(app, "f6")
+        await until(lambda: "not loaded" in toasts(app))
 
 
 async def test_the_engine_is_restarted_by_command(running):
@@ -164,17 +173,15 @@ async def test_the_engine_is_restarted_by_command(running):
 
 async def test_a_bad_user_theme_is_a_toast_and_the_default_stays(running, config, tmp_path):
     (tmp_path / "bad.toml").write_text('primary = "no color"\n')
-    async with running(replace(config, theme_dirs=(tmp_path,), theme="bad")) as (app, _pilot, _until):
+    async with running(replace(config, theme_dirs=(tmp_path,), theme="bad")) as (app, _pilot, until):
+        await until(lambda: "bad.toml" in toasts(app) and "is no color" in toasts(app))
         assert app.theme == "kvchat-dark"
-        messages = " ".join(notice.message for notice in app._notifications)
-        assert "bad.toml" in messages
-        assert "is no color" in messages
 
 
 async def test_no_engine_survives_quitting(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         process = app.client._process
-        await pilot.press("ctrl+q")
+        press(app, "ctrl+q")
         await until(lambda: app._exit)
     assert process.returncode is not None
 
@@ -183,13 +190,8 @@ async def test_a_widget_that_draws_foreign_text_as_it_is_sends_no_control_charac
     async with running() as (app, _pilot, until):
         text = f" {MARKUP}{hostile('raw')}"  # the gutter covers the first column
         await app.chat.query_one(Transcript).add(Static(text, markup=False))
-
-        def drawn() -> str:
-            lines = app.screen._compositor.render_strips()
-            return "\n".join("".join(segment.text for segment in line) for line in lines)
-
-        await until(lambda: f"{MARKUP}«raw»" in drawn())
-        assert not forbidden_in(drawn().encode())
+        await until(lambda: f"{MARKUP}«raw»" in drawn(app))
+        assert not forbidden_in(drawn(app).encode())
 
 
 async def test_control_characters_and_markup_of_a_toast_are_text(running, config):

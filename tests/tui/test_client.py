@@ -12,6 +12,7 @@ import pytest
 from support import start_app
 from support.environment import PYTHONPATH
 from support.hostile_engine import ANSWER
+from support.patience import PATIENCE_S
 
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Snapshot
@@ -29,7 +30,7 @@ def snapshot(total: int) -> Snapshot:
 
 async def received(client: EngineClient, kind: type) -> Report:
     """The next report of a kind."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             for report in await client.receive():
                 if isinstance(report, kind):
@@ -115,7 +116,7 @@ async def test_restart_of_a_living_child_is_no_crash(client):
     assert gone(pid)
     client.send(Load())
     reports: list[Report] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not any(isinstance(report, Loaded) for report in reports):
             reports += await client.receive()
     assert not any(isinstance(report, Crashed) for report in reports)
@@ -132,7 +133,7 @@ async def test_closing_leaves_no_orphan_even_when_the_child_ignores_it(tmp_path,
 
 
 async def test_the_child_ends_by_itself_when_stdin_closes(client, monkeypatch):
-    monkeypatch.setattr(client_module, "GRACE_S", 20.0)
+    monkeypatch.setattr(client_module, "GRACE_S", PATIENCE_S)
     await client.start()
     process = client._process
     await client.close()

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.frames import bodies, framed, fuzzed
+from support.patience import PATIENCE_S
 
 from kvchat.protocol import wire
 from kvchat.protocol.messages import Command, Event, Loading, Text
@@ -44,7 +45,7 @@ async def reports_of(output: bytes) -> tuple[list[Report], bool]:
     client, process = EngineClient(("engine",), Path("/nowhere/log")), Process(output)
     client._process = process  # type: ignore[assignment]
     client.log_problem = "none is kept"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await client._read(process)  # type: ignore[arg-type]
         return await client.receive(), process.killed
 
@@ -94,6 +95,7 @@ async def test_any_event_is_drawn(running) -> None:
 
 async def test_an_engine_that_floods_is_held_back(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "MAX_WAITING", 10)
+    monkeypatch.setattr(client_module, "GRACE_S", 0.1)  # it hears nothing
     body = json.dumps({"type": "Text", "text": "x", "tokens": 1}).encode()
     flood = f"import sys\nwhile True: sys.stdout.buffer.write({framed(body)!r})"
     client = EngineClient((sys.executable, "-c", flood), tmp_path / "log")
@@ -110,7 +112,7 @@ async def test_an_engine_that_babbles_without_end_is_ended(tmp_path) -> None:
     babble = f"import sys\nwhile True: sys.stdout.buffer.write({framed(b'[]')!r} * 10_000)"
     client = EngineClient((sys.executable, "-c", babble), tmp_path / "log")
     await client.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         (crashed,) = await client.receive()
     assert isinstance(crashed, Crashed)
     await client.close()

@@ -5,29 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.app_driver import finished, notes, prompt, texts, toasts, typed
+from support.app_driver import finished, notes, press, prompt, texts, toasts, typed
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Turn
-from kvchat.tui.commands import parse_assignments, parse_literal
+from kvchat.protocol.messages import Switch, Turn
+from kvchat.tui.kept.pin_commands import pin
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
 from kvchat.tui.widgets.panels import KvColumn
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("512", 512), ("0.8", 0.8), ("yes", True), ("off", False), ("word", "word"), ("-1.1", -1.1)]
-)
-def test_literals(text, value):
-    assert parse_literal(text) == value
-
-
-def test_assignments_need_an_equals_sign():
-    assert parse_assignments(["budget=512", "first_full=no"]) == {"budget": 512, "first_full": False}
-    with pytest.raises(UsageError, match="key=value"):
-        parse_assignments(["512"])
 
 
 async def test_rebuild_says_what_was_computed_anew(running):
@@ -69,7 +56,7 @@ async def test_mode_parameters_by_command(running):
         await until(lambda: app.controller.state.params["window"] == 128)
         typed(app, "/set tau 0.9")
         await until(lambda: app.controller.state.params["tau"] == 0.9)
-        assert app.chat.query_one(ModeBar).params["budget"] == 1024
+        await until(lambda: app.chat.query_one(ModeBar).params["budget"] == 1024)
 
 
 async def test_sampling_by_command(running):
@@ -88,12 +75,23 @@ async def test_sampling_by_command(running):
 async def test_unknown_command_names_the_nearest(running):
     async with running() as (app, _pilot, until):
         typed(app, "/hepl")
-        await until(lambda: 'Did you mean "help"?' in toasts(app))
+        await until(lambda: "Did you mean /help" in toasts(app))
         assert not app.chat.query(Problem)
 
 
+async def test_only_a_system_prompt_that_is_there_is_pinned(chat):
+    await chat.load()
+    with pytest.raises(UsageError, match="no system prompt to pin"):
+        await pin(chat.controller, "system")
+    assert chat.view.notes == []
+    chat.controller.set_system("be brief")
+    await pin(chat.controller, "system")
+    assert chat.client.sent[-1] == Switch("", {"pin_system": True})
+    assert "is pinned" in chat.view.notes[-1]
+
+
 async def test_system_stats_theme_copy_panels(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         typed(app, "/system be brief")
         await until(lambda: app.controller.state.conversation.system == "be brief")
         typed(app, "hello")
@@ -106,11 +104,10 @@ async def test_system_stats_theme_copy_panels(running):
         typed(app, "/stats")
         await until(lambda: any("generated" in text for text in texts(app.chat.query(Note))))
         typed(app, "/theme kvchat-light")
-        await until(lambda: app.theme == "kvchat-light")
-        assert app.chat.query_one(KvColumn).display
+        await until(lambda: app.theme == "kvchat-light" and app.chat.query_one(KvColumn).display)
         typed(app, "/panels")
         await until(lambda: not app.chat.query_one(KvColumn).display)
-        await pilot.press("f7")
+        press(app, "f7")
         await until(lambda: app.chat.query_one(KvColumn).display)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.patience import PATIENCE_S
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
@@ -23,9 +24,9 @@ from kvchat.protocol.messages import (
     Text,
     Turn,
 )
-from kvchat.tui import controller
 from kvchat.tui.client import Crashed
 from kvchat.tui.controller import PEEK_TOKENS
+from kvchat.tui.kept import keeping
 from kvchat.tui.state import Phase
 
 DONE = Finished("eos", "hi", Stats(generated_tokens=1))
@@ -244,17 +245,18 @@ async def test_a_command_too_long_for_the_protocol_is_shown(chat):
 
 
 async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
-    monkeypatch.setattr(controller, "CHECKPOINT_S", 0.01)
+    monkeypatch.setattr(keeping, "CHECKPOINT_S", 0.01)
     assert await chat.controller.open_archive(resume=True) is None
     assert "no earlier conversation" in chat.view.toasts[0]
     await chat.load()
     await chat.ask("one")
     assert (await chat.controller.archive.latest()).title == "one"
     await chat.controller.handle(Text("par", 1))
-    keeping = asyncio.create_task(chat.controller.keep())
-    while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
-        await asyncio.sleep(0.01)
-    keeping.cancel()
+    saving = asyncio.create_task(chat.controller.keep())
+    async with asyncio.timeout(PATIENCE_S):
+        while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
+            await asyncio.sleep(0.01)
+    saving.cancel()
     await chat.controller.close()
 
 

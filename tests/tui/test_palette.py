@@ -15,6 +15,7 @@ async def test_markup_in_a_name_from_outside_is_text(running, config, tmp_path: 
     (tmp_path / "odd.toml").write_text(THEME)
     async with running(replace(config, theme_dirs=(tmp_path,)), ready=False) as (app, _pilot, until):
         assert "[bold]odd[/] name" in app.themes, app._theme_problems
+        await until(lambda: app.screen is app.chat)
         press(app, "ctrl+p")
         await until(lambda: prompts(app, "[bold]odd[/] name"))
         app.screen.query_one(CommandInput).value = "odd[/] name"

@@ -67,5 +67,4 @@ async def test_the_demonstration_plays_in_the_application(running, config):
         assert any("Biscuit" in message.text for message in conversation.path[9:])
         assert app.controller.state.mode == "streaming"
         press(app, "f10")
-        await until(lambda: app.controller.replay.is_paused)
-        assert answers(app)
+        await until(lambda: app.controller.replay.is_paused and answers(app))

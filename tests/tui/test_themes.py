@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.app_driver import drawn, press
 from textual.color import Color
 
 from kvchat.errors import UsageError
@@ -68,8 +69,8 @@ def test_the_ansi_theme_leaves_all_colors_to_the_terminal():
 
 async def test_an_own_theme_of_the_terminals_colors_needs_no_variables(running, config, tmp_path):
     (tmp_path / "mine.toml").write_text('primary = "ansi_green"\nansi = true\ndark = false\n')
-    async with running(replace(config, theme_dirs=(tmp_path,), theme="mine")) as (app, pilot, until):
-        await pilot.press("f2")
+    async with running(replace(config, theme_dirs=(tmp_path,), theme="mine")) as (app, _pilot, until):
+        press(app, "f2")
         await until(lambda: app.screen is not app.chat)
         assert (app.theme, app.native_ansi_color) == ("mine", True)
 
@@ -94,7 +95,8 @@ def test_a_terminal_of_few_colors_gets_its_own_theme(monkeypatch, term, others, 
 
 async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    async with running(replace(config, theme=ANSI)) as (app, _pilot, _until):
+    async with running(replace(config, theme=ANSI)) as (app, _pilot, until):
+        await until(lambda: "ready" in drawn(app))
         strips = app.screen._compositor.render_strips()
         for line_filter in app.get_line_filters():
             strips = [strip.apply_filter(line_filter, Color(0, 0, 0)) for strip in strips]

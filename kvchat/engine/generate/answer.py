@@ -15,11 +15,12 @@ from kvchat.engine.generate.recovery import RecoveryMonitor
 from kvchat.engine.generate.recovery_signals import Trigger
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
-from kvchat.engine.generate.stored import Stored
+from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.guards import OneAtATime, Released
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
+from kvchat.errors import UsageError
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (
     Event,
@@ -36,6 +37,7 @@ from kvchat.protocol.messages import (
 )
 
 Between = Callable[[int], None]
+PINNED_SHARE = 2  # of the model's context at most one part in so many is pinned
 
 
 class AnswerLoop(Released):
@@ -84,9 +86,9 @@ class AnswerLoop(Released):
             yield from self._answer(turns, sampling, between)
 
     def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
-        prompt = self.encoder.encode(turns, self.stored)
+        prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
         sampler = Sampler(sampling, self._model.vocab, self._model.device)
-        self._switcher.check_context(len(prompt.ids))
+        self._switcher.check_prompt(len(prompt.ids))
         self.token_ids = []
         self._switcher.narrow()
         self._switcher.note_preamble(self.encoder.preamble(turns))
@@ -100,6 +102,7 @@ class AnswerLoop(Released):
             return
         self.stored.agree(prompt.text)
         self._switcher.calibrate()
+        self._runner.pin(pinned)
         sampler.see(prompt.ids)
         yield from self._generate(logits, prompt, sampler, answer, between)
 
@@ -174,13 +177,40 @@ class AnswerLoop(Released):
         yield Withdrawn(len(text.shown) - len(kept.shown), tokens)
         return logits, kept
 
+    # ---- pinned messages
+
+    def pinned(self, turns: Sequence[Turn]) -> list[int]:
+        """The positions of the pinned turns' tokens in the conversation.
+
+        Raises:
+            UsageError: they leave the model too little of its context for the rest, or the template refuses.
+        """
+        found, most = self.encoder.pinned(turns, self.stored), self._model.context // PINNED_SHARE
+        if len(found) > most:
+            raise UsageError(
+                "The pinned messages are too long.",
+                f"They take {len(found):,} tokens; of the {self._model.context:,} that {self._model.name} can read at "
+                f"once at most {most:,} may be pinned, so that room is left for what a mode keeps.",
+                "Unpin some of them: /pin on a pinned message.",
+            )
+        return found
+
+    def pin(self, turns: Sequence[Turn]) -> None:
+        """Attend from now on to those pinned turns of a conversation that are stored."""
+        ids = self.encoder.ids_of(self.encoder.render(turns), self.stored)
+        there = common_prefix(self.stored.ids, ids)
+        self._runner.pin([position for position in self.pinned(turns) if position < there])
+
+    def _pin_stored(self, positions: Sequence[int]) -> None:
+        self._runner.pin([position for position in positions if position < self._kv.total])
+
     # ---- tokens in and out of the KV manager
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
         """Store ``ids`` exactly; the next token's logits ``[vocab]``."""
         last = None
         for chunk, logits in self._runner.prefill(ids):
-            self.stored.extend(chunk)
+            self._store(chunk)
             last = logits
         assert last is not None
         return last
@@ -202,10 +232,11 @@ class AnswerLoop(Released):
         if not 0 < tokens < self._kv.total:
             self.forget(tokens)
             return
-        whole = copy.deepcopy(self.stored)
+        whole, pinned = copy.deepcopy(self.stored), self._kv.state.pins
         whole.truncate(tokens)
         self.forget(tokens - 1)
         self.prefill(whole.ids[-1:])
+        self._pin_stored(pinned)
         self.stored.agree_as(whole)
         self.stored.reduced = whole.reduced
 
@@ -223,11 +254,12 @@ class AnswerLoop(Released):
     def _rebuild(self) -> Iterator[Event]:
         self._switcher.check_context(self._kv.total)
         first = min(self.stored.first_reduced, self._kv.state.first_rounded)
-        whole, began = copy.deepcopy(self.stored), time.perf_counter()
+        whole, pinned, began = copy.deepcopy(self.stored), self._kv.state.pins, time.perf_counter()
         ids = whole.ids[first:]
         self.forget(first)
         if (yield from self.read_prompt(ids)) is not None:
             self.stored.agree_as(whole)
+        self._pin_stored(pinned)
         yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 
     def read_prompt(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
@@ -236,7 +268,7 @@ class AnswerLoop(Released):
         if self.is_cancelled:
             return None
         for chunk, logits in self._runner.prefill(ids):
-            self.stored.extend(chunk)
+            self._store(chunk)
             done, last = done + len(chunk), logits
             yield Prefilled(done, len(ids))
             if self.is_cancelled:
@@ -244,6 +276,10 @@ class AnswerLoop(Released):
         return last
 
     # ---- inside
+
+    def _store(self, chunk: Sequence[int]) -> None:
+        """Note a chunk of a prompt that the runner has read."""
+        self.stored.extend(chunk, reduced=self._kv.mode.bounds_prompt(self._kv.total))
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""

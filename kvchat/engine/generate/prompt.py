@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine.generate.limits import LimitExceededError, limited
@@ -27,10 +28,15 @@ ROLES = ("system", "user", "assistant")
 # Unicode noncharacters: they never occur in real text and are taken out of what is given.
 ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenizing
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
+EDGE = "\ufdd2"  # around what a turn says, where its place in the text is asked for
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
+THOUGHT_END = "</think>"
+KEPT_RESTS = (
+    8  # of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place
+)
 KEPT_CONTENTS = 1024  # contents of turns whose escaped form is kept: every turn comes again with the next
-_NONCHARACTERS = {ord(ESCAPE): None, ord(GUARD): None}
+_NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
 
 class Prompt(NamedTuple):
@@ -57,6 +63,7 @@ class PromptEncoder:
         self._anchor = _find_anchor(tokenizer)
         self._control = control_ids(tokenizer)
         self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
+        self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
         self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
         self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
@@ -81,7 +88,37 @@ class PromptEncoder:
     def ids_of(self, text: str, stored: Stored) -> list[int]:
         """The ids of a rendered text, those of ``stored`` for as much of it as they are known to stand for."""
         kept, chars = stored.agreed(text)
-        return stored.ids[:kept] + self._tokenize(text[chars:], anchored=chars > 0)
+        return stored.ids[:kept] + self._rest(text[chars:], anchored=chars > 0)
+
+    def pinned(self, turns: Sequence[Turn], stored: Stored) -> list[int]:
+        """The positions of the pinned turns' tokens, each with what the template writes around it; ascending.
+
+        Raises:
+            UsageError: as ``encode``, or the template leaves out or changes what a turn says.
+        """
+        if not any(turn.pinned for turn in turns):
+            return []
+        spans = self._spans(turns)
+        text, found = self.render(turns), list[int]()
+        for begin, end in spans:
+            first, last = (len(self.ids_of(text[:chars], stored)) for chars in (begin, end))
+            found += range(max(first, found[-1] + 1 if found else 0), last)
+        return found
+
+    def _spans(self, turns: Sequence[Turn]) -> list[tuple[int, int]]:
+        """The pinned turns' characters in the rendered text: from the end of what the turn before says to the next."""
+        shown = _fold_system(turns) if self._folds_system and self._tokenizer.chat_template else turns
+        parts = self.render(turns, edges=True).split(EDGE)
+        if len(parts) != 2 * len(shown) + 1 or "".join(parts) != self.render(turns):
+            raise UsageError(
+                "Messages of this conversation cannot be pinned.",
+                "The model's chat template leaves out or changes what a message says.",
+                "Unpin them: /pin on each again.",
+            )
+        ends = list(accumulate(map(len, parts)))
+        # Parts are: before the first turn, what it says, between it and the next, ..., after the last.
+        around = [(ends[2 * i - 1] if i else 0, ends[2 * i + 2]) for i in range(len(shown))]
+        return [span for turn, span in zip(shown, around, strict=True) if turn.pinned]
 
     def preamble(self, turns: Sequence[Turn]) -> int:
         """Tokens before the first user turn's text, where the conversation begins with a system prompt; else 0."""
@@ -91,8 +128,10 @@ class PromptEncoder:
         one, other = (self._tokenize(self.render((turns[0], Turn("user", text))), anchored=False) for text in "0A")
         return common_prefix(one, other)
 
-    def render(self, turns: Sequence[Turn]) -> str:
+    def render(self, turns: Sequence[Turn], edges: bool = False) -> str:
         """The text of a conversation up to where the model goes on, with ``ESCAPE`` in would-be control tokens.
+
+        With ``edges`` an ``EDGE`` stands before and after what each turn says.
 
         An assistant turn at the end is continued: it follows the generation prompt as it is, just as it was generated.
         (``continue_final_message`` of transformers trims it, and templates drop its thinking.)
@@ -102,8 +141,9 @@ class PromptEncoder:
         """
         _check(turns)
         if turns[-1].role == "assistant":
-            return self._render_history(turns[:-1]) + self._escape(turns[-1].content)
-        return self._render_history(turns)
+            last = self._escape(turns[-1].content)
+            return self._render_history(turns[:-1], edges) + (f"{EDGE}{last}{EDGE}" if edges else last)
+        return self._render_history(turns, edges)
 
     def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
         """The text of ``prompt`` and the answer to it, for ``Stored.agree``.
@@ -116,15 +156,15 @@ class PromptEncoder:
 
     # ---- text -----------------------------------------------------------------------------------
 
-    def _render_history(self, turns: Sequence[Turn]) -> str:
+    def _render_history(self, turns: Sequence[Turn], edges: bool = False) -> str:
         if not self._tokenizer.chat_template:
-            return self._plain(turns)
+            return self._plain(turns, edges)
         if self._folds_system:
             turns = _fold_system(turns)
-        return self._apply_template(turns, self._in_parts).replace(GUARD, "")
+        return self._apply_template(turns, self._in_parts, edges).replace(GUARD, "")
 
-    def _apply_template(self, turns: Sequence[Turn], in_parts: bool) -> str:
-        messages = [{"role": turn.role, "content": self._content(turn, in_parts)} for turn in turns]
+    def _apply_template(self, turns: Sequence[Turn], in_parts: bool, edges: bool = False) -> str:
+        messages = [{"role": turn.role, "content": self._content(turn, in_parts, edges)} for turn in turns]
 
         def render() -> str:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -143,12 +183,11 @@ class PromptEncoder:
             ) from error
         return text
 
-    def _content(self, turn: Turn, in_parts: bool) -> str | list[dict[str, str]]:
+    def _content(self, turn: Turn, in_parts: bool, edges: bool = False) -> str | list[dict[str, str]]:
         text = self._escape(turn.content)
-        if turn.role == "assistant":
-            before = GUARD if text[:1].isspace() else ""
-            after = GUARD if text[-1:].isspace() else ""
-            text = f"{before}{text}{after}"
+        before = GUARD if turn.role == "assistant" and text[:1].isspace() else ""
+        after = GUARD if turn.role == "assistant" and text[-1:].isspace() else ""
+        text = f"{before}{_with_edges(text) if edges else text}{after}"
         return [{"type": "text", "text": text}] if in_parts else text
 
     def _escape(self, text: str) -> str:
@@ -188,11 +227,12 @@ class PromptEncoder:
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset(i for i, token in added if token.content.strip() and token.content in text)
 
-    def _plain(self, turns: Sequence[Turn]) -> str:
+    def _plain(self, turns: Sequence[Turn], edges: bool = False) -> str:
         """The form for a model without a template; the space before an answer is the model's own."""
         lines = [self._leading_bos()]
         for turn in turns:
             text = self._escape(turn.content)
+            text = _with_edges(text) if edges else text
             if turn.role == "system":
                 lines.append(f"{text.strip()}\n\n")
             elif turn.role == "user":
@@ -237,6 +277,17 @@ class PromptEncoder:
         return ids[1:] if anchor else ids
 
 
+def _with_edges(text: str) -> str:
+    """A message with an ``EDGE`` before and after what it says: inside white space, and after a thought.
+
+    Templates trim the former and leave out the latter.
+    """
+    thought, end, said = text.rpartition(THOUGHT_END)
+    said_only = said.strip()
+    before, _, after = said.partition(said_only) if said_only else (said, "", "")
+    return f"{thought}{end}{before}{EDGE}{said_only}{EDGE}{after}"
+
+
 def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of the control tokens, which structure a conversation."""
     control = {i for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
@@ -274,5 +325,6 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
     rest = [turn for turn in turns if turn.role != "system"]
     first = next(i for i, turn in enumerate(rest) if turn.role == "user")
     if system:
-        rest[first] = Turn("user", f"{system}\n\n{rest[first].content}")
+        pinned = rest[first].pinned or any(turn.pinned for turn in turns if turn.role == "system")
+        rest[first] = Turn("user", f"{system}\n\n{rest[first].content}", pinned)
     return rest

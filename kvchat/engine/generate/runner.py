@@ -97,7 +97,7 @@ class ModelRunner:
     def _forward(self) -> Tensor:
         """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
         self.kv.forward_begin()
-        position = self.kv.state.position.view(1)
+        position = self.kv.mode.model_position(self.kv.state.position).view(1)
         logits = self._run(self._token, position, logits=True)
         self.kv.forward_end()
         assert logits is not None
@@ -124,7 +124,8 @@ class ModelRunner:
         chunk_size = self.chunk or self._planned_chunk(len(ids))
         done = 0
         while done < len(ids):
-            wanted = self.recurrent.chunk(len(ids) - done, chunk_size)
+            limited = min(chunk_size, self.kv.mode.prompt_tokens(self.kv.total))
+            wanted = self.recurrent.chunk(len(ids) - done, limited)
             chunk, logits = self._read_chunk(ids, done, wanted)
             if len(chunk) < wanted:
                 chunk_size = len(chunk)
@@ -158,11 +159,11 @@ class ModelRunner:
                 torch.cuda.empty_cache()
 
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
-        device, total = self.model.device, self.kv.total
+        device, start = self.model.device, self.kv.total - self.kv.mode.base_of(self.kv.total)
         with torch.inference_mode():
             try:
                 self.kv.begin_prefill(len(chunk))
-                positions = torch.arange(total, total + len(chunk), device=device)
+                positions = torch.arange(start, start + len(chunk), device=device)
                 logits = self._run(torch.tensor(chunk, device=device), positions, logits=last)
                 self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
                 self.recurrent.commit(chunk)
@@ -174,6 +175,7 @@ class ModelRunner:
 
     def _reread(self) -> None:
         """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""
+        self.recurrent.settle()
         while unread := self.recurrent.unread:
             start, tokens = self.recurrent.position, self.recurrent.chunk(len(unread), self.chunk or CHUNKS[0])
             try:
@@ -196,6 +198,15 @@ class ModelRunner:
         self.recurrent.truncate(tokens)
         with torch.inference_mode(), explained(self.kv, "filling the slots"):
             self.kv.truncate(tokens)
+
+    def pin(self, positions: Sequence[int]) -> None:
+        """Attend to the stored tokens at ``positions`` at every step, whatever the mode keeps.
+
+        Raises:
+            DoesNotFitError: there is no room for them beside what the mode keeps; those before stay pinned.
+        """
+        with torch.inference_mode(), explained(self.kv, "pinning"):
+            self.kv.pin(positions)
 
     def put_back(self, saved: SavedTokens, ids: Sequence[int]) -> None:
         """Store again, after the first ``saved.start`` tokens, those that were set aside, which are ``ids``."""

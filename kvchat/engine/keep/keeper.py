@@ -125,11 +125,11 @@ class Keeper:
         self.interrupt()
         text, began = self._loop.encoder.render(turns), time.perf_counter()
         present = self._source_of(self._loop.stored, [], text, "memory", lambda pool, tokens: 0, (), bytes)
+        sources = list(self._parked_sources(conversation, text)) if conversation else []
+        self._parked.pop(conversation, None)  # its room is that of the one which goes
         self._park()
         self._present, self._loop.stored.saved = conversation, 0
-        sources: list[Source] = []
         if conversation:
-            sources += self._parked_sources(conversation, text)
             try:
                 sources += self._saved_sources(conversation, text)
             except (DamagedFileError, OSError) as error:
@@ -140,7 +140,6 @@ class Keeper:
             yield from self._adopt(best, began)
         else:  # what was said in the conversation before this one is not to be saved as this one's
             self._truncate(present.tokens)
-        self._parked.pop(conversation, None)
 
     def forget(self, conversation: str) -> None:
         """The conversation is deleted, its file was set aside: keep nothing of it, nor what was written since."""

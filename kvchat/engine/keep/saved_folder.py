@@ -33,16 +33,19 @@ class SavedFolder:
             os.utime(path)
 
     def make_room(self, path: Path, size: int) -> int:
-        """Delete files until ``path`` may grow to ``size`` bytes; how large it may become, where that is less."""
+        """Delete files until ``path`` may grow to ``size`` bytes; how large it may become, where that is less.
+
+        None is deleted for one that would not fit alone: it gets what the others leave.
+        """
         others = [other for other in self.latest_first() if other != path]
         allowed = self._allowed()
         taken = sum(map(_size, others))
-        while others and taken + size > allowed:
+        while others and taken + size > allowed >= size:
             oldest = others.pop()
             taken -= _size(oldest)
             with suppress(OSError):
                 oldest.unlink()
-        return min(size, allowed - taken)
+        return max(0, min(size, allowed - taken))
 
     def _allowed(self) -> int:
         """Bytes of all files, of those there now and more."""

@@ -10,6 +10,7 @@ from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError, PageFile, Rows, blocks_of
 from kvchat.kv.memory.pages import StoredPages
+from kvchat.units import size
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Job:
 class WriteBehind:
     """Writes jobs on a thread of its own until it is interrupted, which waits for one page's copy at most.
 
-    ``problem`` says why the last page could not be written, empty where it could.
+    ``problem`` says why a conversation could not be written to its end, empty where the last one could.
     """
 
     def __init__(self, folder: SavedFolder, page: int) -> None:
@@ -83,6 +84,9 @@ class WriteBehind:
         end = before = job.file.links[-1].end if job.file.links else HEADER_BYTES
         end += sum(job.file.record_bytes(kind) for kind in job.pages.kinds[job.first :])
         allowed = self._folder.make_room(job.file.path, end)
+        if allowed < end:
+            room = f"kv.saved_gib and the disk have room for {size(allowed)}"
+            self.problem = f"those of this conversation take {size(end)}, {room}"
         for start in range(0, len(job.rows), self._page):
             page = job.first + start // self._page
             with self._copying:
@@ -96,4 +100,5 @@ class WriteBehind:
             is_last = start + self._page >= len(job.rows)
             job.file.write(page, rows, blocks, job.query if is_last else b"")
             job.saved = page * self._page + len(rows)
-            self.problem = ""
+            if allowed >= end:
+                self.problem = ""

@@ -50,7 +50,7 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         raise ModelError(
             f"The model is quantized already, by {own}.", f"Its weights cannot be made {quantize} again.", "Give none."
         )
-    _check_installed(quantize, (PACKAGES[quantize], "accelerate"))
+    _check_installed(quantize)
     stored = config.get_text_config(decoder=True).dtype or torch.float32
     chosen = _nf4(dtype) if quantize == "nf4" else _int8() if quantize == "int8" else _int4(dtype, device)
     return Quantization(PACKAGES[quantize], {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
@@ -129,12 +129,18 @@ def _int8_product(weight: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor)
     return nn.functional.linear(x, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
 
 
-def _check_installed(quantize: str, packages: tuple[str, ...]) -> None:
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+def absent_packages(quantize: str) -> list[str]:
+    """The packages that a quantization needs and that are not installed; ``none`` needs none."""
+    needed = (PACKAGES[quantize], "accelerate") if quantize in PACKAGES else ()
+    return [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+def _check_installed(quantize: str) -> None:
+    absent = absent_packages(quantize)
     if absent:
         verb = "is" if len(absent) == 1 else "are"
         raise ModelError(
-            f"{quantize} weights need {packages[0]}.",
+            f"{quantize} weights need {PACKAGES[quantize]}.",
             f"{' and '.join(absent)} {verb} not installed.",
             INSTALL[quantize],
         )

@@ -2,8 +2,9 @@
 
 Recurrent and convolution layers keep their state in a cache of transformers, which hands the K/V of attention layers on
 untouched: those are the KV manager's. A state cannot be rolled back token by token, so copies of it are kept on the
-host. After a truncation or a failed forward the nearest one is put back, and the tokens behind it are ``unread``: the
-runner reads them again before anything else. In a model whose layers all attend every method does nothing much.
+host. After a truncation or a failed forward the nearest one is put back by ``settle``, and the tokens behind it are
+``unread``: the runner reads them again before anything else. In a model whose layers all attend every method does
+nothing much.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvchat.engine.memory_errors import is_out_of_memory
 
 ATTENTION = {"full_attention", "sliding_attention"}
 RECURRENT = {"linear_attention", "conv"}
@@ -41,6 +44,7 @@ class RecurrentState:
         self._ids: list[int] = []
         self._read = 0
         self._snapshots: list[Snapshot] = []
+        self._is_torn = False
         self._cache = _cache_of(config) if is_recurrent(config) else None
         layers = self._cache.layers if self._cache else []
         self._layers = [layer for layer in layers if hasattr(layer, "recurrent_states")]
@@ -106,10 +110,17 @@ class RecurrentState:
 
     @torch.inference_mode()
     def keep(self) -> None:
-        """Keep a snapshot of the state as it is; of many, those further back lie further apart."""
+        """Keep a snapshot of the state as it is; of many, those further back lie further apart.
+
+        Where there is no memory for it none is kept: a way back is longer then.
+        """
         if not self.exists or self._read == self._last:
             return
-        self._snapshots.append(Snapshot(self._read, [t.to("cpu", copy=True) for t in self._tensors()]))
+        try:
+            self._snapshots.append(Snapshot(self._read, [t.to("cpu", copy=True) for t in self._tensors()]))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
         if len(self._snapshots) > SNAPSHOTS:
             at = [snapshot.tokens for snapshot in self._snapshots]
             spare = min(range(1, SNAPSHOTS), key=lambda i: (at[i + 1] - at[i - 1]) / (at[-1] - at[i]))
@@ -121,24 +132,28 @@ class RecurrentState:
         """Forget all but the first ``tokens``."""
         del self._ids[tokens:]
         if self._read > tokens:
-            self._restore(tokens)
+            self._go_back(tokens)
 
     def rollback(self) -> None:
         """Leave the state that a failed forward may have torn."""
-        self._restore(len(self._ids))
+        self._go_back(len(self._ids))
+
+    def _go_back(self, tokens: int) -> None:
+        """To the nearest snapshot of at most ``tokens`` tokens, or the beginning; noted only: that cannot fail."""
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.tokens <= tokens]
+        self._read, self._is_torn = self._last, self.exists
 
     @torch.inference_mode()
-    def _restore(self, tokens: int) -> None:
-        """Put the nearest snapshot of at most ``tokens`` tokens back, or the beginning; it allocates nothing."""
-        if self._cache is None:
+    def settle(self) -> None:
+        """Put the snapshot back that was gone back to; due before a forward, and again if it fails."""
+        if self._cache is None or not self._is_torn:
             return
-        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.tokens <= tokens]
-        self._read = self._last
-        if not self._snapshots:
+        if self._snapshots:
+            for tensor, kept in zip(self._tensors(), self._snapshots[-1].tensors, strict=True):
+                tensor.copy_(kept)
+        else:
             self._cache.reset()
-            return
-        for tensor, kept in zip(self._tensors(), self._snapshots[-1].tensors, strict=True):
-            tensor.copy_(kept)
+        self._is_torn = False
 
     @property
     def _last(self) -> int:

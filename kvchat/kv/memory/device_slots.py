@@ -1,7 +1,8 @@
 """Device slots: room for tokens' K/V on the compute device, and the slot table that names the position in each slot.
 
 Attention knows nothing else: it reads the slots whose table entry is not -1. A layout is
-``[pages * p | sink | window | rest of the last page]``: retrieved pages first, so that each is one aligned block.
+``[pages * p | sink | pinned | window | rest of the last page]``: retrieved pages first, so that each is one aligned
+block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Layout:
     ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
     the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
     may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (sinks and pages it has
-    none) is read all the same: attention reads tokens that left the window from the host pool.
+    none) is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
+    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay closed.
     """
 
     first: int
@@ -35,6 +37,7 @@ class Layout:
     heads: tuple[tuple[int, ...], ...] | None = None
     unordered: bool = False
     spills: bool = False
+    pinned: int = 0
 
     def width(self, geometry: Geometry) -> int:
         """KV heads per layer."""
@@ -42,7 +45,7 @@ class Layout:
 
     def slots(self, page: int) -> int:
         """Slots per KV head and layer, whole pages."""
-        return -(-(self.pages * page + self.sink + self.window) // page) * page
+        return -(-(self.pages * page + self.sink + self.pinned + self.window) // page) * page
 
     def nbytes(self, geometry: Geometry) -> int:
         """Bytes that ``DeviceSlots`` of this layout allocate."""
@@ -61,7 +64,7 @@ class DeviceSlots:
     n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and
     ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the
     page slots hold (the table says which of their tokens may be read), ``page_blocks [H, k]`` their rows of ``blocks``.
-    ``current_slot [1]`` (int64) is the slot of the token being decoded.
+    ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
     ``active`` counts what was read: (token, KV head, layer) triples, summed over steps.
     """
 
@@ -70,6 +73,7 @@ class DeviceSlots:
         self.geometry = geometry
         self.n = layout.slots(geometry.page)
         self.offset = layout.pages * geometry.page
+        self.ring = self.offset + layout.sink + layout.pinned
         layers, width = layout.last - layout.first, layout.width(geometry)
         tables = (1, 1) if layout.shared else (layers, width)
         self.heads = torch.tensor(layout.heads, device=device) if layout.heads else None
@@ -135,7 +139,7 @@ class DeviceSlots:
     def slot_of(self, positions: Tensor) -> Tensor:
         """The slots of tokens that are sinks or in the window: sinks in order, then a ring."""
         s, w = self.layout.sink, self.layout.window
-        return self.offset + torch.where(positions < s, positions, s + (positions - s) % max(1, w))
+        return torch.where(positions < s, self.offset + positions, self.ring + (positions - s) % max(1, w))
 
     def free_slots(self, n: int) -> Tensor:
         """Slots ``[n]`` of an unordered layout: empty ones first, then others."""

@@ -64,13 +64,13 @@ class HostPool:
 
     @property
     def capacity(self) -> int:
-        """Tokens there is memory for."""
-        return self._lies.tokens(self._regions[0].committed)
+        """Tokens there is memory for in every layer: where memory ran out while it grew, some have more."""
+        return self._lies.tokens(min(region.committed for region in self._regions))
 
     @property
     def reserved(self) -> int:
         """Tokens there is address space for: so many fit before the pool moves."""
-        return self._lies.tokens(self._regions[0].size)
+        return self._lies.tokens(min(region.size for region in self._regions))
 
     @property
     def room(self) -> int:
@@ -266,7 +266,8 @@ class HostPool:
     def _extend(self, size: int) -> None:
         """Take memory for ``size`` bytes in each layer, in place."""
         for region in self._regions:
-            self._commit(region, size)
+            if region.committed < size:
+                self._commit(region, size)
 
     def _move(self, least: int, wanted: int) -> None:
         """Beyond the reservation: twice the address space, and a copy; of pages a layer at a time.

@@ -112,11 +112,11 @@ class PinnedRegion:
 
     def commit(self, size: int) -> tuple[int, int]:
         """Take memory for the first ``size`` bytes (whole system pages); the new segment: its address and size."""
-        first, self.committed = self.committed, size
-        self._starts.append(first)
+        first, parts = self.committed, len(self._parts)
         # A write to each system page is what makes it memory; the kernel has cleared it.
-        parts = len(self._parts)
-        self._parts[:, first // parts : self.committed // parts : mmap.PAGESIZE].zero_()
+        self._parts[:, first // parts : size // parts : mmap.PAGESIZE].zero_()
+        self.committed = size
+        self._starts.append(first)
         return self.bytes.data_ptr() + first, self.committed - first
 
     def segments(self, low: int, high: int) -> list[Tensor]:

@@ -25,31 +25,38 @@ class Prefill(Protocol):
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]`` of the layer's new tokens.
 
-        Returns keys ``[H, start + n, d_k]`` and values of all tokens; valid until the next layer asks.
+        Returns keys ``[H, start + n - first, d_k]`` and values of the tokens from ``first`` on; valid until the next
+        layer asks.
         """
 
     def close(self) -> None:
         """The forward is over, or failed; whatever comes next finds the host pool written."""
 
 
-def prefill_over(host: HostPool, tokens: int) -> Prefill:
-    """The prefill of ``tokens`` new tokens after those stored; there is room for them."""
+def prefill_over(host: HostPool, tokens: int, first: int = 0) -> Prefill:
+    """The prefill of ``tokens`` new tokens after those stored, of which it reads none before ``first``.
+
+    There is room for them.
+    """
     if isinstance(host, EightBitPool):
-        return RoundingPrefill(host)
-    return StagedPrefill(host, tokens) if host.device.type == "cuda" else DirectPrefill(host)
+        return RoundingPrefill(host, first)
+    return StagedPrefill(host, tokens, first) if host.device.type == "cuda" else DirectPrefill(host, first)
 
 
 class DirectPrefill:
     """On a CPU the host pool is memory like any other."""
 
-    def __init__(self, host: HostPool) -> None:
+    def __init__(self, host: HostPool, first: int = 0) -> None:
         self._host = host
-        self._start = host.total
+        self._start, self._first = host.total, first
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """``Prefill.extended``"""
         self._host.append(layer, self._start, key, value)
-        return self._host.dense(layer, self._start + key.shape[1]) if self._start else (key, value)
+        if not self._start:
+            return key, value
+        keys, values = self._host.dense(layer, self._start + key.shape[1])
+        return keys[:, self._first :], values[:, self._first :]
 
     def close(self) -> None:
         """``Prefill.close``"""
@@ -61,17 +68,17 @@ class RoundingPrefill:
     On a GPU too: its kernels unpack a layer's pages when the layer begins, beside nothing.
     """
 
-    def __init__(self, host: EightBitPool) -> None:
+    def __init__(self, host: EightBitPool, first: int = 0) -> None:
         self._host = host
-        self._start = host.total
+        self._start, self._first = host.total, first
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """``Prefill.extended``"""
+        keys, values = key, value
         if self._start:
-            stored = self._host.dense(layer, self._start)
+            page, beside = divmod(self._first, self._host.geometry.page)
+            stored = (part[:, beside:] for part in self._host.dense(layer, self._start, page))
             keys, values = (torch.cat(parts, 1) for parts in zip(stored, (key, value), strict=True))
-        else:
-            keys, values = key, value
         self._host.append(layer, self._start, key, value)
         return keys, values
 
@@ -82,15 +89,18 @@ class RoundingPrefill:
 class StagedPrefill:
     """One layer's K/V on the device, the next one's on its way.
 
-    ``all [2, H, tokens, d]`` is what attention reads. ``earlier`` and ``new`` ``[page, H, 2, p, d]`` are the stored
-    pages on their way from the host and the changed ones on their way to it; the first changed page is the one the new
-    tokens begin in, so one page may be in both. ``prefill_plan.staging_bytes`` predicts their size.
+    ``all [2, H, tokens, d]`` is what attention reads, from the page of the first token on that is read. ``earlier`` and
+    ``new`` ``[page, H, 2, p, d]`` are the stored pages on their way from the host and the changed ones on their way to
+    it; the first changed page is the one the new tokens begin in, so one page may be in both.
+    ``prefill_plan.staging_bytes`` predicts their size.
     """
 
-    def __init__(self, host: HostPool, tokens: int) -> None:
+    def __init__(self, host: HostPool, tokens: int, first: int = 0) -> None:
         g = host.geometry
         self._host = host
-        self._start, self._end = host.total, host.total + tokens
+        self._page, self._first = divmod(first, g.page)
+        offset = self._page * g.page
+        self._start, self._end = host.total - offset, host.total + tokens - offset
         self._changed, pages = self._start // g.page, g.pages(self._end)
         # Zeros: what lies behind the last token goes to the host too, and recall copies whole pages.
         self.all = torch.zeros((2, g.kv_heads, pages * g.page, g.d), dtype=g.dtype, device=host.device)
@@ -113,10 +123,11 @@ class StagedPrefill:
         values[:, self._start :].copy_(value)
         self.new.copy_(pages[self._changed :])
         with self._side_stream():
-            _copy(self._host.segments(layer, self._changed, len(pages)), self.new, to_device=False)
+            first, last = self._page + self._changed, self._page + len(pages)
+            _copy(self._host.segments(layer, first, last), self.new, to_device=False)
         if layer + 1 < g.layers:
             self._fetch(layer + 1)
-        return keys, values
+        return keys[:, self._first :], values[:, self._first :]
 
     def close(self) -> None:
         """``Prefill.close``"""
@@ -124,7 +135,8 @@ class StagedPrefill:
 
     def _fetch(self, layer: int) -> None:
         with self._side_stream():
-            _copy(self._host.segments(layer, 0, len(self.earlier)), self.earlier, to_device=True)
+            last = self._page + len(self.earlier)
+            _copy(self._host.segments(layer, self._page, last), self.earlier, to_device=True)
         self._fetched = layer
 
 

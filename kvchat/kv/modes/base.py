@@ -5,6 +5,7 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -99,10 +100,12 @@ class Mode:
     ===================  =============================================  ==========================================
     when                 member                                         duty
     ===================  =============================================  ==========================================
-    before entering      ``plan(capacity)``                             slots and bytes wanted
+    before entering      ``pin(positions)``                             messages that are read whatever it keeps
+    ... then             ``plan(capacity)``                             slots and bytes wanted
     ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
+    ... beyond context   ``bounds_prompt(tokens)`` and what follows it  which stored tokens a prompt reads
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
     before a step        ``prepare_step()``, ``graph_key()``            grow; which kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
@@ -111,7 +114,7 @@ class Mode:
     in a step            ``forward_end(position)``                      look back at the whole step
     after a step         ``is_exact(tokens)``                           did it read everything?
     on an alarm          ``recover(level)``                             read more for a while
-    for screens          ``report()``                                   parameters, figures, state of tokens
+    for screens          ``in_force()``, ``report()``                   parameters, figures, state of tokens
     ===================  =============================================  ==========================================
 
     From ``forward_begin`` to ``forward_end`` everything may become part of a CUDA graph: tensors of fixed shape, state
@@ -127,6 +130,7 @@ class Mode:
         preamble: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
+        pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
     """
 
     name: ClassVar[str]
@@ -137,6 +141,7 @@ class Mode:
     limited_by_context: bool = True
     needs_calibration: bool = False
     beyond_budget: int = 0
+    pins: tuple[int, ...] = ()
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         self.parameters = parameters
@@ -149,6 +154,17 @@ class Mode:
         """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
         self.beyond_budget = max(0, self.pinned - self.sink)
         self.sink += self.beyond_budget
+
+    def pin(self, positions: Sequence[int]) -> None:
+        """Plan for reading the stored tokens at ``positions`` (ascending) at every step, beyond the budget.
+
+        Slots that were made for other ``pins`` are made again. A mode that reads everything needs none.
+        """
+        self.pins = tuple(position for position in positions if position >= self.sink)
+
+    def is_pinned(self, positions: Tensor) -> Tensor:
+        """Return which ``positions`` (of any shape, EMPTY is none) are in ``pins``; nothing is read back."""
+        return self.pin_mask[positions.clamp(max=len(self.pin_mask) - 1).long()]
 
     def plan(self, capacity: int) -> Plan:
         """Return the slots and bytes wanted for at most ``capacity`` stored tokens."""
@@ -163,6 +179,9 @@ class Mode:
     def attach(self, state: KVState) -> None:
         """Take over freshly allocated, empty slots."""
         self.state = state
+        # Ends with one more position, which is not pinned: EMPTY and all later ones are looked up there.
+        self.pin_mask = torch.zeros(self.pins[-1] + 2 if self.pins else 1, dtype=torch.bool, device=state.device)
+        self.pin_mask[torch.tensor(self.pins, dtype=torch.int64, device=state.device)] = True
 
     def fill(self, fresh: bool) -> None:
         """Bring to the slots what the next token attends to.
@@ -174,8 +193,45 @@ class Mode:
             # One less than the window: the next token takes the slot of the oldest.
             self.state.transfer.load_table(slots, self.wanted_table(slots, slots.layout.window - 1))
 
+    def base_of(self, position: int) -> int:
+        """What is subtracted from a token's position before the model rotates its query and key; 0 in the context."""
+        return 0
+
+    def model_position(self, position: Tensor) -> Tensor:
+        """``position`` (0-d int64) of a step's token as the model rotates it: less its base."""
+        return position
+
+    def unbased(self, layer: int, keys: Tensor) -> Tensor:
+        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens at their own positions."""
+        return keys
+
+    def prompt_tokens(self, total: int) -> int:
+        """How many tokens of a prompt one forward may read after ``total`` stored ones, at most."""
+        return sys.maxsize
+
+    def bounds_prompt(self, tokens: int) -> bool:
+        """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
+        return False
+
+    def first_read(self, tokens: int) -> int:
+        """The first stored token, sinks aside, that a prompt's forward reads which ends with token number ``tokens``.
+
+        If it is bounded, the slots were filled for its first token.
+        """
+        return 0
+
+    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What that forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
+
+        Given are the layer's keys and values of the tokens from ``first_read`` on.
+        """
+        return keys, values
+
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` of all tokens, on the device."""
+        """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` on the device.
+
+        They are those of all tokens, in a bounded forward from ``first_read`` on.
+        """
 
     def prepare_step(self) -> bool:
         """Make room for a step's token in what the mode keeps, outside the graph; True if ``plan`` changed."""
@@ -215,18 +271,26 @@ class Mode:
     def recover(self, level: Level) -> None:
         """Read more again between two steps, because the text may have gone wrong; ``level`` is SR, WR or FR."""
 
+    def in_force(self) -> dict[str, Any]:
+        """Return the parameters in force, with what was chosen for ``auto``."""
+        return self.parameters.model_dump()
+
     def report(self) -> ModeReport:
         """Return parameters in force, figures and the state of tokens; may wait for the device."""
-        return ModeReport(self.parameters.model_dump())
+        return ModeReport(self.in_force())
 
     def wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
-        """Return the table that holds the sinks and the last ``recent`` tokens before the next one."""
+        """Return the table that holds sinks, pinned messages and the last ``recent`` tokens before the next one."""
         total, sink = self.state.total, slots.layout.sink
         table = torch.full_like(slots.table, EMPTY)
         first = min(total, max(sink, total - recent))
         for low, high in ((0, min(sink, total)), (first, total)):
             positions = torch.arange(low, high, device=table.device)
             table[..., slots.slot_of(positions)] = positions.to(torch.int32)
+        if slots.layout.pinned:
+            recents = table[..., slots.ring :]
+            recents.masked_fill_(self.is_pinned(recents), EMPTY)
+            table[..., slots.ring - len(self.pins) : slots.ring] = torch.tensor(self.pins, device=table.device)
         return table
 
 

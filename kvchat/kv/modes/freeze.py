@@ -26,7 +26,8 @@ The default profile departs from it; what each departure is for and costs:
     * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently.
     * One choice for all layers and heads, as Eq. 2 averages over heads and says nothing of layers.
 
-A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it.
+A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. Pinned
+messages never freeze, in any profile.
 
 Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step read of the last ``RESIZE_INTERVAL``.
 Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens. It
@@ -36,6 +37,7 @@ sampled a token has waited for the same work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,12 +82,17 @@ class Freeze(Mode):
         self._refuse_small_budget()
         self.pin_to_sinks()
         self.rule = replace(self.rule, sink=self.sink)
-        self.budget = None if parameters.budget is None else parameters.budget + self.beyond_budget
+        self.pin(())
         self.timers: Timers | None = None
         self._size = 0
         self._peak = 0
         self._looked_at = 0
         self._exact = True
+
+    def pin(self, positions: Sequence[int]) -> None:
+        super().pin(positions)
+        beyond = self.beyond_budget + len(self.pins)
+        self.budget = None if self.parameters.budget is None else self.parameters.budget + beyond
 
     def plan(self, capacity: int) -> Plan:
         g = self.geometry
@@ -98,10 +105,11 @@ class Freeze(Mode):
         super().attach(state)
         # When a switch to another mode fails this one is entered again, and goes on.
         if self.timers is None:
-            self.timers = Timers(self.parameters, state.device, self.geometry.headroom, self.rule, self.budget)
+            self.timers = Timers(self.parameters, state.device, self.geometry.headroom, self.rule)
             self.bounds = PageBounds(self.geometry, state.device)
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
             self._entered_at = state.steps
+        self.timers.pin(self.pin_mask if self.pins else None, self.budget)
 
     @property
     def slots(self) -> DeviceSlots:
@@ -118,6 +126,7 @@ class Freeze(Mode):
         total, timers = self.state.total, self._timers
         timers.reserve(total)
         timers.truncate(total)
+        timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)
             self._note_layers()
@@ -246,13 +255,13 @@ class Freeze(Mode):
 
     def graph_buffers(self) -> list[Tensor]:
         own = [self.bounds.data, self._scaling, self._sight] if self.rule.recalls else []
-        return [self.thawed, *self._timers.buffers(), *own]
+        return [self.thawed, self.pin_mask, *self._timers.buffers(), *own]
 
     def is_exact(self, tokens: int) -> bool:
         return self._exact
 
     def report(self) -> ModeReport:
-        return ModeReport(self.parameters.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)
+        return ModeReport(self.in_force(), self._stats(), TokenState.FROZEN, resident_share=0.5)
 
     def _stats(self) -> dict[str, Any]:
         timers = self._timers

@@ -73,11 +73,11 @@ class Timers:
         device: torch.device,
         headroom: int = GROWTH_HEADROOM,
         rule: Rule | None = None,
-        budget: int | None = None,
     ) -> None:
         self.parameters = parameters
         self.rule = rule or RULES[parameters.profile]
-        self.budget = budget or parameters.budget
+        self.budget = parameters.budget
+        self._pin_mask: Tensor | None = None
         self.device = device
         self.headroom = headroom
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
@@ -98,6 +98,10 @@ class Timers:
         self.detections[tokens:] = self._offsets(self.capacity + 1)[tokens:]
         self.frozen[max(0, tokens - self.parameters.K) :] = False
         self.score[tokens:] = 0
+
+    def pin(self, tokens: Tensor | None, budget: int | None) -> None:
+        """The tokens of a mask, which ends with one that is not pinned, may not freeze; the ``budget`` with them."""
+        self._pin_mask, self.budget = tokens, budget
 
     def awake(self, total: int) -> int:
         """How many of ``total`` tokens the next one reads; waits for the device."""
@@ -170,6 +174,8 @@ class Timers:
     def _may(self, index: Tensor, total: Tensor, pinned: Tensor) -> Tensor:
         """The tokens at positions ``index`` may be frozen: neither sinks nor in the window nor protected."""
         may = (index >= self.rule.sink) & (index < total - self.parameters.K)
+        if self._pin_mask is not None:
+            may &= ~self._pin_mask[index.clamp(max=len(self._pin_mask) - 1)]
         return may & ~pinned[index.clamp(max=len(pinned) - 1)] if self.rule.protects else may
 
     def _offsets(self, entries: int) -> Tensor:

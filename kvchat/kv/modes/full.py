@@ -12,6 +12,7 @@ In unified memory (a CPU) there are no slots: attention reads the host pool itse
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class Full(Mode):
         super().__init__(parameters, geometry, traits, preamble)
         self.resident = parameters.resident
 
+    def pin(self, positions: Sequence[int]) -> None:
+        """Everything is read."""
+
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if self.resident is None or self.resident >= capacity or self.geometry.unified:
@@ -54,7 +58,7 @@ class Full(Mode):
     @property
     def spills(self) -> bool:
         """Tokens are read over the link, or will be."""
-        return self.state.slots[0].layout.spills and not self.geometry.unified
+        return not self.geometry.unified and any(slots.layout.spills for slots in self.state.slots)
 
     def graph_key(self) -> tuple[int, ...]:
         # Stock torch reads as many blocks as there is memory for.
@@ -79,4 +83,4 @@ class Full(Mode):
     def report(self) -> ModeReport:
         on_host = max(0, self.state.total - self.state.slots[0].layout.window) if self.spills else 0
         stats: dict[str, Any] = {"read over the link": f"{on_host:,} tok"} if self.spills else {}
-        return ModeReport(self.parameters.model_dump(), stats, on_host=on_host)
+        return ModeReport(self.in_force(), stats, on_host=on_host)

@@ -12,8 +12,9 @@ Departures and decisions:
     * Nothing waits for whether a head was flagged: page scores of all heads are made before attention at every step,
       where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
     * S is one page and W a quarter of the budget by default; the paper takes S = W = 128 of 2,048 for long prompts, 512
-      for long answers. What the sinks beyond a page hold is retrieved where it matters (``kvchat bench sweep``: at 256
-      and 512 tokens a quarter for sinks costs a third more KL divergence and finds fewer facts).
+      and tau = 0.9 for long answers (``profile=paper``). What the sinks beyond a page hold is retrieved where it
+      matters (``kvchat bench sweep``: at 256 and 512 tokens a quarter for sinks costs a third more KL divergence and
+      finds fewer facts).
     * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
       figures "heads corrected" and "mean C", and ``kvchat calibrate``.
     * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
@@ -30,6 +31,8 @@ Costs: a step scores all pages (2*d_k elements a page and head), and recalls onl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,7 +41,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, budget_of, everything, refuse_small_budget
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
@@ -59,8 +62,10 @@ class Speculative(Mode):
         super().__init__(parameters, geometry, traits, preamble)
         p = geometry.page
         self.budget = budget_of(parameters, traits.context)
-        self.sink = min(p, self.budget - p) if parameters.sink is None else parameters.sink
-        self.window = max(p, self.budget // 4 // p * p) if parameters.window is None else parameters.window
+        quarter = max(p, self.budget // 4 // p * p)
+        sink = quarter if parameters.profile == "paper" else p
+        self.sink = min(sink, self.budget - p) if parameters.sink is None else parameters.sink
+        self.window = quarter if parameters.window is None else parameters.window
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         if self.window < p:
             raise UsageError(
@@ -79,7 +84,8 @@ class Speculative(Mode):
         full = [everything(g, 0, self.first, capacity)] if self.first else []
         window = min(self.window, max(capacity, g.page))
         pages = min(self.k, g.pages(capacity))
-        rest = Layout(self.first, g.layers, min(self.sink, capacity), window, pages, shared=False)
+        sink = min(self.sink, capacity)
+        rest = Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
         bounds_per_page = (g.layers - self.first) * g.kv_heads * 2 * g.d_k * g.dtype.itemsize
         return Plan([*full, rest], g.pages(capacity) * bounds_per_page)
 
@@ -164,10 +170,12 @@ class Speculative(Mode):
     def is_exact(self, tokens: int) -> bool:
         return self._candidate_pages(tokens) <= self.k
 
+    def in_force(self) -> dict[str, Any]:
+        return super().in_force() | {"budget": self.budget, "sink": self.sink, "window": self.window}
+
     def report(self) -> ModeReport:
-        chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
         stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        return ModeReport(self.parameters.model_dump() | chosen, stats | self._turning())
+        return ModeReport(self.in_force(), stats | self._turning())
 
     def _turning(self) -> dict[str, str | float]:
         """Share of head-steps corrected since the mode was entered, and the mean of C over them."""
@@ -234,6 +242,9 @@ class Speculative(Mode):
 
     def _open(self, layers: slice, last: Tensor) -> None:
         self.state.ops.open_pages(self.slots, layers, self.sink, last)
+        if self.pins:
+            opened = self.slots.table[layers, :, : self.slots.offset]
+            opened.masked_fill_(self.is_pinned(opened), EMPTY)
 
     def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""

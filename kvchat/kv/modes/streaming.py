@@ -5,10 +5,16 @@ Attention reads the first S tokens and the recent ones; C = budget. When the num
 the oldest recents are dropped down to L* (Eq. 8). What is dropped leaves the device only: the host pool keeps it.
 
 Departures:
-    * C = budget = S + W; B, the paper's non-core tokens ("optional", 0 by default, e.g. overlap), is a larger W here:
-      the algorithm keeps the first S and the last L* - S tokens whatever they are called.
-    * A prompt is read exactly, also what was dropped: the paper's prompts are shorter than C. It costs one pass over
-      the host pool, and what was dropped stays dropped for decoded tokens.
+    * C = budget = S + W + B. B, the paper's non-core tokens, are more recent ones: Algorithm 1 keeps the first S and
+      the last L* - S tokens whatever they are called; of overlap and refresh the paper says no more than the names.
+    * A prompt is read exactly while it is within the model's context, also what was dropped: the paper's prompts are
+      shorter than C. It costs one pass over the host pool, and what was dropped stays dropped for decoded tokens.
+    * Beyond the context a prompt is read in chunks of at most C tokens, each of which reads sinks, what was not dropped
+      and itself; before each the cache is pruned. The paper prunes before every token. So a conversation never ends,
+      and every other mode refuses it from there on.
+    * Positions beyond the context go on from its middle: a token's base, a multiple of half the context, is subtracted
+      before the model rotates it. So no position is beyond the context, and float32 angles lose no precision. Keys are
+      stored as rotated; of those kept on the device the difference of bases is turned, from the stored key.
     * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink
       keys are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and
       every difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from
@@ -16,16 +22,22 @@ Departures:
     * A prune takes effect after the step that reaches C + R, as in the paper's program, which prunes the cache that the
       model's forward returned.
     * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
+    * Pinned messages are kept between sinks and recents, beyond the budget. In compacted geometry a kept token lies as
+      many positions behind the recents as tokens are kept between: each is rotated by what was dropped after it.
 
-Defaults: R = 64, delta = 16, sigma = 64. The paper has sigma < R; here a prune between two tokens drops delta,
-smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to C + 64 tokens,
-never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
+Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, R = 32, sigma = 16 and
+delta = 32 (section 3.4; of its experiments no values are published). The paper has sigma < R; here a prune between two
+tokens drops delta, smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to
+C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
-Shapes: one table ``[1, 1, S + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S.
-Costs: a step adds a rotation of ``[layers, H, S, d]`` keys; nothing is recalled.
+Shapes: one table ``[1, 1, S + P + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S, P pinned.
+Costs: a step adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled. Beyond the context the C kept
+tokens are loaded and turned once for every half of it and every prompt.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +89,7 @@ class Streaming(Mode):
         self._refuse_two_capacities()
         self.window = self.capacity - self.sink
         self.limited_by_context = parameters.R == 0  # sinks that are re-aligned go on beyond it
-        refuse_small_budget(self.name, self.capacity, self.sink, 1)
+        refuse_small_budget(self.name, self.capacity, self.sink, 1 + parameters.B)
         self.pin_to_sinks()
         self.capacity += self.beyond_budget
 
@@ -85,47 +97,141 @@ class Streaming(Mode):
         g, p = self.geometry, self.parameters
         peak = self.capacity + (max(p.R, p.sigma + 1) if p.delta else p.R)
         recent = capacity if p.R == 0 else min(capacity, peak - self.sink)
-        sink_keys = g.layers * g.kv_heads * (self.sink + 1) * g.d_k * g.dtype.itemsize
-        return Plan([Layout(0, g.layers, self.sink, recent)], sink_keys)
+        kept = self.sink + len(self.pins)
+        kept_keys = g.layers * g.kv_heads * (kept + 1) * g.d_k * g.dtype.itemsize
+        return Plan([Layout(0, g.layers, self.sink, recent, pinned=len(self.pins))], kept_keys)
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
         g = self.geometry
         self._rotated = self._rotated_layers(state.device)
         self.kept_from = torch.zeros((), dtype=torch.int64, device=state.device)
-        # One row more than sinks: there the keys of all later tokens go.
-        self.sinks = torch.zeros((g.layers, g.kv_heads, self.sink + 1, g.d_k), dtype=g.dtype, device=state.device)
+        self.base = torch.zeros_like(self.kept_from)
+        self._bounded_from: int | None = None
+        # Canonical keys of sinks and pinned messages, and one row more: there the keys of all later tokens go.
+        kept = self.sink + len(self.pins)
+        self.kept_keys = torch.zeros((g.layers, g.kv_heads, kept + 1, g.d_k), dtype=g.dtype, device=state.device)
+        self._pins = torch.tensor(self.pins, dtype=torch.int64, device=state.device)
+        # Of each of them the tokens before it that may be dropped: none before a sink.
+        may_drop = self._pins - self.sink - torch.arange(len(self.pins), device=state.device)
+        self._before = torch.nn.functional.pad(may_drop, (self.sink, 0))
+
+        self._bases_of_kept = torch.nn.functional.pad(self._bases(self._pins), (self.sink, 0))
 
     def graph_buffers(self) -> list[Tensor]:
-        return [self.kept_from, self.sinks]
+        return [self.kept_from, self.base, self.kept_keys, self._pins, self._before, self._bases_of_kept]
+
+    # ---- beyond the context
+
+    def base_of(self, position: int) -> int:
+        return 0 if self.limited_by_context else int(self._bases(torch.tensor(position)))
+
+    def model_position(self, position: Tensor) -> Tensor:
+        return position - self.base
+
+    def prompt_tokens(self, total: int) -> int:
+        """To the end of the context; beyond it C, and to the next base."""
+        if self.limited_by_context:
+            return super().prompt_tokens(total)
+        if total < self.traits.context:
+            return self.traits.context - total
+        half = self._half_context
+        return min(self.capacity, half - (total - self.traits.context) % half)
+
+    def bounds_prompt(self, tokens: int) -> bool:
+        return not self.limited_by_context and tokens > self.traits.context
+
+    def first_read(self, tokens: int) -> int:
+        self._bounded_from = int(self.kept_from) if self.bounds_prompt(tokens) else None
+        return self._bounded_from or 0
+
+    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Sinks and pinned messages, re-aligned in their slots, and the recents in one base."""
+        if self._bounded_from is None:
+            return keys, values
+        tokens = torch.arange(self._bounded_from, self._bounded_from + keys.shape[1], device=keys.device)
+        recent = self._turned(layer, keys, self._bases(tokens) - self.base)
+        spec, (slots,) = self.state.specs[layer], self.state.slots
+        if spec is not None and spec.window is not None:
+            return recent, values  # a window of its own that the sinks have left
+        kept = self.sink + sum(pin < self._bounded_from for pin in self.pins)
+        before = slots.keys(layer)[:, :kept], slots.values(layer)[:, :kept]
+        return torch.cat((before[0], recent), 1), torch.cat((before[1], values), 1)
+
+    def unbased(self, layer: int, keys: Tensor) -> Tensor:
+        if not self.bounds_prompt(keys.shape[1]):
+            return keys
+        return self._turned(layer, keys, self._bases(torch.arange(keys.shape[1], device=keys.device)))
+
+    def prepare_step(self) -> bool:
+        total = self.state.total
+        beyond = total - self.traits.context
+        if not self.limited_by_context and beyond >= 0 and beyond % self._half_context == 0:
+            self._load(total - int(self.kept_from))  # the token's base is another than that of those before
+        return False
+
+    @property
+    def _half_context(self) -> int:
+        return max(1, self.traits.context // 2)
+
+    def _bases(self, positions: Tensor) -> Tensor:
+        """The bases of positions (int64)."""
+        beyond = positions - self.traits.context
+        halves = torch.div(beyond, self._half_context, rounding_mode="floor") + 1
+        return torch.where(beyond < 0, 0, halves * self._half_context)
+
+    def _turned(self, layer: int, keys: Tensor, by: Tensor) -> Tensor:
+        """``keys [H, n, d_k]`` moved by ``by [n]`` positions each."""
+        rotation = self.traits.rotations[layer]
+        return keys if rotation is None else rotate(keys, rotation, *cos_sin(rotation, by))
+
+    # ---- the cache
 
     def fill(self, fresh: bool) -> None:
         length = torch.tensor(self.state.total if fresh else self.num_cached(), device=self.state.device)
-        recent = int(self._pruned(length)) - self.sink
+        self._load(max(0, int(self._pruned(length)) - self.sink))
+
+    def _load(self, recent: int) -> None:
+        """Bring the sinks and the last ``recent`` tokens to the slots."""
         (slots,) = self.state.slots
-        self.state.transfer.load_table(slots, self.wanted_table(slots, max(recent, 0)))
-        self.kept_from.fill_(max(self.sink, self.state.total - recent))
-        g = self.geometry
+        total, g = self.state.total, self.geometry
+        base = self.base_of(total)
+        if base or int(self.base):
+            slots.truncate(0)  # keys in the slots were turned: all are loaded as they are stored
+        # Of pinned messages the slots hold rotated keys: they are copied again.
+        slots.table[..., self.sink : slots.ring] = EMPTY
+        self.state.transfer.load_table(slots, self.wanted_table(slots, recent))
+        self.kept_from.fill_(max(self.sink, total - recent))
+        self.base.fill_(base)
         for layer in range(g.layers):
-            stored = min(self.sink, self.state.total)
-            self.sinks[layer, :, :stored] = self.state.host.dense(layer, stored)[0]
+            stored = min(self.sink, total)
+            self.kept_keys[layer, :, :stored] = self.state.host.dense(layer, stored)[0]
+            if base:
+                keys, tokens = slots.keys(layer)[:, slots.ring :], slots.table[0, 0, slots.ring :].long()
+                keys.copy_(self._turned(layer, keys, self._bases(tokens) - base))
+        self.kept_keys[:, :, self.sink : -1] = slots.kv[:, 0, :, self.sink : slots.ring, : g.d_k]
         self._realign()
 
     def forward_end(self, position: Tensor) -> None:
         cached = self.sink + position + 1 - self.kept_from
         self.kept_from.add_(cached - self._pruned(cached))
         (slots,) = self.state.slots
-        slots.table.masked_fill_((slots.table >= self.sink) & (slots.table < self.kept_from), EMPTY)
+        recents = slots.table[..., slots.ring :]
+        recents.masked_fill_(recents < self.kept_from, EMPTY)
         self._note_sink(slots, position)
         self._realign()
 
     def is_exact(self, tokens: int) -> bool:
         return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
 
+    def in_force(self) -> dict[str, Any]:
+        chosen = {"budget": self.capacity - self.beyond_budget, "sink": self.sink}
+        chosen["window"] = self.window - self.parameters.B
+        return super().in_force() | chosen
+
     def report(self) -> ModeReport:
-        chosen = {"budget": self.capacity - self.beyond_budget, "sink": self.sink, "window": self.window}
         stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
-        return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
+        return ModeReport(self.in_force(), stats, TokenState.UNREACHABLE)
 
     def num_cached(self) -> int:
         """Stored tokens that were not dropped; waits for the device."""
@@ -134,20 +240,23 @@ class Streaming(Mode):
     def _soft_capacity(self) -> int:
         p = self.parameters
         if p.budget is None and p.window is not None:
-            return p.window + (MIN_SINK if p.sink is None else p.sink)
+            return p.window + p.B + (MIN_SINK if p.sink is None else p.sink)
         return budget_of(p, self.traits.context)
 
     def _refuse_two_capacities(self) -> None:
-        """C is ``budget`` or S + W: both are refused where they differ.
+        """C is ``budget`` or S + W + B: both are refused where they differ.
 
         Raises:
             UsageError: with the numbers.
         """
         p = self.parameters
-        if p.window is not None and self.sink + p.window != self.capacity:
+        if p.window is not None and self.sink + p.window + p.B != self.capacity:
+            names, numbers = "sink + window", f"{self.sink} + {p.window}"
+            if p.B:
+                names, numbers = f"{names} + B", f"{numbers} + {p.B}"
             raise UsageError(
                 "The streaming budget contradicts its window.",
-                f"budget = {self.capacity} is not sink + window = {self.sink} + {p.window} = {self.sink + p.window}.",
+                f"budget = {self.capacity} is not {names} = {numbers} = {self.sink + p.window + p.B}.",
                 "Give the streaming mode a budget or a window, not both.",
             )
 
@@ -164,16 +273,28 @@ class Streaming(Mode):
     def _note_sink(self, slots: DeviceSlots, position: Tensor) -> None:
         """A conversation may begin with fewer tokens than sinks: the canonical key of a sink that was decoded."""
         keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
-        self.sinks.index_copy_(2, position.clamp(max=self.sink).view(1), keys)
+        row = torch.where(position < self.sink, position, self.kept_keys.shape[2] - 1)
+        self.kept_keys.index_copy_(2, row.view(1), keys)
 
     def _realign(self) -> None:
-        """Put the sinks directly before the first kept recent token."""
+        """Put sinks and pinned messages directly before the first kept recent token."""
         (slots,) = self.state.slots
-        keys = slots.kv[:, 0, :, : self.sink, : self.geometry.d_k]
+        keys = slots.kv[:, 0, :, : slots.ring, : self.geometry.d_k]
+        dropped = self._dropped_after()
         for rotation, layers in self._rotated:
-            cos, sin = cos_sin(rotation, self.kept_from - self.sink)
-            canonical = self.sinks[:, :, : self.sink].index_select(0, layers)
+            cos, sin = cos_sin(rotation, dropped - self.base)
+            canonical = self.kept_keys[:, :, :-1].index_select(0, layers)
             keys.index_copy_(0, layers, rotate(canonical, rotation, cos, sin))
+
+    def _dropped_after(self) -> Tensor:
+        """How many dropped tokens lie between a kept one and the recents: 0-d for sinks alone, else ``[S + P, 1]``.
+
+        Counted from the base of the kept one.
+        """
+        if not self.pins:
+            return self.kept_from - self.sink
+        dropped = self.kept_from - self.sink - (self._pins < self.kept_from).sum()
+        return ((dropped - self._before).clamp(min=0) + self._bases_of_kept).unsqueeze(1)
 
     def _rotated_layers(self, device: torch.device) -> list[tuple[Rotation, Tensor]]:
         """The rotations and the layers that each turns (int64, on the device, so that no step has to send them)."""

@@ -17,7 +17,7 @@ Departures and decisions:
       here it counts all that is allocated, ring and double buffer too. It is 50 % unless followers then kept less than
       a third of the tokens (as with 2 KV heads).
     * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
-    * Representatives are the best retrievers of their clusters; the paper's rule is ``representatives="centroid"``.
+    * Representatives are the best retrievers of their clusters; the paper's are the centroid's (``profile=paper``).
     * Clusters by 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000); another text can
       be given to ``kvchat calibrate``. By the paper's rule the representative then differs in half of the layers of
       the bundled model, by retrieval in none.
@@ -34,6 +34,7 @@ Costs: an anticipation ranks all tokens once per cluster; between anticipations 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -41,43 +42,18 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
-from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, everything, refuse_small_budget
+from kvchat.kv.modes.sync_budget import paper_k, refuse_small_mem
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
 
 SINK = 4
 RING = 128
-
-
-def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
-    """Tokens per follower so that ``mem`` of a full cache's bytes are used; the rows of the paper's tables fit this.
-
-    Raises:
-        DoesNotFitError: the representatives alone take as much.
-    """
-    refuse_small_mem(mem, kv_heads, representatives)
-    return tokens * (mem * kv_heads - representatives) / (kv_heads - representatives)
-
-
-def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
-    """Refuse a share of memory that the representatives alone exceed.
-
-    Raises:
-        DoesNotFitError: with the floor.
-    """
-    floor = representatives / kv_heads
-    if mem <= floor:
-        raise DoesNotFitError(
-            f"Sync does not fit {mem:.0%} of the K/V.",
-            f"{representatives} of {kv_heads} KV heads keep everything, which takes {floor:.0%} already.",
-            f"Give mem over {floor:.2f}, or fewer clusters.",
-        )
 
 
 class Sync(Mode):
@@ -109,6 +85,10 @@ class Sync(Mode):
 
     # ---- slots
 
+    def pin(self, positions: Sequence[int]) -> None:
+        if self.split:
+            super().pin(positions)
+
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if not self.split:
@@ -125,7 +105,8 @@ class Sync(Mode):
         if not self.parameters.offload:
             return Layout(0, layers, 0, capacity, shared=False, heads=heads)
         pages = self.geometry.pages(self._region(self._most(capacity)))
-        return Layout(0, layers, self.sink, min(self.ring, capacity), pages, shared=False, heads=heads)
+        ring, pinned = min(self.ring, capacity), len(self.pins)
+        return Layout(0, layers, self.sink, ring, pages, shared=False, heads=heads, pinned=pinned)
 
     def k_of(self, tokens: int) -> int:
         """k: static and dynamic tokens of a follower, the sinks included, in a turn that begins with ``tokens``."""
@@ -162,13 +143,14 @@ class Sync(Mode):
             return super().fill(fresh)
         state, (everything, rest) = self.state, self.state.slots
         state.transfer.load_table(everything, self.wanted_table(everything, everything.layout.window))
-        candidates = max(0, state.total + 1 - self.window - self.sink)
+        last = torch.tensor(state.total - self.window, device=state.device)
+        chosen_anyway = sum(position <= state.total - self.window for position in self.pins)
+        candidates = max(0, state.total + 1 - self.window - self.sink - chosen_anyway)
         self.t = 0
         self.k = self.k_of(state.total)
         self.static = min(self.k - SINK - self._dynamic_share(self.k), candidates)
         self.held = self.held.new_empty((self.geometry.layers, self.clusters, 0))
         self._widen_held()
-        last = torch.tensor(state.total - self.window, device=state.device)
         if candidates:
             for layer in range(len(self.held)):
                 room = min(self.k - SINK, self.held.shape[2])
@@ -254,10 +236,12 @@ class Sync(Mode):
     # ---- choosing
 
     def _rank(self, layer: int, best: Tensor, last: Tensor) -> Tensor:
-        """``best [N_r, n]`` with -1 where a token is a sink, later than ``last`` or out of sight."""
+        """``best [N_r, n]`` with -1 where a token is a sink, pinned, later than ``last`` or out of sight."""
         spec = self.state.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
         masked = (tokens < self.sink) | (tokens > last)
+        if self.pins:
+            masked |= self.is_pinned(tokens)
         if spec is not None and spec.window is not None:
             masked |= tokens <= last + self.window - spec.window
         return best.masked_fill(masked, -1.0)
@@ -277,11 +261,13 @@ class Sync(Mode):
         table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
         if self.parameters.offload:
             table[:, : held.shape[1]] = held.to(torch.int32)
-            ring = table[:, rest.offset :]
-            ring.masked_fill_((ring >= self.sink) & (ring <= last), EMPTY)
+            ring = table[:, rest.ring :]
+            ring.masked_fill_(ring <= last, EMPTY)
             return
         tokens = torch.arange(rest.n, device=table.device)
         inside = (tokens < self.sink) | (tokens > last)
+        if self.pins:
+            inside |= self.is_pinned(tokens)
         chosen = inside.repeat(len(held), 1).scatter_(1, held.clamp(min=0), True)
         end = last + self.window
         table.copy_(torch.where(chosen & (tokens < end), tokens, EMPTY))
@@ -291,16 +277,16 @@ class Sync(Mode):
     def is_exact(self, tokens: int) -> bool:
         return not self.split or tokens - self.window <= self.k
 
-    def report(self) -> ModeReport:
-        chosen = {"clusters": self.clusters} | ({"mem": self.mem} if self.parameters.budget is None else {})
-        return ModeReport(self.parameters.model_dump() | chosen, self._stats())
+    def in_force(self) -> dict[str, Any]:
+        mem = {"mem": self.mem} if self.parameters.budget is None else {}
+        return super().in_force() | {"clusters": self.clusters} | mem
 
-    def _stats(self) -> dict[str, Any]:
-        heads = self.geometry.kv_heads
+    def report(self) -> ModeReport:
         if not self.split:
-            return {"representative heads": f"all {heads}: as full ({self._why_full()})"}
+            as_full = f"all {self.geometry.kv_heads}: as full ({self._why_full()})"
+            return ModeReport(self.in_force(), {"representative heads": as_full})
         kept, chosen = self.overlap.tolist()
-        return {
+        stats = {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
             "measured on": self.traits.calibration.measured_on if self.traits.calibration else "",
             "k": self.k,
@@ -309,13 +295,13 @@ class Sync(Mode):
             "anticipation steps": self.anticipations,
             "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
         }
-
-    # ---- inside
+        return ModeReport(self.in_force(), stats)
 
     def _memory_share(self) -> float:
         """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
         held, g = self.state.slots, self.geometry
-        return sum(slots.kv.nbytes for slots in held) / (g.layers * g.kv_heads * held[0].n * 2 * g.row_bytes)
+        full = g.layers * g.kv_heads * sum(slots.n for slots in held[:1]) * 2 * g.row_bytes
+        return sum(slots.kv.nbytes for slots in held) / full if full else 0.0
 
     def _dynamic_share(self, k: int) -> int:
         """floor((1 - rho) * k), exactly for rho as it was written."""

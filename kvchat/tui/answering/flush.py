@@ -6,8 +6,11 @@ table of 60 rows. So an open fence or table stays plain text until it closes.
 
 from __future__ import annotations
 
+import re
+
 SHORTEST_S = 0.05
 LONGEST_S = 0.4
+_BEGINNING = re.compile(r"`{0,2}|~{0,2}|[-*+]|#{1,6}|\d{1,9}[.)]?")
 
 
 def interval(cost_s: float) -> float:
@@ -15,28 +18,14 @@ def interval(cost_s: float) -> float:
     return min(max(4 * cost_s, SHORTEST_S), LONGEST_S)
 
 
-class OpenBlock:
-    """Splits a growing text into what may be parsed and the fence or table still open at its end."""
+def closed_end(text: str, inside_line: bool) -> int:
+    """Index up to which ``text`` may be parsed; a fence or table still open at its end is behind it.
 
-    def __init__(self) -> None:
-        self.tail = ""
-        self._inside_line = False
-
-    def feed(self, text: str) -> str:
-        """Take more text and give what is closed by now; the rest is ``tail``."""
-        self.tail += text
-        end = _closed_end(self.tail, self._inside_line)
-        closed, self.tail = self.tail[:end], self.tail[end:]
-        if closed:
-            self._inside_line = not closed.endswith("\n")
-        return closed
-
-
-def _closed_end(text: str, inside_line: bool) -> int:
-    """Index after the last line of ``text`` outside an open fence or table."""
+    So is the last line while it may yet begin a fence, an item or a heading. ``inside_line``: it goes on with a line.
+    """
     end = position = 0
     fence = ""
-    for line in _lines(text):
+    for line in lines(text):
         position += len(line)
         word, complete = line.strip(), line.endswith("\n")
         if inside_line:
@@ -48,14 +37,14 @@ def _closed_end(text: str, inside_line: bool) -> int:
         elif word.startswith(("```", "~~~")):
             fence = word[: len(word) - len(word.lstrip(word[0]))]
             continue
-        elif word.startswith("|") or (not complete and word in ("", "`", "``", "~", "~~")):
+        elif word.startswith("|") or (not complete and _BEGINNING.fullmatch(word)):
             continue
         end = position
     return end
 
 
-def _lines(text: str) -> list[str]:
+def lines(text: str) -> list[str]:
     """Lines with their newline, split at newlines only (``splitlines`` knows eight more separators)."""
-    lines = [line + "\n" for line in text.split("\n")]
-    lines[-1] = lines[-1][:-1]
-    return [line for line in lines if line]
+    found = [line + "\n" for line in text.split("\n")]
+    found[-1] = found[-1][:-1]
+    return [line for line in found if line]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvchat.config import modes
-from kvchat.conversations.comparison import label
-from kvchat.errors import UsageError
 from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
 from kvchat.protocol.messages import Compare, NeedleHidden, Prefilled, Sampling, Stop, Turn
 from kvchat.tui.client import EngineClient
 from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.comparing.variants import completed, seeded
 from kvchat.tui.kept.branches import Branches
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
-
-SEEDS = 2**31
-FIRST, OTHER = "full", "speculative"
 
 
 class Comparisons:
@@ -43,11 +38,9 @@ class Comparisons:
         self._branches.require_ready()
         question = self._branches.chosen("user")
         chosen = completed(variants, self.state.mode)
-        conversation, sampling = self.state.conversation, self.state.sampling
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
+        conversation, sampling = self.state.conversation, seeded(self.state.sampling)
         system = (Turn("system", conversation.system),) if conversation.system else ()
-        path = (Turn(message.role, message.text) for message in conversation.path_to(question.id))
+        path = (message.turn for message in conversation.path_to(question.id))
         self.client.send(Compare((*system, *path), chosen, sampling))
         self._start(RunningComparison(question.text, self._model, chosen, sampling))
 
@@ -58,11 +51,11 @@ class Comparisons:
             UsageError: the engine is busy.
         """
         self._branches.require_ready()
-        seed = secrets.randbelow(SEEDS)
-        self.client.send(HideNeedle(tokens, seed))
+        sampling = seeded(Sampling(temperature=0.0))
+        self.client.send(HideNeedle(tokens, sampling.seed or 0))
         variants = tuple(map(Variant, modes.mode_names()[:MAX_VARIANTS]))
         stage = "writing a long text …"
-        self._start(RunningComparison("", self._model, variants, Sampling(0.0, seed=seed), stage, fact=""))
+        self._start(RunningComparison("", self._model, variants, sampling, stage, fact=""))
 
     def ask_for(self, hidden: NeedleHidden) -> bool:
         """Ask the modes for the fact that has been hidden; False if it was stopped meanwhile."""
@@ -114,19 +107,3 @@ class Comparisons:
         self.state.enter_phase(Phase.COMPARING)
         self.view.show_state(self.state)
         self.view.show_comparison(running)
-
-
-def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
-    """At least two variants to compare, where ``mode`` is the present one.
-
-    Raises:
-        UsageError: one is unknown, has a parameter that is refused or stands there twice.
-    """
-    chosen, present = tuple(variants), Variant(mode if mode != FIRST else OTHER)
-    if len(chosen) < 2:
-        chosen = (Variant(FIRST), *([one for one in chosen if one != Variant(FIRST)] or [present]))
-    for variant in chosen:
-        modes.parse(variant.mode, variant.params)
-    if len(set(map(label, chosen))) < len(chosen):
-        raise UsageError("A mode is named twice.", hint="Give one another budget: /compare sync sync budget=256")
-    return chosen

@@ -45,7 +45,7 @@ class Download:
             return await self._follow(self._process, name, report)
         finally:
             self.stop()
-            await self._process.wait()
+            await self._process.communicate()  # an unread pipe would outlive the event loop
             self._process = None
 
     def stop(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvchat.errors import UsageError
-from kvchat.tui.commands import parse_assignments, split_words
 from kvchat.tui.controller import ChatController
+from kvchat.tui.prompt.assignments import parse_assignments, split_words
 
 
 async def choose(chat: ChatController, argument: str) -> None:

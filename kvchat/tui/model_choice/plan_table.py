@@ -47,8 +47,12 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     for name, needed in made.weights.items():
         yield Row(f"weights {name}", f"weights, {name}", where, size(needed, 2))
     for name, need in made.modes.items():
-        budget = f", budget {need.params['budget']}" if need.params.get("budget") else ""
-        yield Row(f"read {name}", f"K/V read, {name}{budget}", where, need.refusal or size(need.device_bytes, 2))
+        given = [f", {key} {need.params[key]}" for key in ("budget", "resident") if need.params.get(key)]
+        yield Row(
+            f"read {name}", f"K/V read, {name}{''.join(given)}", where, need.refusal or size(need.device_bytes, 2)
+        )
+        if need.link_bytes:
+            yield Row(f"link {name}", "  over the link, a token", "host", size(need.link_bytes, 2))
     if made.state:
         yield Row("state", "recurrent state", where, size(made.state, 2))
     yield Row("workspace", "workspace, estimated", where, size(made.workspace, 2))
@@ -64,5 +68,7 @@ def _proposed(made: MemoryPlan) -> Iterator[str]:
     if made.proposal is None:
         yield "Nothing fits: take a smaller model or a shorter context."
         return
+    if made.proposal.install:
+        yield made.proposal.install
     yield command_line(made.model, made.proposal)
     yield from (f"  gives up {each}" for each in made.proposal.gave_up or ("nothing",))

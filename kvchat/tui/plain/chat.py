@@ -148,6 +148,9 @@ class PlainChat:
         try:
             if is_command(line):
                 await self._run_command(line.strip())
+            elif not self._is_typed and self.chat.state.info is None:
+                self._lines.problem("Nothing is asked: there is no model.")  # why is said; it would fail once more
+                self._left.set()
             else:
                 await self.chat.ask(questions.compose([Part(line)], self.chat.state))
         except KvchatError as error:

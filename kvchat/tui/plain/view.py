@@ -11,6 +11,7 @@ from kvchat.conversations import comparison
 from kvchat.conversations.comparison import COLUMNS, NOTHING, label
 from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
@@ -140,6 +141,9 @@ class PlainView:
             if footer:
                 self._lines.line(f"[{footer}]")
 
+    def show_footer(self, message: Message, footer: str) -> None:
+        """What is printed stays."""
+
     async def add_question(self, text: str, queued: bool) -> PlainQuestion:
         """Print a question that the terminal did not show."""
         if self._echoes:
@@ -185,6 +189,9 @@ class PlainView:
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         """Figures that change ten times a second are no lines."""
 
+    def show_details(self, details: Details) -> None:
+        """Nothing here watches them."""
+
     def show_page_text(self, start: int, text: str) -> None:
         """Only the ribbon asks for it."""
 
@@ -219,4 +226,4 @@ class PlainView:
         Raises:
             UsageError: lines have no clipboard.
         """
-        raise UsageError("There is no clipboard here.", hint="/export FILE writes the conversation.")
+        raise UsageError("There is no clipboard here.", hint="With a FILE behind it the command writes into that.")

@@ -10,17 +10,20 @@ from kvchat.config.modes import mode_infos, registered
 from kvchat.config.schema import SamplingSettings
 from kvchat.config.validation_errors import choices, expected
 from kvchat.tui import sampling
+from kvchat.tui.prompt import folders
+from kvchat.tui.prompt.folders import Entries
 from kvchat.tui.prompt.suggestions import Suggestion
 from kvchat.tui.state import ChatState
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is in force while a command is typed."""
+    """What is in force while a command is typed; ``entries`` tells what lies in a folder."""
 
     state: ChatState
     themes: Sequence[str]
     theme: str
+    entries: Entries = folders.read
 
 
 Values = Callable[[Surroundings, Sequence[str]], Iterator[Suggestion]]

@@ -16,7 +16,7 @@ PATHS = ("FILE", "PATH")  # arguments that name a file
 def offer(before: str, now: Surroundings) -> Offer | None:
     """What may stand at the end of ``before``, the text before the cursor: a command, its argument or a file."""
     if not is_command(before):
-        return mentions.offer(before)
+        return mentions.offer(before, now.entries)
     name, space, argument = before.removeprefix("/").partition(" ")
     return _argument(name, argument, now) if space else _names(name)
 
@@ -49,7 +49,7 @@ def _argument(name: str, argument: str, now: Surroundings) -> Offer | None:
 def _values(action: Action, argument: str, now: Surroundings) -> tuple[str, Sequence[Suggestion]]:
     """The word of the argument that is being typed, and what may take its place."""
     if action.usage in PATHS:
-        return argument, mentions.matching(argument)
+        return argument, mentions.matching(argument, now.entries)
     *words, typed = argument.split(" ")
     found = list(action.values(now, list(filter(None, words)))) if action.values else []
     begun = [one for one in found if one.text.lower().startswith(typed.lower())]

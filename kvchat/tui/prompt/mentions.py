@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvchat.conversations import attachments
 from kvchat.errors import UsageError
+from kvchat.tui.prompt.folders import Entries, Entry
 from kvchat.tui.prompt.suggestions import Offer, Suggestion
 from kvchat.units import size
 
@@ -71,27 +72,23 @@ def mention(path: str) -> str:
     return f'@"{path}"' if re.search(r"\s", path) else f"@{path}"
 
 
-def offer(before: str) -> Offer | None:
+def offer(before: str, entries: Entries) -> Offer | None:
     """The files and folders that the mention at the end of ``before`` may mean; None where there is none."""
     begun = _BEGUN.search(before)
     if begun is None:
         return None
     typed = begun[1] if begun[1] is not None else begun[2]
-    found = (Suggestion(_mention_of(path), label, doc) for path, label, doc, _ in matching(typed))
+    found = (Suggestion(_mention_of(path), label, doc) for path, label, doc, _ in matching(typed, entries))
     return Offer(begun[0], tuple(one for one in found if one.text.rstrip() != begun[0]), takes_by_enter=True)
 
 
-def matching(typed: str) -> list[Suggestion]:
+def matching(typed: str, entries: Entries) -> list[Suggestion]:
     """Paths that ``typed`` may become: entries of its folder that begin with the rest, then those that contain it.
 
     A folder's path ends in a slash.
     """
     folder, begun = typed[: typed.rfind("/") + 1], typed[typed.rfind("/") + 1 :]
-    try:
-        with os.scandir(os.path.expanduser(folder) or ".") as entries:
-            found = [entry for entry in entries if _offers(entry.name, begun)]
-    except OSError:
-        return []
+    found = [entry for entry in entries(folder) if _offers(entry.name, begun)]
     found.sort(key=lambda entry: (not entry.name.lower().startswith(begun.lower()), entry.name.lower()))
     return [_suggest(folder, entry) for entry in found[:OFFERED]]
 
@@ -107,14 +104,11 @@ def _offers(name: str, begun: str) -> bool:
     return is_begun and name.isprintable() and '"' not in name
 
 
-def _suggest(folder: str, entry: os.DirEntry[str]) -> Suggestion:
+def _suggest(folder: str, entry: Entry) -> Suggestion:
     path = folder + entry.name
-    try:
-        if entry.is_dir():
-            return Suggestion(f"{path}/", f"{entry.name}/")
-        return Suggestion(path, entry.name, size(entry.stat().st_size))
-    except OSError:
-        return Suggestion(path, entry.name)
+    if entry.is_folder:
+        return Suggestion(f"{path}/", f"{entry.name}/")
+    return Suggestion(path, entry.name, "" if entry.size is None else size(entry.size))
 
 
 def _split_punctuation(name: str) -> tuple[str, str]:

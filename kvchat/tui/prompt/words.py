@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 from kvchat.errors import UsageError, did_you_mean
 
 
-def resolve(given: str, known: Iterable[str], kind: str, hint: str = "") -> str:
+def nearest(given: str, known: Iterable[str]) -> list[str]:
+    """The few known words that are most like ``given``."""
+    return get_close_matches(given, list(known), n=3, cutoff=0.5)
+
+
+def resolve(given: str, known: Iterable[str], kind: str) -> str:
     """The known word that ``given`` is or begins; of ``mode`` and ``model`` the one that begins the other.
 
     Raises:
@@ -17,7 +23,7 @@ def resolve(given: str, known: Iterable[str], kind: str, hint: str = "") -> str:
     exact = [word for word in words if word == given] or [word for word in words if word.lower() == given.lower()]
     found = exact or sorted((word for word in words if word.lower().startswith(given.lower())), key=len)
     if not found or not given:
-        raise UsageError(f'There is no {kind} "{given}".', did_you_mean(given.lower(), words), hint)
+        raise UsageError(f'There is no {kind} "{given}".', did_you_mean(given.lower(), words))
     if not all(word.startswith(found[0]) for word in found):
         raise UsageError(f'"{given}" is the beginning of several: {", ".join(sorted(found))}.', hint="Type more of it.")
     return found[0]

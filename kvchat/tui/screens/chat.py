@@ -7,48 +7,37 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import ClassVar
 
-from textual import events
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
-from textual.content import Content
-from textual.screen import Screen
-from textual.widget import Widget
 
 from kvchat.errors import KvchatError, UsageError
-from kvchat.foreign_text import visible
-from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import Switched
 from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
-from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import external_editor, questions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.prompt.mentions import Part
-from kvchat.tui.screens import needle
 from kvchat.tui.screens.conversations import ConversationsScreen
-from kvchat.tui.screens.models import ModelsScreen
-from kvchat.tui.state import ChatState, Footed
-from kvchat.tui.view import Severity
-from kvchat.tui.widgets.answer import Answer, past_message
+from kvchat.tui.screens.details import DetailsScreen
+from kvchat.tui.screens.shown_chat import ShownChat
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.composer import Composer
-from kvchat.tui.widgets.gutter import Gutter
-from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
-from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import Transcript, TranscriptPane
+from kvchat.tui.widgets.transcript import TranscriptPane
 from kvchat.tui.widgets.welcome import Welcome, example
 
 QUIT_WINDOW_S = 2.0
+COLUMN = "column"  # that watches details
 
 
-class ChatScreen(Screen[None]):
+class ChatScreen(ShownChat):
     """The ``ChatView`` of one controller; ``keys`` are the changed keys by the id of their action."""
 
     CSS_PATH = "chat.tcss"
@@ -86,8 +75,8 @@ class ChatScreen(Screen[None]):
     async def on_mount(self) -> None:
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
-        self.run_worker(self.controller.listen(), name="events")
-        self.run_worker(self._open_archive(), name="conversations")
+        run_beside(self, self.controller.listen)
+        run_beside(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
 
     # ---- what the user asks for ------------------------------------------------------------------
@@ -157,7 +146,21 @@ class ChatScreen(Screen[None]):
 
     def action_editor(self) -> None:
         """Write the prompt in the user's own editor."""
-        self.run_worker(self._edit_outside(), group="editor", exclusive=True)
+        run_beside(self, self._edit_outside, group="editor", exclusive=True)
+
+    def action_details(self) -> None:
+        """Show what each layer and KV head reads, how long fetching took and what the GPU did."""
+        self.app.push_screen(DetailsScreen(self.controller))
+
+    @on(DetailColumn.Shown)
+    def watch_details(self) -> None:
+        """The column is on the screen: its figures are wanted."""
+        self.controller.details.begin(COLUMN)
+
+    @on(DetailColumn.Hidden)
+    def unwatch_details(self) -> None:
+        """The column is not on the screen any more."""
+        self.controller.details.end(COLUMN)
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
@@ -208,97 +211,7 @@ class ChatScreen(Screen[None]):
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         self.controller.peek(message.start, message.end)
 
-    # ---- ChatView --------------------------------------------------------------------------------
-
-    @property
-    def chosen(self) -> str | None:
-        return self._transcript.chosen
-
-    async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
-        if below is None:
-            self.query_one(Ribbon).clear()
-            self.query_one(Timeline).clear()
-        widgets: list[Widget] = [past_message(message, footer) for message, footer in messages]
-        await self._transcript.replace_below(below, widgets or ([] if below else [self._welcome()]))
-
-    async def add_question(self, text: str, queued: bool) -> Question:
-        self.accept_prompt()
-        await self._transcript.query(Welcome).remove()
-        return await self._transcript.add(Question(text, queued))
-
-    async def add_answer(self) -> Answer:
-        return await self._transcript.add(Answer())
-
-    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchNote:
-        if switched.before != switched.mode:
-            self.query_one(Ribbon).mark(switched.total, switched.mode)
-            self.query_one(Timeline).mark()
-        return await self._transcript.add(SwitchNote(switched, speed))
-
-    def add_note(self, text: str, struck: str = "") -> None:
-        self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))
-
-    def add_error(self, error: KvchatError) -> None:
-        self._add(Problem(error))
-
-    def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
-        self.app.notify(text, title=title, severity=severity, timeout=timeout)
-
-    def log_event(self, text: str) -> None:
-        self.query_one(DetailColumn).log_event(visible(text))
-
-    def show_state(self, state: ChatState) -> None:
-        bar = self.query_one(ModeBar)
-        bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
-        bar.mode, bar.params = state.mode, state.params
-        self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
-
-    def show_queue(self, waiting: int, is_held: bool) -> None:
-        self.query_one(Composer).show_queue(waiting, is_held)
-
-    def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
-        if snapshot is None:
-            self.query_one(Ribbon).clear()
-            self.query_one(Gutter).show({})
-            return
-        self.query_one(Gutter).show(self.controller.state.marks(snapshot))
-        self.query_one(Ribbon).snapshot = snapshot
-        self.query_one(StatusBar).add(snapshot, answering)
-        self.query_one(KvColumn).show(snapshot)
-        self.query_one(DetailColumn).show(snapshot)
-
-    def show_page_text(self, start: int, text: str) -> None:
-        self.query_one(Ribbon).show_text(start, text)
-
-    def show_comparison(self, shown: RunningComparison) -> None:
-        needle.show(self.app, self.controller.comparisons, shown)
-
-    def show_models(self) -> None:
-        self.app.push_screen(ModelsScreen(self.controller))
-
-    def accept_prompt(self) -> None:
-        with self._unwritten_history_as_toast():
-            self.query_one(Prompt).accept()
-
-    def restore_prompt(self, text: str) -> bool:
-        prompt = self.query_one(Prompt)
-        prompt.focus()
-        return prompt.restore(text)
-
-    def copy(self, text: str) -> None:
-        """Copy by OSC 52, which a terminal may ignore without an answer."""
-        self.app.copy_to_clipboard(text)
-        self.toast(f"Sent {len(text):,} characters to the terminal's clipboard (OSC 52).", title="Copied")
-
     # ---- helpers ---------------------------------------------------------------------------------
-
-    @property
-    def _transcript(self) -> Transcript:
-        return self.query_one(Transcript)
-
-    def _add(self, widget: Widget) -> None:
-        """Mount without waiting, in the order of the calls."""
-        self.run_worker(self._transcript.add(widget), group="messages")
 
     def _welcome(self) -> Welcome:
         return Welcome(self.controller.models.in_use.model, self._key)
@@ -327,10 +240,3 @@ class ChatScreen(Screen[None]):
             yield
         except KvchatError as error:
             self.toast(str(error), severity="warning")
-
-    @contextmanager
-    def _unwritten_history_as_toast(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")

@@ -53,6 +53,7 @@ class CompareScreen(ModalScreen[None]):
         super().__init__()
         self._comparisons = comparisons
         self._shown = shown
+        self._is_composed = False
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -67,12 +68,13 @@ class CompareScreen(ModalScreen[None]):
             yield Static(id="verdict", markup=False)
 
     def on_mount(self) -> None:
+        self._is_composed = True
         self.show(self._shown)
 
     def show(self, shown: RunningComparison) -> None:
         """Draw a comparison as it is now."""
         self._shown = shown
-        if self.query("#verdict"):  # else it is not composed yet
+        if self._is_composed:  # the engine may report while some of the widgets are still to come
             self.draw(shown)
 
     def draw(self, shown: RunningComparison) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, ClassVar
 
 from textual import on
@@ -17,9 +19,12 @@ from textual.widgets.option_list import Option
 from kvchat.conversations.store import MARK, Summary
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.search import SearchScreen, css_of
 from kvchat.units import count
+
+FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
 
 
 class ConversationsScreen(SearchScreen[Summary]):
@@ -51,7 +56,7 @@ class ConversationsScreen(SearchScreen[Summary]):
     @on(Input.Changed)
     def search(self, event: Input.Changed) -> None:
         """Search for what is typed; the search before is given up."""
-        self.run_worker(self._search(event.value), group="search", exclusive=True)
+        run_beside(self, partial(self._search, event.value), group="search", exclusive=True)
 
     @on(Input.Submitted)
     async def open_highlighted(self) -> None:
@@ -114,7 +119,7 @@ def describe(summary: Summary, now: float) -> Content:
     )
     if not summary.excerpt:
         return line
-    text = visible(" ".join(summary.excerpt.split()))
+    text = visible(" ".join(FENCE.sub(" ", summary.excerpt).split()))
     parts: list[Content | tuple[str, str]] = [line, ("\n  ", "")]
     for index, part in enumerate(text.replace(MARK[1], MARK[0]).split(MARK[0])):
         parts.append((part, "bold $accent" if index % 2 else "dim"))

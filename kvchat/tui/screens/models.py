@@ -20,6 +20,7 @@ from kvchat.catalog.fit import Room, fit, room
 from kvchat.catalog.models import FoundModel
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.search import SearchScreen, css_of
 from kvchat.units import count, size
@@ -55,7 +56,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
             yield Static("↑↓ choose · ⏎ load · ^L what it will take · Esc close", markup=False)
 
     def on_mount(self) -> None:
-        self.run_worker(self._look(), name="models")
+        run_beside(self, self._look)
 
     @on(Input.Changed)
     def search(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,11 @@ from textual.widgets import Static
 from kvchat.conversations.conversation import Message
 from kvchat.foreign_text import visible
 from kvchat.tui.answering import flush, thinking
-from kvchat.tui.answering.large_answers import markdown_end
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.slices import Slices
 
 if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
-    from textual.widgets import Markdown
+    from kvchat.tui.widgets.answer_body import AnswerBody
 
 COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
 
@@ -35,7 +34,6 @@ class Answer(Vertical):
     DEFAULT_CSS = """
     Answer { height: auto; margin: 1 1 0 1; border-left: outer $primary; padding: 0 0 0 1; }
     Answer.stopped { border-left: outer $warning; }
-    Answer > Markdown { padding: 0; margin: 0; background: transparent; }
     Answer > .tail { color: $text; }
     Answer > .tail.waiting { color: $text-muted; }
     Answer > .receipt { color: $text-disabled; }
@@ -54,9 +52,8 @@ class Answer(Vertical):
         self.collapsed = False
         self.finished = False
         self.weight = 1
-        self._open = flush.OpenBlock()
-        self._drawn = ""
         self._is_behind = False
+        self._drawing = asyncio.Lock()
         self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -64,15 +61,13 @@ class Answer(Vertical):
         if self.collapsed:
             yield Slices(said)
             return
-        from textual.widgets import Markdown  # 40 ms that the first paint need not wait for
+        from kvchat.tui.widgets.answer_body import AnswerBody  # 40 ms that the first paint need not wait for
 
         summary = Static(thinking.summarize(thought, is_open=False), classes="thought", markup=False)
         summary.display = bool(thought)
         yield summary
         yield Static(thought, classes="thoughts", markup=False)
-        end = markdown_end(said)
-        yield Markdown(said[:end] or None, open_links=False, parser_factory=_parser)
-        yield Slices(said[end:])
+        yield AnswerBody()
         tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
         tail.display = not self.finished
         yield tail
@@ -119,15 +114,19 @@ class Answer(Vertical):
             self._timer.stop()
         thought, said = thinking.split(visible(self.text))
         self._show_thought(thought, is_open=False)
-        end = markdown_end(said)
-        await self._markdown.update(said[:end])
-        await self.query_one(Slices).show(said[end:])
+        async with self._drawing:
+            await self._body.show(said, is_final=True)
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
-        line = self.query_one(".receipt", Static)
-        line.update(footer)
-        line.display = bool(footer)
+        self.show_footer(footer)
         self._weigh()
         self.post_message(self.Grew())
+
+    def show_footer(self, footer: str) -> None:
+        """Show another line under it; a collapsed one shows it once it is drawn again."""
+        self.receipt = footer
+        for line in self.query(".receipt").results(Static):
+            line.update(footer)
+            line.display = bool(footer)
 
     async def set_collapsed(self, collapsed: bool) -> None:
         """Swap the Markdown blocks for one plain widget of the remembered height, or back.
@@ -137,13 +136,15 @@ class Answer(Vertical):
         """
         if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):
             return
-        if collapsed:
-            self.styles.height = self.size.height
-        self.collapsed = collapsed
-        await self.recompose()
-        if not collapsed:
-            self.styles.height = "auto"
-            self._weigh()
+        async with self._drawing:
+            if collapsed:
+                self.styles.height = self.size.height
+            self.collapsed = collapsed
+            await self.recompose()
+            if not collapsed:
+                await self._body.show(thinking.split(visible(self.text))[1], is_final=True)
+                self.styles.height = "auto"
+                self._weigh()
 
     async def _flush(self) -> None:
         self._timer = None
@@ -165,24 +166,16 @@ class Answer(Vertical):
         self._is_behind = False
         thought, said = thinking.split(visible(self.text))
         self._show_thought(thought, is_open=not said)
-        end = markdown_end(said)
-        await self._draw_markdown(said[:end])
-        await self.query_one(Slices).show(said[end:])
-
-    async def _draw_markdown(self, said: str) -> None:
-        if not said.startswith(self._drawn):
-            self._open, self._drawn = flush.OpenBlock(), ""
-            await self._markdown.update("")
-        new, self._drawn = said[len(self._drawn) :], said
-        if closed := self._open.feed(new):
-            await self._markdown.append(closed)
-        if not self.finished:
-            self._show_tail(self._open.tail)
+        async with self._drawing:
+            if self.finished:
+                return
+            await self._body.show(said, is_final=False)
+            self._show_tail(self._body.tail)
 
     @property
-    def _markdown(self) -> Markdown:
-        markdown: Markdown = self.query_one("Markdown")  # type: ignore[assignment]
-        return markdown
+    def _body(self) -> AnswerBody:
+        body: AnswerBody = self.query_one("AnswerBody")  # type: ignore[assignment]
+        return body
 
     def _show_thought(self, thought: str, is_open: bool) -> None:
         if not thought:
@@ -200,13 +193,6 @@ class Answer(Vertical):
             tail.set_class(waiting, "waiting")
             tail.update(text.rstrip("\n"))
             tail.display = bool(text.strip())
-
-
-def _parser() -> MarkdownIt:
-    """As Textual's own, but HTML is text: nothing of an answer is dropped."""
-    from markdown_it import MarkdownIt
-
-    return MarkdownIt("gfm-like", {"html": False})
 
 
 def past_message(message: Message, footer: str) -> Question | Answer:

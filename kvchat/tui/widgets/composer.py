@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -10,6 +11,7 @@ from textual.widgets import OptionList, TextArea
 
 from kvchat.tui.prompt import command_offers
 from kvchat.tui.prompt.arguments import Surroundings
+from kvchat.tui.prompt.folders import FolderReader
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.suggestions import SuggestionList
@@ -27,6 +29,7 @@ class Composer(Vertical):
         self._key = key
         self._surroundings = surroundings
         self._list = SuggestionList()
+        self._folders = FolderReader(self.suggest)
         self._prompt = Prompt(history, self._list, self.suggest)
 
     def compose(self) -> ComposeResult:
@@ -36,7 +39,8 @@ class Composer(Vertical):
     def suggest(self) -> None:
         """Bring the list up to date with what is typed before the cursor."""
         begun = self._prompt.begun
-        self._list.show(command_offers.offer(begun, self._surroundings()) if begun else None)
+        now = replace(self._surroundings(), entries=self._folders.entries)
+        self._list.show(command_offers.offer(begun, now) if begun else None)
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         """Show how many questions wait, and whether the user has to release them."""

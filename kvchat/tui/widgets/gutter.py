@@ -51,6 +51,8 @@ class Gutter(Widget):
     def on_mount(self) -> None:
         for name in ("scroll_y", "virtual_size"):
             self.watch(self._transcript, name, self._draw, init=False)
+        # Messages of a transcript that is not full yet move without either of them.
+        self.screen.screen_layout_refresh_signal.subscribe(self, lambda _: self._draw())
 
     def show(self, marks: Mapping[str, Mark]) -> None:
         """Show what is read of each message, by its id."""

@@ -41,8 +41,13 @@ class Question(Static):
     def send(self, message: Message, footer: str) -> None:
         """Show that the question is no longer queued: it is ``message`` now."""
         self.queued = False
-        self.message, self._footer = message.id, footer
+        self.message = message.id
         self.remove_class("queued")
+        self.show_footer(footer)
+
+    def show_footer(self, footer: str) -> None:
+        """Show another footer."""
+        self._footer = footer
         if self.is_mounted:
             self.update(self._content())
 

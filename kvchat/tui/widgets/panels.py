@@ -8,18 +8,25 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
+from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
+from kvchat.protocol.details import Details
 from kvchat.protocol.figures import RIBBON, Snapshot
 from kvchat.tui.panel_rows import Rows, context_rows, extra_rows, memory_rows, mode_rows, recall_rows
+from kvchat.tui.state import ChatState
 from kvchat.tui.widgets.badges import Badges
+from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
+from kvchat.tui.widgets.head_map import HeadMap
+from kvchat.tui.widgets.recall_histogram import RecallHistogram
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
 from kvchat.units import BARS, MISSING
 
 MAX_EVENTS = 200
+COLUMN_ROWS = 8
 CALM = "calm"
 
 
@@ -99,7 +106,10 @@ class KvColumn(VerticalScroll):
 
 
 class DetailColumn(VerticalScroll, can_focus=False):
-    """The second column of large screens: the mode's own numbers, the ribbon's legend and the event log."""
+    """The second column of large screens: the mode's own numbers, details, the ribbon's legend and the event log.
+
+    It asks for details while it is on the screen.
+    """
 
     DEFAULT_CSS = """
     DetailColumn { width: 42; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
@@ -107,12 +117,21 @@ class DetailColumn(VerticalScroll, can_focus=False):
     DetailColumn > .block { border-title-color: $primary; }
     """
 
+    class Shown(Message):
+        """It is on the screen from now on."""
+
+    class Hidden(Message):
+        """It is on the screen no longer."""
+
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
         self._events: list[str] = []
 
     def compose(self) -> ComposeResult:
         yield Rowed("this mode", id="extra-rows")
+        yield HeadMap(max_rows=COLUMN_ROWS)
+        yield RecallHistogram()
+        yield GpuHistoryPlot()
         yield Static(legend(), id="legend", classes="block")
         yield Static(id="events", classes="block", markup=False)
 
@@ -121,9 +140,19 @@ class DetailColumn(VerticalScroll, can_focus=False):
         self.query_one("#events").border_title = " events "
         self.query_one("#extra-rows", Rowed).rows = [("own numbers", MISSING)]
 
-    def show(self, s: Snapshot) -> None:
-        """Draw the mode's own numbers."""
-        self.query_one("#extra-rows", Rowed).rows = extra_rows(s.extras) or [("own numbers", MISSING)]
+    def on_show(self) -> None:
+        self.post_message(self.Shown())
+
+    def on_hide(self) -> None:
+        self.post_message(self.Hidden())
+
+    def show(self, state: ChatState) -> None:
+        """Draw the mode's own numbers and the details."""
+        s, details = state.snapshot, state.details or Details(0)
+        self.query_one("#extra-rows", Rowed).rows = extra_rows(s.extras if s else {}) or [("own numbers", MISSING)]
+        self.query_one(HeadMap).details = details
+        self.query_one(RecallHistogram).show(details.recall, s)
+        self.query_one(GpuHistoryPlot).show(state.gpu_history, s)
 
     def log_event(self, text: str) -> None:
         """One line in the event log, newest first."""

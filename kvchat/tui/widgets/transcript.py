@@ -112,6 +112,12 @@ class Transcript(VerticalScroll):
         self.jump_to_end()
         self.call_after_refresh(self.settle)
 
+    def show_footer(self, message: str, footer: str) -> None:
+        """Show another footer under a message, by its id."""
+        for child in self.children:
+            if isinstance(child, Question | Answer) and child.message == message:
+                child.show_footer(footer)
+
     def answers(self) -> list[Answer]:
         """All answers, oldest first."""
         return [child for child in self.children if isinstance(child, Answer)]

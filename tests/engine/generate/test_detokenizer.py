@@ -4,7 +4,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -28,22 +28,17 @@ def pieces(tokenizer: object, ids: list[int]) -> list[str]:
     return [*map(detokenizer.step, ids), detokenizer.flush()]
 
 
-# No deadline and no chance: a busy machine must not fail a test.
-same_examples = settings(deadline=None, derandomize=True)
-
 # Half of the ids are those of single bytes, most of which are no whole character.
 random_ids = st.lists(st.one_of(st.integers(0, 8191), st.integers(0, 300)), max_size=40)
 
 
 @pytest.mark.parametrize("tokenizer", [fast, slow])
-@same_examples
 @given(ids=random_ids)
 def test_the_pieces_joined_are_the_decoded_text(tokenizer, ids):
     assert "".join(pieces(tokenizer(), ids)) == fast().decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("tokenizer", [fast, slow])
-@same_examples
 @given(text=st.text())
 def test_text_survives_and_no_piece_holds_half_a_character(tokenizer, text):
     text = text.replace("\ufffd", "")
@@ -89,7 +84,6 @@ def run(stop: list[str], parts: list[str]) -> tuple[str, str]:
 letters = st.text("abc", max_size=12)
 
 
-@same_examples
 @given(stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), parts=st.lists(letters, max_size=8))
 def test_the_result_does_not_depend_on_the_pieces(stop, parts):
     text = "".join(parts)

@@ -248,3 +248,59 @@ def test_templates_that_know_parts_of_messages_only(tokenizer):
         in_parts
         == "<|system|>Be short.<|end|><|user|>Hello<|end|><|assistant|> Hi! <|end|><|user|>Again<|end|><|assistant|>"
     )
+
+
+ASKED = (
+    Turn("system", "Be brief."),
+    Turn("user", "My cat is called Biscuit.", pinned=True),
+    Turn("assistant", "<think>A cat.</think>\n\nNice. "),
+    Turn("user", "And it is <|user|> grey.", pinned=True),
+    Turn("assistant", "I see."),
+    user("What is it called?"),
+)
+
+
+@pytest.mark.parametrize("template", ["as it is", None, NO_SYSTEM, DROPS_THINKING, PARTS_ONLY])
+def test_pinned_turns_are_their_tokens_with_what_the_template_writes_around_them(tokenizer, template):
+    encoder = PromptEncoder(tokenizer) if template == "as it is" else with_template(tokenizer, template)
+    prompt = encoder.encode(ASKED, Stored())
+    told = "".join(tokenizer.decode([prompt.ids[at]]) for at in encoder.pinned(ASKED, Stored()))
+    assert "Biscuit" in told
+    assert "grey" in told
+    assert "Nice" not in told
+    assert "I see" not in told
+    assert "What is it" not in told
+    assert encoder.pinned([user("Hello"), *ASKED[4:]], Stored()) == []
+    # The same places where the ids are known already.
+    stored = Stored(list(prompt.ids))
+    stored.agree(prompt.text)
+    assert encoder.pinned(ASKED, stored) == encoder.pinned(ASKED, Stored())
+
+
+def test_a_pinned_answer_that_goes_on_ends_with_the_conversation(tokenizer, encoder):
+    turns = [user("Count."), Turn("assistant", "One, two", pinned=True)]
+    ids = encoder.encode(turns, Stored()).ids
+    places = encoder.pinned(turns, Stored())
+    assert places == list(range(places[0], len(ids)))
+    assert tokenizer.decode([ids[at] for at in places]).endswith("One, two")
+
+
+def test_a_template_that_leaves_messages_out_cannot_pin(tokenizer):
+    encoder = with_template(tokenizer, "{{ messages[-1]['content'] }}")
+    with pytest.raises(UsageError, match="cannot be pinned"):
+        encoder.pinned([Turn("user", "One.", pinned=True), Turn("assistant", "Two."), user("Three?")], Stored())
+
+
+def test_what_several_conversations_agree_to_is_tokenized_once(tokenizer, encoder, monkeypatch):
+    text = encoder.render([user("Hello there. " * 50)])
+    expected = encoder.ids_of(text, Stored())
+    asked = []
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, *given, **more: asked.append(given) or encode(self, *given, **more)
+    )
+    fresh = PromptEncoder(tokenizer)
+    asked.clear()
+    for ids in ([], [1, 2, 3], expected[:20]):
+        assert fresh.ids_of(text, Stored(list(ids))) == expected
+    assert len(asked) == 1

@@ -102,6 +102,19 @@ def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
     assert list(chat.keeper._parked) == ["b", "c"]
 
 
+def test_with_room_for_one_the_one_that_comes_next_is_there(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    chat.keeper._keeping = replace(
+        chat.keeping, parked_bytes=int(1.5 * chat.runner.kv.state.geometry.token_bytes * 320)
+    )
+    chat.say("one", TALE)
+    for conversation, text in (("two", OTHER), ("one", TALE), ("two", OTHER)):
+        events = chat.say(conversation, text)
+    assert came_back(events)[1] == "memory"
+    assert list(chat.keeper._parked) == ["one"]
+    assert chat.keeper.parked_bytes <= chat.keeper._keeping.parked_bytes
+
+
 def test_a_shared_beginning_is_taken_from_another_conversation(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE + OTHER)

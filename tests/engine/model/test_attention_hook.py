@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from support import tiny_models
+from support.patience import PATIENCE_S
 from torch import nn
 
 from kvchat.engine.model import attention_hook
@@ -129,7 +130,7 @@ def test_two_models_in_two_threads_keep_apart():
 
     def run(name):
         for position in range(9):
-            meeting.wait(timeout=30)
+            meeting.wait(timeout=PATIENCE_S)
             one = torch.tensor([position])
             together[name] = attention_hook.forward(
                 tiny_models.model(name), ids(9)[one], one, backends[name], logits=True

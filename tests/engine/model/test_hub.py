@@ -46,7 +46,7 @@ def fetching(hub: FakeHub, cache: Path, name: str = "org/model") -> subprocess.P
 def fetched(hub: FakeHub, cache: Path, name: str = "org/model") -> str:
     """The last line that it printed."""
     with fetching(hub, cache, name) as process:
-        return process.communicate(timeout=120)[0].splitlines()[-1]
+        return process.communicate(timeout=600)[0].splitlines()[-1]
 
 
 def test_a_download_that_was_cut_off_goes_on(hub: FakeHub, tmp_path: Path) -> None:

@@ -157,10 +157,10 @@ def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):
 def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, make, of):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "x.gguf")
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ModelError):
         load_model(str(of(tmp_path / "x.gguf")), "cpu", "auto", silent)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_of_several_files_one_must_be_given(tmp_path):

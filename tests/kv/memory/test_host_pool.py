@@ -170,7 +170,7 @@ def test_where_address_space_is_short_only_what_is_needed_is_reserved(monkeypatc
 GROWTHS = st.lists(st.integers(1, 700), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     layers=st.integers(1, 3),
     kv_heads=st.integers(1, 5),

@@ -192,6 +192,7 @@ def killed_while_writing(path, seconds: float) -> None:
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_file_whose_writer_was_killed_is_of_one_history_or_refused(tmp_path):
     moments = random.Random(0)
     for _ in range(40):

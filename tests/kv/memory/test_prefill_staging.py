@@ -59,7 +59,7 @@ def contents(host: HostPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @given(turns=st.lists(st.integers(1, 40), min_size=1, max_size=5), back=st.integers(0, 30), d_v=st.sampled_from([8, 4]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @example([8, 8], 0, 8)
 @example([1, 1, 1], 0, 8)
 def test_staged_is_direct(turns, back, d_v):
@@ -74,6 +74,27 @@ def test_staged_is_direct(turns, back, d_v):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         for host in (staged, direct):
             host.truncate(max(0, host.total - back))
+
+
+@pytest.mark.parametrize("first", [0, 3, 8, 21, 60])
+def test_what_lies_before_the_first_token_read_is_not_brought(first):
+    g = geometry()
+    hosts = HostPool(g, CPU), HostPool(g, CPU)
+    before, kv = new_kv(g, 61, 0), new_kv(g, 30, 1)
+    for host, made in zip(hosts, (StagedPrefill, DirectPrefill), strict=True):
+        run(made, host, before)
+        host.reserve(91)
+    staged, direct = StagedPrefill(hosts[0], 30, first), DirectPrefill(hosts[1], first)
+    for layer, each in enumerate(kv):
+        for ours, theirs in zip(staged.extended(layer, *each), direct.extended(layer, *each), strict=True):
+            assert ours.shape[1] == 91 - first
+            assert torch.equal(ours, theirs)
+    staged.close()
+    assert len(staged.earlier) == g.pages(61) - first // g.page
+    for host in hosts:
+        host.total = 91
+    for ours, theirs in zip(*map(contents, hosts), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_the_tail_of_the_last_page_stays_finite():

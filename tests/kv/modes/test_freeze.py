@@ -193,7 +193,7 @@ def test_what_the_screen_shows():
     assert run.kv.mode.report().absent is TokenState.FROZEN
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.one_of(

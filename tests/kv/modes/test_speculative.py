@@ -44,6 +44,11 @@ def test_the_budget_is_shared_out_as_one_page_of_sinks_a_quarter_of_window_and_p
     assert mode.sink + mode.window + mode.k * 32 == budget
 
 
+def test_the_paper_shares_it_out_as_a_quarter_each_for_sinks_and_window():
+    mode = Run(toy(("plain", "plain")), "speculative", budget=512, profile="paper").kv.mode
+    assert (mode.sink, mode.window, mode.k) == (128, 128, 8)
+
+
 @pytest.mark.parametrize("tau", [-2.0, 2.0])
 def test_only_the_difference_moves(tau):
     run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)

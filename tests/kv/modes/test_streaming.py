@@ -105,8 +105,9 @@ def test_bfloat16_sinks_are_rounded_once_however_many_prunes_there_were():
     assert float((slots.keys(0)[:, :4] - exact).abs().max()) < 0.05
 
 
-def test_no_jump_at_position_20000():
+def test_no_jump_at_position_20000(monkeypatch):
     """The reference rotates in float64 from content, so a float32 angle or a cumulative rotation would show here."""
+    monkeypatch.setattr("support.toy_model.CONTEXT", 32768)
     made = toy(("plain", "plain"), kv_heads=1, group=1, ids=20100)
     run = Run(made, "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
     run.store_only(20000)
@@ -126,6 +127,19 @@ def test_sinks_of_a_system_prompt_and_defaults():
     assert resolved(500)["sink"] == 64
     assert resolved(500, sink=7)["sink"] == 7
     assert resolved(0, window=100)["budget"] == 104
+
+
+def test_non_core_tokens_widen_the_capacity_beside_the_window():
+    geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
+    modes = [
+        build(parse("streaming", params), geometry, traits)
+        for params in ({"window": 60, "sink": 4, "B": 32}, {"budget": 96, "sink": 4, "B": 32})
+    ]
+    assert [(mode.capacity, mode.window) for mode in modes] == [(96, 92)] * 2, "C = S + W + B; L* - S recents are kept"
+    kept = [KVManager(geometry, torch.device("cpu"), mode).mode.report().params["window"] for mode in modes]
+    assert kept == [60, 60]
+    with pytest.raises(UsageError, match=r"budget = 96 is not sink \+ window \+ B = 4 \+ 60 \+ 16 = 80"):
+        build(parse("streaming", {"budget": 96, "window": 60, "sink": 4, "B": 16}), geometry, traits)
 
 
 def test_what_cannot_be_is_refused():

@@ -15,7 +15,7 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.kv.modes.sync import paper_k
+from kvchat.kv.modes.sync_budget import paper_k
 
 CPU = torch.device("cpu")
 SMALL = {"budget": 80, "m": 5}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.answering.large_answers import MOST_WIDGETS, SLICE_CHARACTERS, SLICE_LINES, markdown_end, slices
+from kvchat.tui.answering.large_answers import SLICE_CHARACTERS, SLICE_LINES, parts, slices
 
 TABLE = "".join("| " + " | ".join(f"c{row}.{column}" for column in range(60)) + " |\n" for row in range(150))
 LARGE = {
@@ -18,28 +18,53 @@ LARGE = {
 }
 
 
+def markdown_of(text: str) -> str:
+    return "".join(part.text for part in parts(text) if part.is_markdown)
+
+
 @pytest.mark.parametrize("name", LARGE)
-def test_only_the_beginning_becomes_widgets_and_stays_the_same_while_more_comes(name):
+def test_little_of_a_large_answer_becomes_widgets(name):
     text = f"It begins.\n\n{LARGE[name]}\nIt ends."
-    end = markdown_end(text)
-    assert end < len(text) / 4
+    assert "".join(part.text for part in parts(text)) == text
+    assert len(markdown_of(text)) < len(text) / 4
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_all_but_the_last_part_stay_the_same_while_more_comes(name):
+    text = f"It begins.\n\n{LARGE[name]}\nIt ends."
+    whole = parts(text)
     for cut in range(0, len(text), len(text) // 40):
-        assert markdown_end(text[:cut]) in (cut, end)
+        early = parts(text[:cut])
+        assert early[:-1] == whole[: max(len(early) - 1, 0)]
 
 
-def test_a_block_too_large_is_plain_from_its_first_line():
-    assert markdown_end(f"Look:\n\n{TABLE}") == len("Look:\n\n")
-    assert markdown_end(f"Look:\n\n{LARGE['code']}") == len("Look:\n\n")
+def test_a_block_too_large_is_plain_from_its_first_line_and_markdown_goes_on_after_it():
+    for block in (TABLE, LARGE["code"]):
+        found = parts(f"Look:\n\n{block}\nAnd **then**.\n")
+        assert [(part.text, part.is_markdown) for part in found] == [
+            ("Look:\n\n", True),
+            (block, False),
+            ("\nAnd **then**.\n", True),
+        ]
 
 
-def test_an_ordinary_answer_is_markdown_to_its_end():
+def test_a_part_begins_where_a_reader_sees_no_other_gap():
+    items = "".join(f"- item {n}\n  more\n" for n in range(30))
+    prose = "".join(f"Paragraph {n}\ngoes on.\n\n" for n in range(40))
+    for text in (items, prose):
+        found = [part.text for part in parts(text) if part.is_markdown]
+        assert len(found) > 3
+        assert all(part.startswith(("- item", "Paragraph")) for part in found)
+    assert [part.begins_with_item for part in parts(items)[1:]] == [True] * (len(parts(items)) - 1)
+
+
+def test_an_ordinary_answer_is_markdown_to_its_end_in_parts_of_few_widgets():
     rows = "".join(f"| {n} | b | c |\n" for n in range(20))
-
-    items, code = "- an item\n" * 20, "```py\nx = 1\n```\n"
+    items, code = "- an item\n" * 15, "```py\nx = 1\n```\n"
     text = f"# Title\n\n{'Some words. ' * 40}\n\n{items}\n{code}\n{rows}\nEnd."
-    assert markdown_end(text) == len(text)
-    assert markdown_end("") == 0
-    assert MOST_WIDGETS >= 150
+    assert markdown_of(text) == text
+    assert len(parts(text)) > 3
+    assert parts("") == []
 
 
 @pytest.mark.parametrize("name", LARGE)

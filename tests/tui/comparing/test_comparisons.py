@@ -10,7 +10,6 @@ from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNee
 from kvchat.protocol.figures import Run, Snapshot, Stats
 from kvchat.protocol.messages import Compare, Failed, Finished, NeedleHidden, Prefilled, Stop, Turn
 from kvchat.tui.client import Crashed
-from kvchat.tui.comparing.comparisons import completed
 from kvchat.tui.state import Phase
 
 SNAPSHOT = Snapshot("streaming", {}, 1.0, 2, 3, 4, 5)
@@ -112,15 +111,3 @@ async def test_esc_asks_the_engine_to_stop(talk):
     talk.controller.comparisons.begin([])
     talk.controller.comparisons.stop()
     assert talk.client.sent[-1] == Stop()
-
-
-def test_at_least_two_different_variants():
-    full, speculative, sync = Variant("full"), Variant("speculative"), Variant("sync")
-    assert completed([], "full") == (full, speculative)
-    assert completed([], "sync") == (full, sync)
-    assert completed([sync], "full") == (full, sync)
-    assert completed([full], "sync") == (full, sync)
-    assert completed([sync, speculative], "full") == (sync, speculative)
-    for wrong in ([sync, sync], [Variant("frezee")], [sync, Variant("full", {"budget": 99})]):
-        with pytest.raises(UsageError):
-            completed(wrong, "full")

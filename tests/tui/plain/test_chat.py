@@ -10,7 +10,8 @@ import signal
 from dataclasses import replace
 
 import pytest
-from support.app_driver import TIMEOUT_S, wait_for
+from support.app_driver import wait_for
+from support.patience import PATIENCE_S
 
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import COMMANDS
@@ -47,7 +48,7 @@ class Session:
 
     async def run(self):
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 return await self.plain.run(LineReader(self._receiving))
         finally:
             self.close()
@@ -107,6 +108,16 @@ async def test_every_command_is_listed_or_refused_in_words(config):
     listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
     own = session.plain._own
     assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}
+
+
+async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
+    monkeypatch.setenv("FAKE_LOAD", "refuse")
+    code, session = await piped(config, "/mode\nhello\nagain\n")
+    assert code == 1
+    assert session.errors.getvalue().count("There is no such model.") == 1
+    assert session.errors.getvalue().endswith("Nothing is asked: there is no model.\n")
+    assert "speculative" in session.said
+    assert "hello" not in session.said
 
 
 async def test_words_taken_back_and_a_crash_are_told(config):

@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 import pytest
-from support.app_driver import prompt, toasts
+from support.app_driver import press, prompt, toasts
 
 from kvchat.errors import UsageError
 from kvchat.tui.prompt import external_editor
@@ -69,8 +69,8 @@ def test_editors_that_cannot_be_started(folder, monkeypatch):
 
 
 async def test_a_terminal_that_cannot_be_left_keeps_the_prompt(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         prompt(app).insert("draft")
-        await pilot.press("f4")
+        press(app, "f4")
         await until(lambda: "cannot be run in this terminal" in toasts(app))
         assert prompt(app).text == "draft"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.tui.prompt.words import resolve
+from kvchat.tui.prompt.words import nearest, resolve
 
 KNOWN = ("mode", "model", "K", "k", "stop", "stats")
 
@@ -23,3 +23,8 @@ def test_a_word_or_its_beginning(given, word):
 def test_several_or_none(given, reason):
     with pytest.raises(UsageError, match=reason):
         resolve(given, KNOWN, "word")
+
+
+def test_only_a_few_are_near():
+    assert nearest("compair", ("copy", "compare", "code", "quit", "compact")) == ["compare", "compact", "copy"]
+    assert nearest("zzz", ("copy", "compare")) == []

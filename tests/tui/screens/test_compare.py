@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from support.app_driver import finished, press, typed
+from support.app_driver import finished, opened, press, typed
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
+from kvchat.protocol.comparing import Comparing, Variant
 from kvchat.protocol.figures import Run
+from kvchat.protocol.messages import Sampling
+from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import MARK, CompareScreen, answer_text
 from kvchat.tui.state import Phase
 
@@ -19,21 +24,36 @@ def shown(app, selector: str) -> str:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    async with running(size=size) as (app, pilot, until):
+    async with running(size=size) as (app, _pilot, until):
         typed(app, "hello")
         await until(lambda: finished(app))
         press(app, "f8")
-        await until(lambda: isinstance(app.screen, CompareScreen) and "own way from token 3" in shown(app, "#verdict"))
-        await pilot.pause()
-        assert shown(app, "#answers Static") == f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
+        await until(lambda: opened(app, CompareScreen) and "own way from token 3" in shown(app, "#verdict"))
+        said = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
+        await until(lambda: shown(app, "#answers Static") == said)
         one, other = app.screen.query(VerticalScroll).results(VerticalScroll)
-        assert (one.region.y == other.region.y) == (size[0] >= 100), "side by side where there is room"
-        assert one.region.height > 3
+        await until(lambda: min(one.region.height, other.region.height) > 3)
+        is_beside = size[0] >= 100  # where there is room
+        await until(lambda: (one.region.y == other.region.y, one.region.x != other.region.x) == (is_beside, is_beside))
         press(app, "w")
         await until(lambda: len(list(tmp_path.glob("comparison-*"))) == 2)
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
         assert app.controller.state.phase is Phase.READY
+
+
+async def test_what_is_reported_while_the_screen_is_composed_is_drawn_when_it_is(running):
+    async with running() as (app, _pilot, until):
+        variants = tuple(map(Variant, ("full", "sync")))
+        shown_now = RunningComparison("What?", "bundled", variants, Sampling())
+        screen = CompareScreen(app.controller.comparisons, shown_now)
+        app.push_screen(screen)
+        while not screen.is_mounted:
+            screen.show(shown_now)
+            await asyncio.sleep(0)
+        shown_now.note(Comparing(1, "so far", 1))
+        screen.show(shown_now)
+        await until(lambda: "so far" in shown(app, "#answers Static"))
 
 
 async def test_esc_stops_and_then_closes(running):
@@ -43,7 +63,7 @@ async def test_esc_stops_and_then_closes(running):
         press(app, "escape")
         await until(lambda: finished(app))
         typed(app, "/compare sync full")
-        await until(lambda: isinstance(app.screen, CompareScreen) and "full answers" in shown(app, "#verdict"))
+        await until(lambda: opened(app, CompareScreen) and "full answers" in shown(app, "#verdict"))
         press(app, "escape")
         await until(lambda: app.controller.state.phase is Phase.READY)
         assert isinstance(app.screen, CompareScreen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.app_driver import texts
+from support.app_driver import opened, press, texts
 from textual.widgets import Input, OptionList
 
 from kvchat.conversations.conversation import Conversation
@@ -33,35 +33,38 @@ def listed(app):
 
 
 def shown(app):
-    return isinstance(app.screen, ConversationsScreen) and app.screen.query(OptionList)
+    return opened(app, ConversationsScreen) and app.screen.query(OptionList)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 async def test_a_conversation_is_searched_for_and_opened(running, config, size):
-    async with running(config, size=size) as (app, pilot, until):
+    async with running(config, size=size) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
-        await pilot.press("f9")
+        press(app, "f9")
         await until(lambda: shown(app) and len(listed(app)) == 2)
         assert listed(app)[0].startswith("My dog is called Rex.   just now · 2 messages")
-        await pilot.press(*"bisc")
-        await until(lambda: len(listed(app)) == 1)
-        assert "called Biscuit." in listed(app)[0].splitlines()[1]
-        await pilot.press("enter")
-        await until(lambda: app.screen is app.chat and app.chat.query(Question))
-        assert texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."]
+        press(app, *"bisc")
+        await until(lambda: len(listed(app)) == 1 and "called Biscuit.\n" in f"{listed(app)[0]}\n")
+        press(app, "enter")
+        await until(lambda: app.screen is app.chat)
+        await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
 
 
 async def test_deleting_and_restoring(running, config):
-    async with running(config) as (app, pilot, until):
+    async with running(config) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
-        await pilot.press("f3")
+        press(app, "f3")
         await until(lambda: shown(app) and len(listed(app)) == 2)
-        await pilot.press("down", "down", "ctrl+d")
-        await until(lambda: len(listed(app)) == 1)
-        assert "Rex" in listed(app)[0]
-        await pilot.press("ctrl+z")
+        options = app.screen.query_one(OptionList)
+        press(app, "down")
+        await until(lambda: options.has_focus)
+        press(app, "down")
+        await until(lambda: options.highlighted == 1)
+        press(app, "ctrl+d")
+        await until(lambda: len(listed(app)) == 1 and "Rex" in listed(app)[0])
+        press(app, "ctrl+z")
         await until(lambda: len(listed(app)) == 2)
-        await pilot.press("escape")
+        press(app, "escape")
         await until(lambda: app.screen is app.chat)
 
 
@@ -78,6 +81,12 @@ def test_a_line_tells_title_age_size_and_the_words_found():
     line = describe(summary, 7300.0)
     assert str(line) == "a␛b   2 h ago · 3 messages\n  the cat sat"
     assert any("bold" in str(span.style) for span in line.spans)
+
+
+def test_an_excerpt_has_no_fences_of_code():
+    cut_off = f"use:\n```python\n{MARK[0]}print{MARK[1]}(1)\n```\nor ~~~ so … ```js"
+    line = describe(Summary(id="1", title="t", updated=0.0, messages=1, excerpt=cut_off), 0.0)
+    assert str(line).split("\n")[1] == "  use: print(1) or so … js"
 
 
 @pytest.mark.parametrize(

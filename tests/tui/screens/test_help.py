@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from support.app_driver import drawn, opened, press
+
 from kvchat.config.modes import mode_infos, registered
 from kvchat.tui.actions import ACTIONS
 from kvchat.tui.screens.help import HelpScreen, key_rows, mode_rows
@@ -25,7 +27,6 @@ def test_every_key_is_listed_as_it_is_in_force():
 
 async def test_help_is_shown_in_the_terminals_own_colors(running, config):
     """Their names are Textual's, which Rich does not know."""
-    async with running(replace(config, theme=ANSI), ready=False) as (app, pilot, until):
-        await pilot.press("f1")
-        await until(lambda: isinstance(app.screen, HelpScreen))
-        await until(lambda: any("Ctrl+J" in strip.text for strip in app.screen._compositor.render_strips()))
+    async with running(replace(config, theme=ANSI), ready=False) as (app, _pilot, until):
+        press(app, "f1")
+        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.app_driver import opened, press
 from textual.widgets import OptionList
 
 from kvchat.catalog.fit import Room
@@ -31,13 +32,13 @@ def listed(app):
 
 
 def shown(app):
-    return isinstance(app.screen, ModelsScreen) and app.screen.query(OptionList) and listed(app)
+    return opened(app, ModelsScreen) and app.screen.query(OptionList) and len(listed(app)) == 2
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 async def test_a_model_is_searched_for_and_loaded(running, machine, size):
-    async with running(size=size) as (app, pilot, until):
-        await pilot.press("ctrl+o")
+    async with running(size=size) as (app, _pilot, until):
+        press(app, "ctrl+o")
         await until(lambda: shown(app))
         assert listed(app)[0].startswith("● bundled ")
         assert listed(app)[1].split() == [
@@ -52,26 +53,29 @@ async def test_a_model_is_searched_for_and_loaded(running, machine, size):
             "64.0",
             "MiB",
         ]
-        await pilot.press(*"other")
+        press(app, *"other")
         await until(lambda: len(listed(app)) == 1)
-        await pilot.press("enter")
-        await until(lambda: app.controller.models.in_use.model == "org/other")
-        assert app.screen is app.chat
+        press(app, "enter")
+        await until(lambda: app.controller.models.in_use.model == "org/other" and app.screen is app.chat)
 
 
 async def test_escape_and_a_plan(running, machine):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         await app.chat.run_command("/model")
         await until(lambda: shown(app))
-        await pilot.press("escape")
+        press(app, "escape")
         await until(lambda: app.screen is app.chat)
         asked = []
         app.controller.models.plan = lambda name, context: asked.append(name)
-        await pilot.press("ctrl+o")
+        press(app, "ctrl+o")
         await until(lambda: shown(app))
-        await pilot.press("down", "down", "ctrl+l")
-        await until(lambda: asked == ["org/other"])
-        assert app.screen is app.chat
+        options = app.screen.query_one(OptionList)
+        press(app, "down")
+        await until(lambda: options.has_focus)
+        press(app, "down")
+        await until(lambda: options.highlighted == 1)
+        press(app, "ctrl+l")
+        await until(lambda: asked == ["org/other"] and app.screen is app.chat)
 
 
 def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):

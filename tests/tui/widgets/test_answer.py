@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.app_driver import answers, texts
+from support.app_driver import answers, press, texts
 from textual.widgets import Markdown, Static
 
 from kvchat.conversations.conversation import Message
@@ -20,25 +20,25 @@ def drawn(app) -> str:
 
 
 async def test_html_is_text_and_a_thought_is_folded(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         app.controller.state.enter_phase(Phase.LOADING)
         await app.controller.ask("hi")
         app.controller.client.send = lambda command: None
         await app.controller.answers.ready()
+        answer = answers(app)[0]
         for piece in (HTML[:12], HTML[12:40], HTML[40:]):
             await app.controller.handle(Text(piece, 1))
-            await pilot.pause(0.2)
-        answer = answers(app)[0]
+            await until(lambda: not answer._is_behind)
         await until(lambda: "six" in drawn(app))
         await app.controller.handle(Finished("eos", HTML, Stats(generated_tokens=1)))
         await until(lambda: answer.finished and "six" in drawn(app))
         for word in ("<div>three</div>", "<b>five</b>", "<details>"):
-            assert word in drawn(app)
+            await until(lambda word=word: word in drawn(app))
         assert "One." not in answer.query_one(Markdown).source
         assert texts(answer.query(".thought").results(Static)) == ["▸ thought, 2 words"]
         whole = answer.query_one(".thoughts", Static)
-        assert not whole.display or not whole.region.height
-        await pilot.press("ctrl+t")
+        await until(lambda: not whole.display)
+        press(app, "ctrl+t")
         await until(lambda: whole.region.height)
         assert "One." in str(whole.content)
         await app.chat.run_command("/copy")
@@ -51,8 +51,7 @@ async def test_a_lone_end_makes_a_thought_of_what_was_drawn(running):
         answer.feed("Let me see. ")
         await until(lambda: "Let me see" in drawn(app))
         answer.feed("Yes.</think>\n\nHello.")
-        await until(lambda: "Hello." in drawn(app))
-        assert "Let me see" not in drawn(app)
+        await until(lambda: "Hello." in drawn(app) and "Let me see" not in drawn(app))
         assert texts(answer.query(".thought").results(Static)) == ["▸ thought, 4 words"]
 
 

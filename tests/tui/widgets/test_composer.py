@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from support.app_driver import finished, press, prompt, texts, toasts, typed
+from support.app_driver import CHARACTERS, finished, press, prompt, texts, toasts, typed
 
 from kvchat.conversations.attachments import fenced
+from kvchat.tui.state import Phase
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.suggestions import SuggestionList
 
+NAMES = {character: name for name, character in CHARACTERS.items()}
+
 
 def keys(text: str) -> list[str]:
-    return [{" ": "space", "/": "slash", "@": "at", ".": "full_stop"}.get(character, character) for character in text]
+    return [NAMES.get(character, character) for character in text]
 
 
 async def test_a_command_is_completed_by_tab_and_arrows_and_sent_by_enter(running):
-    async with running(size=(80, 24)) as (app, pilot, until):
+    async with running(size=(80, 24)) as (app, _pilot, until):
         suggestions = app.chat.query_one(SuggestionList)
-        await pilot.press(*keys("/mo"), "tab", *keys("s"), "down", "down", "tab")
-        assert prompt(app).text == "/mode sync"
-        await pilot.press("enter")
-        await until(lambda: app.controller.state.mode == "sync")
-        await pilot.press("up")
+        press(app, *keys("/mo"), "tab", *keys("s"), "down", "down", "tab")
         await until(lambda: prompt(app).text == "/mode sync")
-        assert not suggestions.display  # a recalled command is complete: Up goes on to earlier ones
+        press(app, "enter")
+        await until(lambda: app.controller.state.mode == "sync")
+        press(app, "up")
+        # A recalled command is complete: Up goes on to earlier ones.
+        await until(lambda: prompt(app).text == "/mode sync" and not suggestions.display)
         assert prompt(app).has_focus
 
 
 async def test_escape_closes_the_list_and_only_that(running):
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         typed(app, "hold")
-        await until(lambda: app.controller.state.phase.busy)
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         suggestions = app.chat.query_one(SuggestionList)
-        await pilot.press("slash")
+        press(app, "slash")
         await until(lambda: suggestions.display)
-        await pilot.press("escape")
+        press(app, "escape")
         await until(lambda: not suggestions.display)
         assert app.controller.state.phase.busy
-        await pilot.press("m")
+        press(app, "m")
         await until(lambda: suggestions.display)
-        await pilot.press("escape", "escape")
+        press(app, "escape", "escape")
         await until(lambda: not app.controller.state.phase.busy)
         assert prompt(app).text == "/m"
 
@@ -46,15 +49,15 @@ async def test_escape_closes_the_list_and_only_that(running):
 async def test_a_file_is_taken_by_enter_sent_whole_and_shown_folded(running, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("one\ntwo\n")
-    async with running() as (app, pilot, until):
-        await pilot.press(*keys("sum @n"), "enter")
-        assert prompt(app).text == "sum @notes.txt "
+    async with running() as (app, _pilot, until):
+        press(app, *keys("sum @n"), "enter")
+        await until(lambda: prompt(app).text == "sum @notes.txt ")
         press(app, "enter")
         await until(lambda: finished(app))
         question = app.controller.state.conversation.turns[0].content
         assert question == fenced("notes.txt", "one\ntwo\n") + "\n\nsum notes.txt "
         assert texts(app.chat.query(Question)) == ["❯ [notes.txt · 8 B]\n  sum notes.txt "]
-        await pilot.press("up")
+        press(app, "up")
         await until(lambda: prompt(app).text == "sum @notes.txt ")
         prompt(app).load_text("")
         typed(app, "/edit")

@@ -30,28 +30,35 @@ def test_the_glyph_tells_the_share_without_color(letter, share, glyph):
 
 
 async def test_messages_are_marked_where_they_stand_without_a_layout(running):
-    async with running() as (app, pilot, until):
+    async with running(size=(80, 20)) as (app, _pilot, until):  # the answer does not fit
         typed(app, "hello")
         await until(lambda: finished(app))
         gutter, transcript = app.chat.query_one(Gutter), app.chat.query_one(Transcript)
         question, answer = app.chat.query(Question).last(), answers(app)[-1]
         await until(lambda: question.message and answer.message)
-        await pilot.pause()
-        gutter.show({question.message: Mark("X", 0.0), answer.message: Mark("D", 1.0)})
-        assert gutter.region.width == 1
-        assert gutter.region.x == transcript.region.x
-        shown = [gutter.render_line(y).text for y in range(gutter.size.height)]
-        top = transcript.region.y
-        assert shown[answer.region.bottom - 1 - top] == "█"
-        if question.region.bottom > top:
-            assert shown[question.region.bottom - 1 - top] == "×"
-        assert " " in shown
+
+        def beside_the_messages() -> list[str]:
+            rows, top = [" "] * gutter.size.height, transcript.region.y
+            for glyph, message in (("×", question), ("█", answer)):
+                for y in range(max(message.region.y - top, 0), min(message.region.bottom - top, len(rows))):
+                    rows[y] = glyph
+            return rows
+
+        def shown() -> list[str]:
+            return [gutter.render_line(y).text for y in range(gutter.size.height)]
+
+        def is_marked() -> bool:
+            gutter.show({question.message: Mark("X", 0.0), answer.message: Mark("D", 1.0)})
+            return {"█", " "} <= set(shown()) and shown() == beside_the_messages()
+
+        await until(is_marked)
+        assert (gutter.region.width, gutter.region.x) == (1, transcript.region.x)
+        transcript.scroll_home(animate=False)
+        await until(lambda: transcript.scroll_y == 0 and "×" in shown() and shown() == beside_the_messages())
         size, drawn = transcript.virtual_size, list(gutter._rows)
         gutter.show({answer.message: Mark("D", 0.1)})
         assert transcript.virtual_size == size
         assert gutter._rows != drawn
-        transcript.scroll_home(animate=False)
-        await until(lambda: gutter._rows[0] is None or transcript.max_scroll_y == 0)
         snapshot = app.controller.state.snapshot
         app.chat.show_snapshot(replace(snapshot, total=0, ribbon="", attended=""))
         assert not any(gutter._rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from support.app_driver import finished, texts, typed
+from support.app_driver import finished, press, texts, typed
 
 from kvchat.config.modes import registered
 from kvchat.tui.widgets.bars import StatusBar
@@ -17,8 +17,8 @@ async def test_the_next_modes_price_is_shown_before_f6(running):
     async with running() as (app, _pilot, until):
         typed(app, "hello there")
         await until(lambda: finished(app))
-        rows = dict(app.chat.query_one("#mode-rows", Rowed).rows)
-        assert rows["next → freeze"] == "3.0 MiB · 4 ms"
+        rows = app.chat.query_one("#mode-rows", Rowed)
+        await until(lambda: dict(rows.rows).get("next → freeze") == "3.0 MiB · 4 ms")
         typed(app, "/mode")
         await until(lambda: any("(3.0 MiB · 4 ms)" in text for text in texts(app.chat.query(Note))))
 
@@ -66,11 +66,11 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
         )
         column.show(snapshot)
         assert dict(own.rows) == {"frozen now": "557", "mean timer": "1.4", "thaws a step": "12.5"}
-        await until(lambda: own.size.height == 3)
-        assert column.max_scroll_y == 0
-        assert app.chat.query_one(Timeline).size.height >= 2
+        await until(lambda: own.size.height == 3 and app.chat.query_one(Timeline).size.height >= 2)
+        await until(lambda: column.size.height and column.max_scroll_y == 0)
         await pilot.resize_terminal(80, 24)
-        await pilot.press("f7")
+        await until(lambda: not column.display)
+        press(app, "f7")
         await until(lambda: column.display and own.region.height == 3 and own.region.bottom <= column.region.bottom)
         await pilot.resize_terminal(200, 60)
         await until(lambda: not own.display and app.chat.query_one("#extra-rows", Rowed).display)

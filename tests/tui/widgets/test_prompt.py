@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
-from support.app_driver import finished, prompt
+from support.app_driver import finished, press, prompt
 from textual import events
 
 from kvchat.errors import UsageError
@@ -28,15 +27,15 @@ async def test_a_multi_line_paste_is_literal_and_not_sent(running):
 
 async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
     text = "0123456789abcde\n" * 312_500
-    async with running() as (app, pilot, until):
-        begun = time.monotonic()
+    async with running() as (app, _pilot, until):
+        begun = time.process_time()
         prompt = paste(app, text)
         await until(lambda: prompt.text)
         assert prompt.text == "[pasted 4.8 MiB, 312,501 lines]"
-        assert time.monotonic() - begun < 5
+        assert time.process_time() - begun < 5  # of this process: others do not count
         prompt.insert(" what is this?")
-        await pilot.press("enter")
-        await until(lambda: app.controller.state.conversation.stats)
+        press(app, "enter")
+        await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == text + " what is this?"
 
 
@@ -84,9 +83,8 @@ async def test_what_is_typed_ahead_of_enter_belongs_to_the_next_prompt(running):
     async with running() as (app, _pilot, until):
         for key in ("H", "i", "enter", "left", "y", "o"):
             app.post_message(events.Key(key, key if len(key) == 1 else None))
-        await until(lambda: finished(app))
+        await until(lambda: finished(app) and prompt(app).text == "yo")
         assert app.controller.state.conversation.turns[0].content == "Hi"
-        assert prompt(app).text == "yo"
         assert app.chat.query_one(Prompt).prompts.older("") == "Hi"
 
 
@@ -107,22 +105,29 @@ async def test_a_refused_text_comes_back_before_what_was_typed_since(running, mo
 
 
 async def test_newlines_and_history(running):
-    async with running() as (app, pilot, until):
-        await pilot.press("a", "ctrl+j", "b", "enter")
+    async with running() as (app, _pilot, until):
+        press(app, "a", "ctrl+j", "b", "enter")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == "a\nb"
-        await pilot.press("d", "up")
-        assert prompt(app).text == "a\nb"
-        await pilot.press("down")
-        assert prompt(app).text == "d"
+        press(app, "d", "up")
+        await until(lambda: prompt(app).text == "a\nb")
+        press(app, "down")
+        await until(lambda: prompt(app).text == "d")
 
 
 async def test_a_prompt_that_waits_paints_nothing(running, monkeypatch):
     async with running() as (app, _pilot, until):
         prompt = app.chat.query_one(Prompt)
         await until(lambda: prompt.has_focus)
-        await asyncio.sleep(0.3)
-        painted = []
+        painted, looked = [], 0
+
+        def is_calm() -> bool:
+            """Whether nothing was painted for twice as long as a cursor takes to blink."""
+            nonlocal looked
+            if painted or not looked:
+                painted.clear()
+                looked = time.monotonic()
+            return time.monotonic() - looked > 1.2
+
         monkeypatch.setattr(prompt, "refresh_lines", lambda *lines: painted.append(lines))
-        await asyncio.sleep(1.2)
-        assert painted == []
+        await until(is_calm)

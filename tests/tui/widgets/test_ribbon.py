@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.app_driver import finished, prompt, typed
+from support.app_driver import finished, press, prompt, typed
 
 from kvchat.protocol.figures import RIBBON
 from kvchat.tui.widgets.panels import legend
@@ -76,9 +76,9 @@ async def test_the_first_token_fills_the_whole_width(running):
     async with running() as (app, _pilot, until):
         typed(app, "hello")
         await until(lambda: finished(app))
-        line = app.chat.query_one(Ribbon).render_line(0).text
-        assert line.startswith(" KV ███")
-        assert line.count("█") > 100
+        ribbon = app.chat.query_one(Ribbon)
+        await until(lambda: ribbon.render_line(0).text.startswith(" KV ███"))
+        assert ribbon.render_line(0).text.count("█") > 100
 
 
 def test_nothing_stored_has_no_tokens():
@@ -87,15 +87,14 @@ def test_nothing_stored_has_no_tokens():
 
 async def test_the_ribbon_shows_the_text_under_its_cursor(running, monkeypatch):
     monkeypatch.setenv("FAKE_REPEAT", "100")
-    async with running() as (app, pilot, until):
+    async with running() as (app, _pilot, until):
         typed(app, "alpha beta")
         await until(lambda: finished(app))
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
         await until(lambda: ribbon.page_text.startswith("alpha beta alpha"))
-        await pilot.press("right")
-        await until(lambda: ribbon.cursor == 1 and ribbon.page_text)
-        await until(lambda: ribbon.size.height == 2)
-        assert "32–63 on the device, read by all heads" in ribbon.render_line(1).text
-        await pilot.press("escape")
-        assert prompt(app).has_focus
+        press(app, "right")
+        await until(lambda: ribbon.cursor == 1 and ribbon.page_text and ribbon.size.height == 2)
+        await until(lambda: "32–63 on the device, read by all heads" in ribbon.render_line(1).text)
+        press(app, "escape")
+        await until(lambda: prompt(app).has_focus)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from support.app_driver import answers, finished, press, texts, typed
 
 from kvchat.tui.state import Phase
@@ -37,9 +39,8 @@ async def test_new_lines_below_while_the_reader_is_elsewhere(running):
         chip = app.chat.query_one(NewLines)
         await until(lambda: chip.display)
         transcript = app.chat.query_one(Transcript)
-        await until(lambda: transcript.scroll_y == transcript.scroll_target_y)  # the page is turned in motion
-        place = transcript.scroll_y
-        before = texts([chip])
+        await until(lambda: transcript.scroll_y == transcript.scroll_target_y < transcript.max_scroll_y)
+        place, before = transcript.scroll_y, texts([chip])
         await until(lambda: texts([chip]) != before)
         assert transcript.scroll_y == place
         press(app, "ctrl+end")
@@ -48,23 +49,26 @@ async def test_new_lines_below_while_the_reader_is_elsewhere(running):
 
 async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkeypatch):
     monkeypatch.setattr("kvchat.tui.widgets.transcript.LIVE_ANSWERS", 3)
-    async with running(size=(80, 24)) as (app, pilot, until):
+    async with running(size=(80, 24)) as (app, _pilot, until):
         for number in range(1, 9):
             await app.controller.ask("hello")
             await until(lambda number=number: finished(app, number))
-        first = answers(app)[0]
+            await until(lambda: answers(app)[-1].query_one(".receipt").region.height)  # a layout has seen all of it
+        first, transcript = answers(app)[0], app.chat.query_one(Transcript)
         await until(lambda: first.collapsed)
         height = first.size.height
         assert not answers(app)[-1].collapsed
-        app.chat.query_one(Transcript).scroll_home(animate=False)
+        transcript.scroll_home(animate=False)
         heights = set()  # also while it comes back: nothing below it may move
 
         def revived() -> bool:
             heights.add(first.size.height)
-            return bool(first.query("MarkdownFence")) and first.styles.height.is_auto
+            return first.styles.height.is_auto and any(fence.region.height for fence in first.query("MarkdownFence"))
 
         await until(revived)
-        await pilot.pause()
+        laid_out = asyncio.Event()
+        first.call_after_refresh(laid_out.set)
+        await until(laid_out.is_set)
         assert heights | {first.size.height} == {height}
         assert not first.collapsed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.app_driver import finished, press, prompt, typed
+from support.app_driver import drawn, finished, press, prompt, typed
 
 from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, BUNDLED, EXAMPLES, Welcome, example
@@ -17,10 +17,11 @@ def test_numbers_and_nothing_stand_for_questions():
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size):
     async with running(size=size) as (app, _pilot, until):
-        welcome = app.chat.query_one(Welcome)
+        await until(lambda: app.chat.query(Welcome))
+        welcome, transcript = app.chat.query_one(Welcome), app.chat.query_one(Transcript)
         shown = str(welcome.content)
         assert all(text in shown for text in (ABOUT_BUNDLED, *EXAMPLES[True], "F6 changes how much"))
-        assert welcome.region.height <= app.chat.query_one(Transcript).region.height
+        await until(lambda: 0 < welcome.region.height <= transcript.region.height)
         press(app, "enter")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][0]
@@ -43,6 +44,8 @@ async def test_a_number_or_a_click_asks(running):
         await until(lambda: welcome.region.height)
         row = next(y for y in range(welcome.region.height) if EXAMPLES[True][1] in welcome.render_line(y).text)
         assert EXAMPLES[True][1] in lines
+        line = welcome.region.y + row  # where the screen shows it, once it does
+        await until(lambda: EXAMPLES[True][1] in drawn(app).splitlines()[line])
         await pilot.click(Welcome, offset=(8, row))
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][1]

@@ -89,7 +89,7 @@ def test_the_best_pages_are_chosen_and_what_stays_does_not_move(pages, k, device
         resident = placed
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_equal_weights_and_weights_of_zero(data):
     """Where weights tie or underflow there are still as many pages as wanted, none twice."""

@@ -1,0 +1,57 @@
+"""What a comparison compares, as a person writes it: ``streaming budget=256 sync``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvchat.config import modes
+from kvchat.conversations.comparison import label
+from kvchat.errors import UsageError
+from kvchat.protocol.comparing import MAX_VARIANTS, Variant
+from kvchat.protocol.messages import Sampling
+from kvchat.tui.prompt.assignments import parse_assignments
+
+SEEDS = 2**31
+FIRST, OTHER = "full", "speculative"
+
+
+def parse_variants(words: Sequence[str]) -> list[Variant]:
+    """Parse ``["streaming", "budget=256", "sync"]``: each mode is followed by its parameters.
+
+    Raises:
+        UsageError: it begins with a parameter, or names too many modes.
+    """
+    groups: list[list[str]] = []
+    for word in words:
+        if "=" not in word:
+            groups.append([word])
+        elif groups:
+            groups[-1].append(word)
+        else:
+            raise UsageError(f"{word} belongs to no mode.", hint="A mode comes first: full streaming budget=256")
+    if len(groups) > MAX_VARIANTS:
+        raise UsageError(f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.")
+    return [Variant(mode, parse_assignments(words)) for mode, *words in groups]
+
+
+def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
+    """At least two variants to compare, where ``mode`` is the present one.
+
+    Raises:
+        UsageError: one is unknown, has a parameter that is refused or stands there twice.
+    """
+    chosen, present = tuple(variants), Variant(mode if mode != FIRST else OTHER)
+    if len(chosen) < 2:
+        chosen = (Variant(FIRST), *([one for one in chosen if one != Variant(FIRST)] or [present]))
+    for variant in chosen:
+        modes.parse(variant.mode, variant.params)
+    if len(set(map(label, chosen))) < len(chosen):
+        raise UsageError("A mode is named twice.", hint="Give one another budget: sync sync budget=256")
+    return chosen
+
+
+def seeded(sampling: Sampling) -> Sampling:
+    """The sampling with a seed, drawn where none is given: all variants have the same random numbers."""
+    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbelow(SEEDS))

@@ -1,0 +1,78 @@
+"""What each layer and KV head reads and holds, how long fetching took and what the GPU did, on a screen of its own."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.events import DescendantFocus
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from kvchat.protocol.details import Details
+from kvchat.tui.controller import ChatController
+from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
+from kvchat.tui.widgets.head_map import HeadMap
+from kvchat.tui.widgets.recall_histogram import RecallHistogram
+
+WATCHER = "screen"
+Part = HeadMap | RecallHistogram | GpuHistoryPlot
+
+
+class DetailsScreen(ModalScreen[None]):
+    """The parts of the detail column, each to be focused: the line at the end says what is under the cursor."""
+
+    CSS = """
+    DetailsScreen { align: center middle; }
+    DetailsScreen > Vertical {
+        width: 100; max-width: 100%; height: 100%; max-height: 44; padding: 0 1; background: $surface;
+        border: round $primary;
+    }
+    DetailsScreen VerticalScroll { height: 1fr; scrollbar-size-vertical: 1; }
+    DetailsScreen #explanation { height: 2; color: $foreground; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close", id="details.close")]
+    AUTO_FOCUS = "HeadMap"
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "details"
+            box.border_subtitle = "Tab next part · ←→↑↓ layer and head · Esc closes"
+            with VerticalScroll(can_focus=False):
+                for part in (HeadMap(), HeadMap(holds=True), RecallHistogram(), GpuHistoryPlot()):
+                    part.can_focus = True
+                    yield part
+            yield Static(id="explanation", markup=False)
+
+    def on_mount(self) -> None:
+        self._controller.details.begin(WATCHER)
+        self.show()
+
+    def on_unmount(self) -> None:
+        self._controller.details.end(WATCHER)
+
+    def show(self) -> None:
+        """Draw the figures as they are now."""
+        if not self.query("#explanation"):
+            return  # it is not composed yet
+        state = self._controller.state
+        details = state.details or Details(0)
+        for heads in self.query(HeadMap):
+            heads.details = details
+        self.query_one(RecallHistogram).show(details.recall, state.snapshot)
+        self.query_one(GpuHistoryPlot).show(state.gpu_history, state.snapshot)
+        self.explain()
+
+    @on(DescendantFocus)
+    @on(HeadMap.Moved)
+    def explain(self) -> None:
+        """Say what the focused part shows."""
+        if isinstance(self.focused, Part):
+            self.query_one("#explanation", Static).update(self.focused.explanation)

@@ -1,0 +1,166 @@
+"""What the chat screen shows of a chat: the controller's ``ChatView``, by its widgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from textual.content import Content
+from textual.screen import Screen
+from textual.widget import Widget
+
+from kvchat.conversations.conversation import Message
+from kvchat.errors import KvchatError
+from kvchat.foreign_text import visible
+from kvchat.protocol.details import Details
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Switched
+from kvchat.tui import clipboard
+from kvchat.tui.background import run_beside
+from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.controller import ChatController
+from kvchat.tui.screens import needle
+from kvchat.tui.screens.details import DetailsScreen
+from kvchat.tui.screens.models import ModelsScreen
+from kvchat.tui.state import ChatState, Footed
+from kvchat.tui.view import Severity
+from kvchat.tui.widgets.answer import Answer, past_message
+from kvchat.tui.widgets.bars import ModeBar, StatusBar
+from kvchat.tui.widgets.composer import Composer
+from kvchat.tui.widgets.gutter import Gutter
+from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn
+from kvchat.tui.widgets.prompt import Prompt
+from kvchat.tui.widgets.ribbon import Ribbon
+from kvchat.tui.widgets.timeline import Timeline
+from kvchat.tui.widgets.transcript import Transcript
+from kvchat.tui.widgets.welcome import Welcome
+
+
+class ShownChat(Screen[None]):
+    """The part of ``ChatScreen`` that the controller calls."""
+
+    controller: ChatController
+
+    @property
+    def chosen(self) -> str | None:
+        return self._transcript.chosen
+
+    async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
+        if below is None:
+            self.query_one(Ribbon).clear()
+            self.query_one(Timeline).clear()
+        widgets: list[Widget] = [past_message(message, footer) for message, footer in messages]
+        await self._transcript.replace_below(below, widgets or ([] if below else [self._welcome()]))
+
+    def show_footer(self, message: Message, footer: str) -> None:
+        self._transcript.show_footer(message.id, footer)
+
+    async def add_question(self, text: str, queued: bool) -> Question:
+        self.accept_prompt()
+        await self._transcript.query(Welcome).remove()
+        return await self._transcript.add(Question(text, queued))
+
+    async def add_answer(self) -> Answer:
+        return await self._transcript.add(Answer())
+
+    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchNote:
+        if switched.before != switched.mode:
+            self.query_one(Ribbon).mark(switched.total, switched.mode)
+            self.query_one(Timeline).mark()
+        return await self._transcript.add(SwitchNote(switched, speed))
+
+    def add_note(self, text: str, struck: str = "") -> None:
+        self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))
+
+    def add_error(self, error: KvchatError) -> None:
+        self._add(Problem(error))
+
+    def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
+        self.app.notify(text, title=title, severity=severity, timeout=timeout)
+
+    def log_event(self, text: str) -> None:
+        self.query_one(DetailColumn).log_event(visible(text))
+
+    def show_state(self, state: ChatState) -> None:
+        bar = self.query_one(ModeBar)
+        bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
+        bar.mode, bar.params = state.mode, state.params
+        self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
+
+    def show_queue(self, waiting: int, is_held: bool) -> None:
+        self.query_one(Composer).show_queue(waiting, is_held)
+
+    def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
+        if snapshot is None:
+            self.query_one(Ribbon).clear()
+            self.query_one(Gutter).show({})
+            return
+        self.query_one(Gutter).show(self.controller.state.marks(snapshot))
+        self.query_one(Ribbon).snapshot = snapshot
+        self.query_one(StatusBar).add(snapshot, answering)
+        self.query_one(KvColumn).show(snapshot)
+        self._show_details()
+
+    def show_details(self, details: Details) -> None:
+        self._show_details()
+
+    def show_page_text(self, start: int, text: str) -> None:
+        self.query_one(Ribbon).show_text(start, text)
+
+    def show_comparison(self, shown: RunningComparison) -> None:
+        needle.show(self.app, self.controller.comparisons, shown)
+
+    def show_models(self) -> None:
+        self.app.push_screen(ModelsScreen(self.controller))
+
+    def accept_prompt(self) -> None:
+        with self._unwritten_history_as_toast():
+            self.query_one(Prompt).accept()
+
+    def restore_prompt(self, text: str) -> bool:
+        prompt = self.query_one(Prompt)
+        prompt.focus()
+        return prompt.restore(text)
+
+    def copy(self, text: str) -> None:
+        """Copy to the terminal's clipboard, and to the system's where that is the person's."""
+        self.app.copy_to_clipboard(text)
+        if clipboard.has_system():
+            run_beside(self, partial(self._copy_to_system, text), group="clipboard")
+        else:
+            self.toast(clipboard.describe(text, None), title="Copied")
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    @property
+    def _transcript(self) -> Transcript:
+        return self.query_one(Transcript)
+
+    def _add(self, widget: Widget) -> None:
+        """Mount without waiting, in the order of the calls."""
+        run_beside(self, partial(self._transcript.add, widget), group="messages")
+
+    async def _copy_to_system(self, text: str) -> None:
+        refusal = await clipboard.copy_to_system(text)
+        if refusal:
+            self.toast(clipboard.describe(text, refusal), title="Clipboard", severity="warning", timeout=10)
+        else:
+            self.toast(clipboard.describe(text, refusal), title="Copied")
+
+    def _show_details(self) -> None:
+        self.query_one(DetailColumn).show(self.controller.state)
+        if isinstance(self.app.screen, DetailsScreen):
+            self.app.screen.show()
+
+    def _welcome(self) -> Welcome:
+        """The first screen of a new conversation."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _unwritten_history_as_toast(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")

@@ -1,0 +1,106 @@
+"""An answer's text in parts, mounted one after the other, so that no single layout has many new widgets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from textual.containers import Vertical
+from textual.widgets import Markdown
+
+from kvchat.tui.answering import flush
+from kvchat.tui.answering.large_answers import Part, parts
+from kvchat.tui.widgets.slices import Slices
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+
+PAUSE_S = 0.03
+
+
+class MarkdownPart(Markdown):
+    """Some blocks of Markdown, which grow at their end; ``tail`` is what cannot be parsed yet."""
+
+    DEFAULT_CSS = """
+    MarkdownPart { padding: 0; margin: 0; background: transparent; }
+    MarkdownPart.in-list > MarkdownList:last-child { margin: 0; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(open_links=False, parser_factory=_parser)
+        self.tail = ""
+        self._drawn = ""
+        self._appended = 0
+
+    async def show(self, text: str, is_closed: bool, is_final: bool) -> bool:
+        """Show another text; only what follows is drawn where it begins with what is drawn. Whether anything was.
+
+        A text that is ``is_closed`` has no tail; one that is ``is_final`` is parsed once more as one text.
+        """
+        if is_final and self._appended > 1:
+            await self.update(text)
+            self._drawn, self.tail, self._appended = text, "", 1
+            return True
+        if not text.startswith(self._drawn):
+            await self.update("")
+            self._drawn, self._appended = "", 0
+        new = text[len(self._drawn) :]
+        end = len(new) if is_closed else flush.closed_end(new, bool(self._drawn) and not self._drawn.endswith("\n"))
+        self._drawn, self.tail = self._drawn + new[:end], new[end:]
+        if end:
+            self._appended += 1
+            await self.append(new[:end])
+        return bool(end)
+
+
+class AnswerBody(Vertical):
+    """The text of an answer; ``tail`` is its end that cannot be parsed yet."""
+
+    DEFAULT_CSS = "AnswerBody { height: auto; }"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = ""
+
+    async def show(self, text: str, is_final: bool) -> None:
+        """Show another text, part by part; it is ``is_final`` where no more follows."""
+        wanted = parts(text)
+        for number, part in enumerate(wanted):
+            widget = await self._widget(number, part)
+            if widget is None:
+                return
+            is_closed = is_final or number + 1 < len(wanted)
+            if isinstance(widget, Slices):
+                await widget.show(part.text)
+                continue
+            widget.set_class(number + 1 < len(wanted) and wanted[number + 1].begins_with_item, "in-list")
+            if await widget.show(part.text, is_closed, is_final):
+                await pause()
+        await self.remove_children(self.children[len(wanted) :])
+        last = self.children[-1] if wanted else None
+        self.tail = last.tail if isinstance(last, MarkdownPart) else ""
+
+    async def _widget(self, number: int, part: Part) -> MarkdownPart | Slices | None:
+        """The widget of a part; None where the answer has gone from the screen meanwhile."""
+        kind = MarkdownPart if part.is_markdown else Slices
+        if number < len(self.children) and not isinstance(self.children[number], kind):
+            await self.remove_children(self.children[number:])
+        if not self.is_attached:
+            return None
+        if number == len(self.children):
+            await self.mount(kind())
+        found = self.children[number]
+        assert isinstance(found, MarkdownPart | Slices)
+        return found
+
+
+async def pause() -> None:
+    """Let the screen be laid out and keys be read."""
+    await asyncio.sleep(PAUSE_S)
+
+
+def _parser() -> MarkdownIt:
+    """As Textual's own, but HTML is text: nothing of an answer is dropped."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("gfm-like", {"html": False})

@@ -1,0 +1,90 @@
+"""``kvchat compare``: what is asked of the session, what is printed and written, and what is refused before a load."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from support.fake_session import PIECES, FakeSession
+
+import kvchat
+from kvchat.cli import main
+from kvchat.engine.model import checkpoint
+from kvchat.protocol.comparing import Compared, Comparing, Variant
+from kvchat.protocol.figures import Run
+
+
+@pytest.fixture
+def session(monkeypatch):
+    session = FakeSession()
+    monkeypatch.setitem(vars(kvchat), "open_session", session.open)
+    monkeypatch.setattr(checkpoint, "locate", lambda name, progress: None)
+    return session
+
+
+@pytest.fixture
+def compare(monkeypatch, capfd):
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", None)
+        monkeypatch.setattr(sys, "argv", ["kvchat", "compare", *args])
+        with pytest.raises(SystemExit) as caught:
+            main.main()
+        return int(caught.value.code or 0), *capfd.readouterr()
+
+    return run
+
+
+def test_the_answers_their_table_and_the_files_have_the_same_numbers(compare, session, tmp_path):
+    out = tmp_path / "both.md"
+    line = ["hello", "streaming", "budget=256", "sync", "--seed", "7", "--max-new-tokens", "5", "--json", "--out"]
+    code, printed, _ = compare(*line, str(out))
+    result = json.loads(printed)
+    assert code == 0
+    assert result["variants"] == [
+        {"mode": "streaming", "params": {"budget": 256}},
+        {"mode": "sync", "params": {}},
+    ]
+    assert (result["question"], result["sampling"]["seed"], result["sampling"]["max_new_tokens"]) == ("hello", 7, 5)
+    assert [run["pieces"] for run in result["runs"]] == [list(PIECES)] * 2
+    assert "".join(PIECES) in out.read_text()
+    assert session.closed
+    code, printed, _ = compare("hello")
+    assert "── full ──" in printed
+    assert "── speculative ──" in printed
+    assert "tok/s" in printed
+
+
+def test_a_mode_that_cannot_be_entered_is_told_and_one_that_was_stopped_early_is_an_error(compare, session):
+    refused = Run("sync", {}, refusal="It needs more memory.")
+    session.compare = lambda turns, variants, sampling: iter([Compared((Run("full", {}, ("a",)), refused), 7)])
+    code, printed, _ = compare("hello", "sync")
+    assert code == 3
+    assert "sync is refused: It needs more memory." in printed
+    session.compare = lambda turns, variants, sampling: iter([Comparing(0, "a", 1), Compared((), 7)])
+    assert compare("hello")[::2] == (1, "kvchat: Stopped before a mode has answered.\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("hello frezee", 'Did you mean "freeze"?'),
+        ("hello budget=256", "belongs to no mode"),
+        ("hello sync sync", "named twice"),
+        ("hello full --out it.txt", "names no format"),
+        ("hello full --out no/such/folder/it.md", "There is no folder"),
+        ("-", "The prompt is empty"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(compare, session, line, said):
+    code, printed, told = compare(*line.split())
+    assert (code, printed) == (2, "")
+    assert said in told
+    assert session.loaded is None
+
+
+def test_the_variants_are_those_of_the_chat(compare, session):
+    asked = []
+    session.compare = lambda turns, variants, sampling: asked.append(variants) or iter([Compared((), 7)])
+    compare("hello", "full", "streaming", "budget=256")
+    assert asked[-1] == (Variant("full"), Variant("streaming", {"budget": 256}))

@@ -1,0 +1,102 @@
+"""Pinned messages: every mode attends to its own set and to them, each token once, held against dense attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kv_run import Run
+from support.kv_steps import as_on_a_gpu
+from support.mode_rows import CORE, MIXED, ROWS
+from support.toy_model import toy
+
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.inspect import attended
+from kvchat.kv.memory import budget
+from kvchat.kv.saved_tokens import save
+
+# In the sinks, across a page's end, a page and more, and in every window at first.
+FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 150)]
+ALL_ROWS = [*CORE, *(row for row in ROWS if row not in CORE and row not in ("streaming-off", "speculative-reuse"))]
+
+
+def run_of(row: str, on_a_gpu: bool = False) -> Run:
+    mode, params = ROWS[row]
+    run = Run(toy(MIXED, page=8), mode, **params)
+    if on_a_gpu:
+        as_on_a_gpu(run.kv)
+    return run
+
+
+@pytest.mark.parametrize("row", ALL_ROWS)
+def test_the_modes_own_set_and_what_is_pinned_are_read_once_each(row):
+    run = run_of(row)
+    run.prefill(150)
+    run.step(3)
+    run.pin(FIRST + SECOND)
+    run.step(25)
+    run.check()
+    run.pin(SECOND)
+    run.step(5)
+    run.prefill(20)
+    run.step(12)
+    run.truncate(64)  # also a part of what is pinned
+    run.prefill(50)
+    run.step(9)
+    assert run.kv.state.pins == tuple(range(60, 64))
+    run.pin([])
+    run.step(5)
+    run.check()
+
+
+@pytest.mark.parametrize("row", ["streaming", "speculative", "sync", "sync-resident", "freeze-budget", "full-resident"])
+def test_on_a_gpus_path_too(row):
+    run = run_of(row, on_a_gpu=True)
+    run.prefill(150)
+    run.pin(FIRST + SECOND)
+    run.step(20)
+    run.check()
+
+
+def test_they_stay_through_every_switch_and_what_is_set_aside():
+    run = run_of("full")
+    run.prefill(170)
+    run.pin(SECOND)
+    for row in ALL_ROWS:
+        mode, params = ROWS[row]
+        run.switch(mode, **params)
+        run.step(2)
+    run.check()
+    aside = save(run.kv.state, 70)
+    run.kv.truncate(70)
+    assert run.kv.state.pins == tuple(range(60, 70))
+    run.kv.put_back(aside)
+    run.step(2)
+    assert run.kv.state.pins == tuple(SECOND)
+    run.check()
+
+
+def test_nothing_is_made_for_what_is_read_anyway():
+    for row, positions in (("full", SECOND), ("streaming", [0, 3])):
+        run = run_of(row)
+        run.prefill(150)
+        before = run.kv.state.slots
+        run.pin(positions)
+        assert run.kv.state.slots is before
+        assert not run.kv.mode.pins
+
+
+def test_without_room_for_their_slots_what_was_pinned_stays(monkeypatch):
+    run = run_of("streaming")
+    run.prefill(150)
+    run.pin(FIRST)
+
+    def refuse(*given):
+        raise DoesNotFitError("no room")
+
+    with monkeypatch.context() as short:
+        short.setattr(budget, "check_fits", refuse)
+        with pytest.raises(DoesNotFitError):
+            run.kv.pin(SECOND)
+    run.step(3)
+    assert run.kv.state.pins == tuple(FIRST)
+    assert bool(attended(run.kv.state, 0)[:, torch.tensor(FIRST)].all())

@@ -1,0 +1,50 @@
+"""The logits of the last step once more, by dense attention over exactly the tokens that it is said to have read."""
+
+from __future__ import annotations
+
+import torch
+from support.dense_attention import dense, rotated
+from torch import Tensor
+
+from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.model import attention_hook
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.inspect import attended
+from kvchat.kv.manager import KVManager
+
+
+class DenseOverAttended:
+    """An attention backend that stores nothing and reads the host pool."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """``AttentionBackend.attention``"""
+        state = self._kv.state
+        keys, values = state.host.dense(layer, state.total)
+        seen = attended(state, layer)
+        if self._kv.mode.name == "streaming":
+            keys = self._with_sinks_moved(layer, keys, seen)
+        return dense(query[:, 0], keys, values, seen, spec).to(query.dtype)[:, None]
+
+    def _with_sinks_moved(self, layer: int, keys: Tensor, seen: Tensor) -> Tensor:
+        """Streaming reads its sinks as if they stood directly before the first recent token that it keeps."""
+        mode = self._kv.mode
+        sinks = min(mode.sink, keys.shape[1])
+        first = next((at for at in range(sinks, keys.shape[1]) if seen[:, at].any()), sinks)
+        moved, by = keys.double(), torch.full((sinks,), first - sinks, device=keys.device)
+        moved[:, :sinks] = rotated(moved[:, :sinks], mode.traits.rotations[layer], by)
+        return moved
+
+
+def logits_over_attended(runner: ModelRunner, token: int) -> Tensor:
+    """What the step that stored ``token`` last should have returned, ``[vocab]``."""
+    device = runner.model.device
+    ids, position = (torch.tensor([number], device=device) for number in (token, runner.kv.total - 1))
+    with torch.inference_mode():
+        logits = attention_hook.forward(
+            runner.model.model, ids, position, DenseOverAttended(runner.kv), logits=True, state=None
+        )
+    assert logits is not None
+    return logits

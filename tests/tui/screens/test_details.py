@@ -1,0 +1,57 @@
+"""The details on a screen of their own and in their column: asked for while shown, explained where the focus is."""
+
+from __future__ import annotations
+
+from support.app_driver import finished, press, typed
+from textual.widgets import Static
+
+from kvchat.protocol.details import Watch
+from kvchat.tui.screens.details import DetailsScreen
+from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
+from kvchat.tui.widgets.head_map import HeadMap
+from kvchat.tui.widgets.recall_histogram import RecallHistogram
+
+
+def watched(app, monkeypatch):
+    """The commands that ask for details from now on."""
+    sent, send = [], app.client.send
+    monkeypatch.setattr(app.client, "send", lambda command: (sent.append(command), send(command)))
+    return lambda: [command.details for command in sent if isinstance(command, Watch)]
+
+
+async def test_the_screen_is_fed_while_it_is_open_and_says_what_is_under_the_cursor(running, monkeypatch):
+    monkeypatch.setenv("FAKE_GPU", "1")
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        watches = watched(app, monkeypatch)
+        typed(app, "/mode speculative")
+        await until(lambda: app.controller.state.mode == "speculative")
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        press(app, "shift+f7")
+        await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query("#explanation"))
+        said = app.screen.query_one("#explanation", Static)
+        await until(lambda: "Layer 0, KV head 0 read 59 of 59 (100 %)" in str(said.content))
+        press(app, "right", "down")
+        await until(lambda: "Layer 1, KV head 1 read 29 of 59 (49 %)" in str(said.content))
+        assert "160" in app.screen.query_one(RecallHistogram).render().plain
+        assert "6.0 GiB / 140 GiB" in app.screen.query_one(GpuHistoryPlot).render().plain
+        press(app, "tab", "tab")
+        await until(lambda: "hidden behind the model's work" in str(said.content))
+        press(app, "escape")
+        await until(lambda: watches() == [True, False])
+
+
+async def test_the_column_asks_while_it_is_shown_and_says_where_there_is_no_gpu(running, monkeypatch):
+    async with running(size=(120, 40)) as (app, pilot, until):
+        watches = watched(app, monkeypatch)
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        assert watches() == []
+        await pilot.resize_terminal(200, 60)
+        column = app.chat.query_one("DetailColumn")
+        await until(lambda: "59 of 59 tokens a head" in column.query_one(HeadMap).render().plain)
+        assert column.query_one(GpuHistoryPlot).render().plain.startswith("no GPU")
+        assert column.query_one(RecallHistogram).render().plain.startswith("nothing was fetched")
+        await until(lambda: watches() == [True])
+        press(app, "f7")
+        await until(lambda: watches() == [True, False])

@@ -1,0 +1,192 @@
+"""The screens as text at three sizes; ``--update-snapshots`` takes them as they are now for right.
+
+No engine runs: its events are handled one after the other, so that nothing depends on a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.app_driver import press, prompt
+from support.fake_engine import ANSWER, ribbon
+from support.fake_view import FakeClient
+from support.screen_text import difference
+
+from kvchat.catalog.fit import Room
+from kvchat.catalog.headers import Weights
+from kvchat.catalog.models import FoundModel
+from kvchat.conversations.store import MARK, Summary
+from kvchat.protocol.comparing import Compared, Variant
+from kvchat.protocol.details import Details, RecallBin
+from kvchat.protocol.figures import Agreement, Gpu, Price, Run, Snapshot, Stats
+from kvchat.protocol.messages import Failed, Finished, Load, Loaded, Started, Switched, Text
+from kvchat.tui import app as application
+from kvchat.tui.app import KvchatApp
+from kvchat.tui.gpu_history import GpuHistory, Moment
+from kvchat.tui.screens import models
+from kvchat.tui.widgets import panels
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+GiB, MiB = 2**30, 2**20
+PARAMS = {"budget": 512, "sink": 16, "window": 64, "tau": 0.8}
+LOADED = Loaded(
+    "Qwen3-4B", "qwen3", 4_000_000_000, "cuda:0", "bfloat16", 40960, 36, 8, 32, 147456, "speculative", PARAMS
+)
+TOTAL = 14203
+SNAPSHOT = Snapshot(
+    "speculative", PARAMS, 512.0, TOTAL, 40960, 96 * MiB, 2 * GiB, 7 * GiB, 3 * GiB, 8 * GiB, 9 * GiB,
+    Gpu("NVIDIA GeForce RTX 4070", 9 * GiB, 12 * GiB, 8 * GiB, 45, 61, 123.4), 58.2, 0.41, 784 * 1024, 310 * MiB, 0.94,
+    191, 0.8, 1.8, 0.1, 0.3, ribbon=ribbon(TOTAL, "speculative"), attended="9" + "0123" * 110 + "999",
+    extras={"pages a step": 1.5, "heads corrected": "21%"}, prices=(Price("full", 2 * GiB, 2 * GiB, 0.21),),
+)  # fmt: skip
+READ = tuple((TOTAL,) * 8 if not layer else tuple(256 + 64 * head for head in range(8)) for layer in range(36))
+DETAILS = Details(
+    TOTAL, READ, READ, tuple(RecallBin(n, 0.6 * n, 0.1 * n) for n in (0, 0, 0, 93, 160, 3, 0, 0, 0, 0)), 11 * GiB, GiB
+)
+STATS = Stats(
+    14140, 14000, 63, TOTAL, 512.0, 0.04, 0.41, 900.0, 58.2, 96 * MiB, 2 * GiB, 310 * MiB, 0.94, 191,
+)  # fmt: skip
+
+
+class StillEngine(FakeClient):
+    """An engine's client behind which nothing happens."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__()
+        self.recorder = None
+
+    async def receive(self) -> list[object]:
+        await asyncio.Event().wait()
+        return []
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def still(config, monkeypatch, request):
+    """The settings of an application without an engine, on no real machine; whether screens are taken for right."""
+    monkeypatch.setattr(application, "EngineClient", StillEngine)
+    monkeypatch.setattr(panels, "time", SimpleNamespace(strftime=lambda form: "12:00:00"))
+    monkeypatch.setattr(models.catalog, "find", lambda folders: FOUND)
+    monkeypatch.setattr(models.catalog, "is_here", lambda name: True)
+    monkeypatch.setattr(models, "room", lambda device, released: Room("cuda:0", 8 * GiB))
+    return config, request.config.getoption("--update-snapshots")
+
+
+FOUND = [
+    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16")),
+    FoundModel("org/large", "hub", Weights(2**34, 2**35, "bfloat16")),
+]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids="{0[0]}x{0[1]}".format)
+async def test_the_screens_are_as_they_were(still, size):
+    config, update = still
+    app, different = KvchatApp(replace(config, load=Load("Qwen/Qwen3-4B"))), []
+
+    async def see(name: str) -> None:
+        different.append(await difference(app, SNAPSHOTS / f"{name}-{size[0]}x{size[1]}.txt", update))
+
+    async with app.run_test(size=size) as pilot:
+        chat = app.controller
+        chat.archive.search = found_conversations
+        chat.state.gpu_history = history()
+        await chat.handle(LOADED)
+        await see("first")
+        await answered(app)
+        await see("answer")
+        await switched(app)
+        await see("switch")
+        for key, name in OVERLAYS.items():
+            press(app, key)
+            await see(name)
+            press(app, "escape")
+            await pilot.pause()
+        await compared(app)
+        await see("compare")
+        press(app, "escape")
+        await failed(app)
+        await see("error")
+    assert not any(different), "\n\n".join(filter(None, different))
+
+
+OVERLAYS = {
+    "f1": "help",
+    "f2": "settings",
+    "ctrl+o": "models",
+    "f9": "conversations",
+    "shift+f7": "details",
+}
+
+
+async def found_conversations(text: str) -> list[Summary]:
+    now = time.time()
+    return [
+        Summary(id="1", title="Payment terms", updated=now - 7300, messages=4),
+        Summary(id="2", title="A cat", updated=now - 3 * 86400 - 60, messages=2,
+                excerpt=f"my {MARK[0]}cat{MARK[1]} is called Biscuit"),
+    ]  # fmt: skip
+
+
+def history() -> GpuHistory:
+    """A minute of readings; what the snapshots bring comes too soon after it."""
+    kept = GpuHistory(clock=lambda: 0.0)
+    kept.note(Gpu("RTX 4070", 1), None)
+    kept.moments.clear()
+    kept.moments.extend(
+        Moment((3 + at // 10) * GiB, 12 * GiB, at * 3 % 100, 60.0 + at, at % 11 * GiB) for at in range(60)
+    )
+    return kept
+
+
+async def answered(app: KvchatApp) -> None:
+    chat = app.controller
+    await chat.ask("What are the payment terms?")
+    await chat.handle(Started(14140, 14000))
+    await chat.handle(Text(ANSWER, 63))
+    await chat.handle(SNAPSHOT)
+    await chat.handle(DETAILS)
+    await chat.handle(Finished("eos", ANSWER, STATS))
+    await chat.handle(replace(SNAPSHOT, total=TOTAL))
+
+
+async def switched(app: KvchatApp) -> None:
+    chat = app.controller
+    await chat.ask("And in streaming?")
+    await chat.handle(Started(TOTAL, TOTAL - 20))
+    await chat.handle(Text("The window moves.", 4))
+    await chat.handle(Switched("speculative", "streaming", {"budget": 512}, TOTAL + 4, 3 * MiB, 0.01, 120))
+    await chat.handle(
+        replace(SNAPSHOT, mode="streaming", params={"budget": 512}, total=TOTAL + 4, ribbon=ribbon(TOTAL, "streaming"),
+                reduced_tokens=120, extras={})
+    )  # fmt: skip
+    stats = replace(STATS, generated_tokens=4, total_tokens=TOTAL + 4, switches=({"at": 4},))
+    await chat.handle(Finished("stopped", "The window moves.", stats))
+
+
+async def compared(app: KvchatApp) -> None:
+    variants = [Variant("full"), Variant("streaming", {"budget": 256})]
+    app.controller.comparisons.begin(variants)
+    said = ("All ", "is ", "due ", "within ", "30 days.")
+    other = ("All ", "is ", "due ", "at ", "once.")
+    agreement = Agreement(3, 4, 0.75, 0.05, 0.9)
+    runs = (
+        Run("full", {}, said, "eos", replace(STATS, read_share=1.0, recall_hit_rate=None, recalled_bytes=0)),
+        Run("streaming", {"budget": 256}, other, "eos", replace(STATS, decode_tokens_per_s=71.0), agreement),
+    )
+    app.controller.comparisons.running.sampling = replace(app.controller.comparisons.running.sampling, seed=7)
+    await app.controller.handle(Compared(runs, 14160))
+
+
+async def failed(app: KvchatApp) -> None:
+    await app.controller.ask("Read all of this.")
+    await app.controller.handle(
+        Failed("The prompt is too long.", "It has 50,000 tokens.", "Shorten it.", "DoesNotFitError")
+    )
+    prompt(app).load_text("")

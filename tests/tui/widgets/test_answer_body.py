@@ -1,0 +1,93 @@
+"""A large answer is whole on the screen, in few widgets, few of them new between two layouts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from support.app_driver import wait_for
+from textual.app import App, ComposeResult
+from textual.widgets import Static
+
+from kvchat.conversations.conversation import Message
+from kvchat.tui.answering.large_answers import MOST_WIDGETS
+from kvchat.tui.widgets import answer_body
+from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.transcript import Transcript
+
+ROW = "| " + " | ".join(f"cell {column}" for column in range(60)) + " |\n"
+LARGE = {
+    "table": ROW * 150,
+    "list": "".join(f"- item {n}\n" for n in range(1500)),
+    "prose": "".join(f"Paragraph {n}.\n\n" for n in range(1500)),
+}
+NEW_AT_ONCE = 40
+
+
+class Page(App[None]):
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+
+
+@pytest.fixture
+def paused(monkeypatch):
+    """Widgets of Markdown at each pause; the answer is the list's first element."""
+    seen: list = [None]
+    genuine = answer_body.pause
+
+    async def pause() -> None:
+        seen.append(len(seen[0].query("MarkdownPart *")))
+        await genuine()
+
+    monkeypatch.setattr(answer_body, "pause", pause)
+    return seen
+
+
+def most_at_once(paused: list) -> int:
+    """The most widgets that came between two pauses."""
+    counts = [0, *paused[1:]]
+    del paused[1:]
+    return max(after - before for before, after in pairwise(counts))
+
+
+def drawn(answer: Answer) -> str:
+    """All its text on the screen."""
+    markdown = [str(block.render()) for block in answer.query("MarkdownBlock")]
+    return "\n".join([*markdown, *(str(part.content) for part in answer.query("Slices > Static").results(Static))])
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_a_huge_answer_is_shown_whole_with_few_new_widgets_at_a_time(name, paused):
+    text = f"Here it is:\n\n{LARGE[name]}\nThat was it."
+    app = Page()
+    async with app.run_test(size=(120, 40)) as _:
+        answer = paused[0] = await app.query_one(Transcript).add(Answer())
+        answer.feed(text[:-4])
+        await wait_for(lambda: not answer._is_behind and "That was" in drawn(answer))
+        assert most_at_once(paused) <= NEW_AT_ONCE
+        await answer.finish(Message(parent=None, role="assistant", text=text, ending="eos"), "receipt")
+        for word in ("Here it is:", "That was it.", "149" if name == "list" else ""):
+            assert word in drawn(answer)
+        assert len(answer.query("*")) < 2 * MOST_WIDGETS
+        await wait_for(lambda: answer.size.height)
+        await answer.set_collapsed(True)
+        assert not answer.query("MarkdownPart")
+        paused[1:] = []
+        await answer.set_collapsed(False)
+        assert most_at_once(paused) <= NEW_AT_ONCE
+        assert "That was it." in drawn(answer)
+
+
+async def test_a_list_in_two_parts_has_no_gap_and_the_plain_middle_is_between_markdown():
+    text = "".join(f"- item {n}\n" for n in range(9)) + f"\n{ROW * 9}\nAnd **then**."
+    app = Page()
+    async with app.run_test(size=(120, 60)) as _:
+        answer = await app.query_one(Transcript).add(Answer())
+        await answer.finish(Message(parent=None, role="assistant", text=text, ending="eos"), "")
+        kinds = [type(part).__name__ for part in answer.query_one("AnswerBody").children]
+        assert kinds == ["MarkdownPart", "MarkdownPart", "Slices", "MarkdownPart"]
+
+        def rows() -> list[int]:
+            return [bullet.region.y for bullet in answer.query("MarkdownBullet")]
+
+        await wait_for(lambda: len(rows()) == 9 and all(below - above == 1 for above, below in pairwise(rows())))
