@@ -109,6 +109,8 @@ def test_less_memory_gives_up_more():
     assert (spilled.quantize, spilled.mode) == ("none", "full")
     left = 100 * 3 - (available.usable(2060) - 1650)
     assert spilled.gave_up == (f"speed: at the end {left} B are read over the link for every token",)
+    rounded = propose(replace(made, device_free=2060, host_free=9999, context=100, token_bytes=3, host_share=0.5))
+    assert rounded.gave_up == (f"speed: at the end {left // 2} B are read over the link for every token",)
     smallest = propose(replace(made, device_free=720, host_free=9999, token_bytes=3))
     assert (smallest.quantize, smallest.mode, len(smallest.gave_up)) == ("nf4", "streaming", 2)
     assert propose(replace(made, device_free=9999, host_free=900)) is None
@@ -130,6 +132,8 @@ def test_what_full_reads_over_the_link_is_counted():
     seen = SimpleNamespace(geometry=geometry, longest=4096)
     need = mode_need("full", {"full": {"resident": 512}}, seen, 4000)
     assert need.link_bytes == (4000 - 512) * geometry.token_bytes
+    halved = mode_need("full", {"full": {"resident": 512}}, seen, 4000, host_share=0.5)
+    assert (halved.link_bytes, halved.device_bytes) == (need.link_bytes // 2, need.device_bytes)
     assert need.device_bytes == pytest.approx(512 * geometry.token_bytes, rel=WITHIN)
     made = replace(planned("bundled"), modes={"full": need})
     assert any("full, resident 512" in line for line in plan_lines(made))

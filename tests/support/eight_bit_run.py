@@ -116,7 +116,7 @@ class EightBitRun(Run):
                 for found, computed, stored in zip(held, exact, (keys, values), strict=True):
                     if torch.equal(found[row, slot], computed[head, token]):
                         stored[head, token] = computed[head, token]
-                    elif slot >= slots.offset and (found is held[1] or token >= slots.layout.sink):
+                    elif slot >= slots.offset and (found is held[1] or slot >= slots.ring):
                         assert torch.equal(found[row, slot], stored[head, token])
 
     def _store(self) -> None:

@@ -116,11 +116,17 @@ class EightBitPool(HostPool):
         full = max(0, tokens // self.geometry.page - self._total // self.geometry.page)
         moved = super().reserve(self._free.after(new if not self.rounds else 2) * self.geometry.page)
         # One more: a step writes the 8-bit page of a full one wherever it will lie.
-        moved |= self.rounded.reserve(self._free_rounded.after((full if self.rounds else 0) + 1) * self.geometry.page)
+        moved |= self._reserve_rounded((full if self.rounds else 0) + 1)
         if tokens > self._total and self._total % self.geometry.page and self._pages[-1] < 0:
             self._open_again()
         self._tell(self._planned(tokens))
         return moved
+
+    def _reserve_rounded(self, pages: int) -> bool:
+        """Make room for so many more 8-bit pages; True when the views of these changed."""
+        p = self.geometry.page
+        self.rounded.total = self._free_rounded.after(0) * p  # so much goes along if it moves, beyond the context
+        return self.rounded.reserve(self._free_rounded.after(pages) * p)
 
     def _planned(self, tokens: int) -> list[int]:
         """The places of the pages from that of the next token on, once ``tokens`` are stored."""
@@ -220,7 +226,7 @@ class EightBitPool(HostPool):
         rounded = sum(pages.kinds)
         exact = len(pages.kinds) - rounded
         super().reserve(self._free.after(exact) * self.geometry.page)
-        self.rounded.reserve(self._free_rounded.after(rounded) * self.geometry.page)
+        self._reserve_rounded(rounded)
         of_exact, of_rounded = self._free.lowest(exact), self._free_rounded.lowest(rounded)
         for layers, index, kept in (
             (self.layers, of_exact, pages.exact),

@@ -55,6 +55,18 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
             assert torch.equal(pool.dense(layer, pool.total)[0], kept[layer][:, : pool.total])
 
 
+def test_pages_stay_where_more_is_stored_than_the_context():
+    pool = EightBitPool(HostPool(G, torch.device("cpu"), 40))
+    reserved = pool.rounded.reserved
+    store(pool, 40, 0)
+    before = pool.dense(0, 40)
+    for turn in range(10):
+        store(pool, reserved // 4, turn)
+    assert pool.rounded.reserved > reserved
+    for found, stored in zip(pool.dense(0, 40), before, strict=True):
+        assert torch.equal(found, stored)
+
+
 def test_8_bit_pages_take_a_quarter_of_float32_and_half_of_bfloat16():
     for dtype, share in ((torch.float32, 0.28), (torch.bfloat16, 0.53)):
         g = Geometry(2, 8, 4, 64, 64, dtype, unified=True)

@@ -21,8 +21,9 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import budget, prefill_plan
 from kvchat.kv.memory import prefill_staging as prefill_module
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.prefill_staging import DirectPrefill, StagedPrefill, prefill_over
+from kvchat.kv.memory.prefill_staging import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.transfer import SideStream
 
@@ -95,6 +96,18 @@ def test_what_lies_before_the_first_token_read_is_not_brought(first):
         host.total = 91
     for ours, theirs in zip(*map(contents, hosts), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 3, 8, 21, 60, 61])
+def test_of_8_bit_pages_too(first):
+    g, host = geometry(), EightBitPool(HostPool(geometry(), CPU))
+    run(RoundingPrefill, host, new_kv(g, 61, 0))
+    host.reserve(91)
+    stored, prefill = contents(host), prefill_over(host, 30, first)
+    assert type(prefill) is RoundingPrefill
+    for layer, new in enumerate(new_kv(g, 30, 1)):
+        for seen, before, each in zip(prefill.extended(layer, *new), stored[layer], new, strict=True):
+            assert torch.equal(seen, torch.cat((before[:, first:], each), 1))
 
 
 def test_the_tail_of_the_last_page_stays_finite():

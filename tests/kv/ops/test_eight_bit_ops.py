@@ -9,6 +9,9 @@ from support.kv_steps import as_on_a_gpu
 from support.mode_rows import CORE, MIXED, ROWS
 from support.toy_model import toy
 
+from kvchat.kv.inspect import attended
+from kvchat.kv.memory.host_pool import HostPool
+
 
 @pytest.mark.parametrize(("row", "unified"), [*((row, True) for row in CORE), ("full-resident", False)])
 def test_every_mode_is_dense_attention_over_rounded_pages(row, unified):
@@ -23,6 +26,23 @@ def test_every_mode_is_dense_attention_over_rounded_pages(row, unified):
     run.step(9)
     run.check()
     assert all(run.kv.state.host.kinds[:-1])
+
+
+@pytest.mark.parametrize("row", ["full", "streaming", "speculative", "sync", "freeze-budget"])
+def test_pinned_messages_are_read_from_pages_of_both_kinds(row):
+    mode, params = ROWS[row]
+    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, rounds=False, **params)
+    run.prefill(60)
+    run.set(True)
+    run.prefill(90)
+    run.pin([*range(30, 35), *range(60, 85)])
+    run.step(25)
+    run.check()
+    run.pin([*range(60, 64)])
+    run.prefill(20)
+    run.step(9)
+    run.check()
+    assert all(bool(attended(run.kv.state, layer)[:, 60:64].all()) for layer in range(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -76,4 +96,4 @@ def test_what_is_empty_and_exact_again_is_the_plain_pool():
     run.prefill(20)
     run.step(5)
     run.check()
-    assert not hasattr(run.kv.state.host, "kinds")
+    assert type(run.kv.state.host) is HostPool
