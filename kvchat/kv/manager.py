@@ -41,8 +41,6 @@ class KVManager:
         self._dirty = False  # tables may name tokens whose K/V never arrived: a step or a refill was cut short
         self._fresh = False  # the next refill may read everything again
         # Slots are to be made again: memory ran out while the mode was entered, or it keeps other tokens for good.
-        self._half_entered = False
-        self.mode = mode
         self.mode, self._half_entered = mode, True
         self.refill(fresh=True)
 
