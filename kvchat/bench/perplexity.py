@@ -97,26 +97,35 @@ def _read(session: Session, passage: Passage, variant: str) -> Row:
 
 
 def _summary(full: Sequence[Row], mine: Sequence[Row], variant: str) -> Row:
-    """One variant over the passages that full decoded too."""
+    """One variant over the passages that full decoded too; by itself where full decoded none, such as long ones."""
+    decoded = [row for row in mine if "refused" not in row]
+    if not decoded:
+        return {"variant": variant, "refused": mine[0]["refused"]}
     by_passage = {row["passage"]: row for row in full if "refused" not in row}
-    pairs = [(row, by_passage[row["passage"]]) for row in mine if "refused" not in row and row["passage"] in by_passage]
-    if not pairs:
-        return {"variant": variant, "refused": mine[0].get("refused", "full decoded no passage")}
-    differences = [row["nats_mean"] - its["nats_mean"] for row, its in pairs]
+    pairs = [(row, by_passage[row["passage"]]) for row in decoded if row["passage"] in by_passage]
+    chosen = [row for row, _ in pairs] or decoded
+    ratios = {row["passage"]: math.exp(row["nats_mean"] - its["nats_mean"]) for row, its in pairs}
     return {
         "variant": variant,
-        "perplexity": math.exp(statistics.fmean(row["nats_mean"] for row, _ in pairs)),
+        "perplexity": math.exp(statistics.fmean(row["nats_mean"] for row in chosen)),
+        "read_mean": statistics.fmean(row["read_mean"] for row in chosen),
+        "read_end": statistics.fmean(row["read_end"] for row in chosen),
+        "ms": 1000 * statistics.median(row["seconds"] / len(row["nats"]) for row in chosen),
+        **(_against_full(pairs) if pairs else {}),
+        "passages": [
+            {"text": row["text"], "perplexity": math.exp(row["nats_mean"]), "ratio": ratios.get(row["passage"])}
+            for row in chosen
+        ],
+    }
+
+
+def _against_full(pairs: Sequence[tuple[Row, Row]]) -> Row:
+    differences = [row["nats_mean"] - its["nats_mean"] for row, its in pairs]
+    return {
         "ratio": math.exp(statistics.fmean(differences)),
         "ratio_standard_error": _standard_error(differences),
-        "read_mean": statistics.fmean(row["read_mean"] for row, _ in pairs),
         "read_share": sum(row["read_mean"] for row, _ in pairs) / sum(its["read_mean"] for _, its in pairs),
-        "read_end": statistics.fmean(row["read_end"] for row, _ in pairs),
         "wall_ratio": statistics.median(row["seconds"] / its["seconds"] for row, its in pairs),
-        "ms": 1000 * statistics.median(row["seconds"] / len(row["nats"]) for row, _ in pairs),
-        "passages": [
-            {"text": row["text"], "perplexity": math.exp(row["nats_mean"]), "ratio": math.exp(difference)}
-            for (row, _), difference in zip(pairs, differences, strict=True)
-        ],
     }
 
 

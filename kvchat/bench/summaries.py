@@ -45,10 +45,10 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "perplexity": (
         Column("mode", variant),
         Column("perplexity", figure("perplexity", 2)),
-        Column("over full", lambda row: f"{100 * (row['ratio'] - 1):+.1f} %"),
+        Column("over full", lambda row: f"{100 * (row['ratio'] - 1):+.1f} %" if "ratio" in row else units.MISSING),
         Column("std. error", share("ratio_standard_error", 1)),
         Column("tokens read", figure("read_mean")),
-        Column("fewer", lambda row: units.percent(1 - row["read_share"])),
+        Column("fewer", lambda row: units.percent(1 - row["read_share"]) if "read_share" in row else units.MISSING),
         Column("read at the end", figure("read_end")),
         Column("times full's time", figure("wall_ratio", 2)),
     ),

@@ -36,5 +36,5 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
             f"Memory ran out while {doing}.",
             f"The {kv.mode.name} mode holds {size(kv.device_bytes, 2)} of K/V on {kv.state.device} for {kv.total:,} "
             f"stored tokens: {(str(error).splitlines() or ['no more memory'])[0]}",
-            "Everything stored is kept. Take a smaller budget or the streaming mode, and try again.",
+            "What is stored is kept, what is missing is read again. Take a smaller budget or the streaming mode.",
         ) from error

@@ -22,11 +22,11 @@ LETTERS = {
 
 
 class Ribbon:
-    """Reads a KV manager; remembers which pages were resident to tell which were recalled since."""
+    """Reads a KV manager; remembers how many heads read each token to tell what was recalled since."""
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
-        self._resident: set[int] = set()
+        self._counts = torch.zeros(0)
 
     def cells(self, counts: Tensor, report: ModeReport) -> tuple[int, str, str]:
         """Tokens per cell, the cells' letters, and their read shares as digits.
@@ -36,7 +36,7 @@ class Ribbon:
         total, g = self._kv.total, self._kv.state.geometry
         cell = g.page * max(1, -(-g.pages(total) // MAX_RIBBON_CELLS))
         shares = _shares(counts.double() / (g.layers * g.kv_heads), cell)
-        recalled = self._recalled_cells(cell)
+        recalled = self._recalled_cells(counts, cell)
         pinned = {position // cell for position in self._kv.state.pins}
         states = (
             TokenState.PINNED
@@ -62,12 +62,12 @@ class Ribbon:
             return TokenState.ON_HOST
         return TokenState.RESIDENT if share >= report.resident_share else report.absent
 
-    def _recalled_cells(self, cell: int) -> set[int]:
-        """Cells with a page that was recalled since the last call."""
-        state = self._kv.state
-        held = {page for slots in state.slots for page in slots.pages.flatten().tolist() if page >= 0}
-        recalled, self._resident = held - self._resident, held
-        return {page * state.geometry.page // cell for page in recalled}
+    def _recalled_cells(self, counts: Tensor, cell: int) -> set[int]:
+        """Cells with a token that more layers and heads read now than at the last call."""
+        before, self._counts = self._counts, counts.cpu()
+        known = min(len(before), len(counts))
+        came = (self._counts[:known] > before[:known]).nonzero().flatten()
+        return set((came // cell).tolist())
 
 
 def _shares(shares: Tensor, cell: int) -> list[float]:

@@ -41,9 +41,8 @@ class KVManager:
         self._stale = False  # what was prefilled since the mode last filled its slots is not in them
         self._dirty = False  # tables may name tokens whose K/V never arrived: a step or a refill was cut short
         self._fresh = False  # the next refill may read everything again
-        # Slots are to be made: at first, after memory ran out while a mode was entered, for other tokens kept for good.
-        self._half_entered = True
-        self.mode = mode
+        # Slots are to be made again: memory ran out while the mode was entered, or it keeps other tokens for good.
+        self.mode, self._half_entered = mode, True
         self.refill(fresh=True)
 
     @property

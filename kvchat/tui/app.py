@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import threading
@@ -15,6 +14,7 @@ from textual.app import App
 from textual.binding import BindingType
 from textual.css.query import NoMatches
 from textual.driver import Driver
+from textual.events import Event, InputEvent
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
 from textual.widget import MountError
@@ -23,7 +23,7 @@ from textual.worker import WorkerFailed
 from kvchat.config.modes import mode_infos
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.foreign_text import visible
-from kvchat.tui import themes
+from kvchat.tui import garbage, themes
 from kvchat.tui.actions import bindings, check_keys
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
@@ -40,7 +40,7 @@ def run(config: AppConfig) -> int:
     """Run the application until the user leaves; the exit code. No engine outlives it."""
     app = KvchatApp(config)
     try:
-        gc.freeze()  # each collection of garbage stops the screen: it need not look through all modules again
+        garbage.postpone_full_collections()
         app.run()
     finally:
         app.client.kill()
@@ -70,6 +70,7 @@ class KvchatApp(App[None]):
         self.keys: dict[str, str] = {}
         self.chat = ChatScreen(config, self.client, self.keys, tuple(self.themes))
         self.controller = self.chat.controller
+        self._collector = garbage.IdleCollector(lambda: self.controller.state.phase.busy)
         self.settings = SettingsEditor(config, self.controller, self)
 
     @property
@@ -112,6 +113,12 @@ class KvchatApp(App[None]):
         if not (is_closing and isinstance(cause, NoMatches | MountError)):
             super()._handle_exception(error)
 
+    async def on_event(self, event: Event) -> None:
+        """As Textual does it; what the user does ends a pause."""
+        if isinstance(event, InputEvent):
+            self._collector.note_use()
+        await super().on_event(event)
+
     def on_mount(self) -> None:
         self._leave_on_signals()
         if self.config.recorder:
@@ -128,6 +135,7 @@ class KvchatApp(App[None]):
         except UsageError as refused:
             self.notify(str(refused), title="Keys", severity="warning", timeout=12)
         self.push_screen(self.chat)
+        self.set_interval(1.0, self._collector.look)
         for wrong in self.config.problems:
             self.notify(wrong, title="Settings", severity="warning", timeout=12)
         for problem in self._theme_problems:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvchat.bench import perplexity
+from kvchat.bench import perplexity, summaries
 from kvchat.bench.baselines import as_written
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.texts import passages
@@ -39,6 +40,25 @@ def test_full_is_the_models_own_perplexity_and_less_reading_costs_some(model):
         logits = model.model(ids, use_cache=False).logits[0, perplexity.PROMPT - 1 : -1].float()
     nats = torch.nn.functional.cross_entropy(logits, ids[0, perplexity.PROMPT :])
     assert full["passages"][0]["perplexity"] == pytest.approx(float(nats.exp()), rel=1e-3)
+
+
+def test_where_full_cannot_go_the_others_are_measured_by_themselves():
+    row = {
+        "passage": 0,
+        "text": "long",
+        "nats_mean": 2.0,
+        "nats": [2.0],
+        "read_mean": 64.0,
+        "read_end": 64,
+        "seconds": 1,
+    }
+    refused = {"passage": 0, "refused": "The context is full."}
+    alone = perplexity._summary([refused], [row], "streaming")
+    assert alone["perplexity"] == pytest.approx(math.exp(2))
+    assert alone["passages"][0]["ratio"] is None
+    assert "ratio" not in alone
+    assert perplexity._summary([refused], [refused], "full") == {"variant": "full", "refused": "The context is full."}
+    assert summaries.COLUMNS["perplexity"][2].cell(alone) == summaries.COLUMNS["perplexity"][5].cell(alone) == "n/a"
 
 
 def test_the_command_reads_a_text_and_prints_one_json_object(tmp_path):

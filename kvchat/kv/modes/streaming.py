@@ -287,14 +287,14 @@ class Streaming(Mode):
             keys.index_copy_(0, layers, rotate(canonical, rotation, cos, sin))
 
     def _dropped_after(self) -> Tensor:
-        """How many dropped tokens lie between a kept one and the recents: 0-d for sinks alone, else ``[S + P, 1]``.
+        """How many dropped tokens lie between a kept one and the recents: 0-d for sinks alone, else ``[S + P]``.
 
         Counted from the base of the kept one.
         """
         if not self.pins:
             return self.kept_from - self.sink
         dropped = self.kept_from - self.sink - (self._pins < self.kept_from).sum()
-        return ((dropped - self._before).clamp(min=0) + self._bases_of_kept).unsqueeze(1)
+        return (dropped - self._before).clamp(min=0) + self._bases_of_kept
 
     def _rotated_layers(self, device: torch.device) -> list[tuple[Rotation, Tensor]]:
         """The rotations and the layers that each turns (int64, on the device, so that no step has to send them)."""

@@ -33,6 +33,11 @@ def read(one, ids):
     return [logits for _, logits in one.prefill(ids)][-1]
 
 
+def pin(one, positions):
+    with torch.inference_mode():
+        one.kv.pin(positions)
+
+
 @pytest.fixture
 def positions(monkeypatch):
     """The positions of every forward."""
@@ -56,6 +61,18 @@ def test_steps_beyond_the_context_are_those_within_it_at_positions_that_it_has(t
         assert 0 <= max(positions) < 100
 
 
+def test_pinned_tokens_of_any_base_are_read_as_within_the_context(tiny):
+    within, beyond = runner(tiny, STAGED), runner(tiny, STAGED, context=100)
+    for one in (within, beyond):
+        read(one, IDS[:60])
+        pin(one, (5, 31, 32))
+    for position, token in enumerate(IDS[60:330], 60):
+        if position == 240:  # one beyond the context, of another base than the present one, and one that is recent
+            for one in (within, beyond):
+                pin(one, (5, 170, 235))
+        assert torch.allclose(beyond.step(token), within.step(token), atol=1e-4), position
+
+
 def test_a_prompt_read_token_by_token_is_what_steps_read(tiny, positions):
     stepped, prefilled = (runner(tiny, PLAIN, context=100) for _ in range(2))
     for one in (stepped, prefilled):
@@ -68,7 +85,8 @@ def test_a_prompt_read_token_by_token_is_what_steps_read(tiny, positions):
     assert torch.allclose(prefilled.step(9), stepped.step(9), atol=1e-4)
 
 
-def test_a_chunk_reads_sinks_what_was_kept_and_itself(monkeypatch):
+@pytest.mark.parametrize("pins", [(), (7, 150, 290)])
+def test_a_chunk_reads_sinks_what_was_kept_and_itself(monkeypatch, pins):
     """In one layer keys do not depend on what was read: the compacted text in full must give the same logits."""
     shape = model_shapes._shape(256, 64, 96, 1, (4, 2), 4096)
     monkeypatch.setitem(model_shapes.SHAPES, "one layer", ("LlamaConfig", shape))
@@ -80,11 +98,13 @@ def test_a_chunk_reads_sinks_what_was_kept_and_itself(monkeypatch):
         "_forward_chunk",
         lambda ids, last, forward=streaming._forward_chunk: chunks.append(len(ids)) or forward(ids, last),
     )
-    logits = read(streaming, IDS[:450])
+    read(streaming, IDS[:300])
+    pin(streaming, pins)
+    logits = read(streaming, IDS[300:450])
     assert chunks == [200, 64, 36, 64, 36, 50], "to the end of the context, then C at most and never across a base"
     # Before the last chunk C + sigma tokens were kept, the sinks included.
     kept = 450 - 50 - (64 + 8 - 4)
-    compacted = [*IDS[:4], *IDS[kept:450]]
+    compacted = [*IDS[:4], *(IDS[pin] for pin in pins), *IDS[kept:450]]
     assert torch.allclose(logits, read(full, compacted), atol=1e-4)
 
 
