@@ -50,7 +50,7 @@ from kvchat.protocol.messages import (
 
 PLAN = MemoryPlan(
     "other", "Fake", "cpu", "float32", 4096, {"none": 64}, {"full": ModeNeed(32, {})}, 0, 8, 32, 0, 999, 999,
-    Proposal("none", "full", None, ("nothing",)),
+    proposal=Proposal("none", "full", None, ("nothing",)),
 )  # fmt: skip
 CHAT = Chat((Turn("user", "hello"),))
 
