@@ -17,7 +17,7 @@ from kvchat.tui.state import Phase
 
 PLAN = MemoryPlan(
     "bundled", "Fake", "cpu", "float32", 4096, {"none": 2**20}, {"full": ModeNeed(2**21, {})}, 0, 8, 2**21, 0, 99, 99,
-    Proposal("none", "full", None, ()),
+    proposal=Proposal("none", "full", None, ()),
 )  # fmt: skip
 FAILED = Failed("Too big.", kind="DoesNotFitError")
 
