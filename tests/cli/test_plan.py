@@ -22,7 +22,7 @@ def test_json(capsys):
     assert made["weights"]["none"] == 69_232_384
     assert made["modes"]["full"]["device_bytes"] == 0, "on a CPU it reads the host pool itself"
     assert made["modes"]["speculative"]["device_bytes"] > 0
-    assert made["proposal"] == {"quantize": "none", "mode": "full", "budget": None, "gave_up": []}
+    assert made["proposal"] == {"quantize": "none", "mode": "full", "budget": None, "gave_up": [], "install": ""}
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -50,7 +50,9 @@ async def test_a_file_is_taken_by_enter_sent_whole_and_shown_folded(running, tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("one\ntwo\n")
     async with running() as (app, _pilot, until):
-        press(app, *keys("sum @n"), "enter")
+        press(app, *keys("sum @n"))
+        await until(lambda: app.chat.query_one(SuggestionList).display)  # the folder is read beside typing
+        press(app, "enter")
         await until(lambda: prompt(app).text == "sum @notes.txt ")
         press(app, "enter")
         await until(lambda: finished(app))
