@@ -7,7 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -71,6 +71,8 @@ def _mostly_right(hint: Any) -> st.SearchStrategy[Any]:
 def _right(hint: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(hint):
         return _fields(hint)
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
     inner = [_mostly_right(argument) for argument in get_args(hint) if argument is not Ellipsis]
     match get_origin(hint):
         case origin if origin is tuple:

@@ -116,6 +116,8 @@ class Answer(Vertical):
         self._show_thought(thought, is_open=False)
         async with self._drawing:
             await self._body.show(said, is_final=True)
+        if not self.is_attached:  # it has gone meanwhile with its conversation
+            return
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
         self.show_footer(footer)
         self._weigh()
@@ -141,7 +143,7 @@ class Answer(Vertical):
                 self.styles.height = self.size.height
             self.collapsed = collapsed
             await self.recompose()
-            if not collapsed:
+            if not collapsed and self.is_attached:
                 await self._body.show(thinking.split(visible(self.text))[1], is_final=True)
                 self.styles.height = "auto"
                 self._weigh()
@@ -170,7 +172,8 @@ class Answer(Vertical):
             if self.finished:
                 return
             await self._body.show(said, is_final=False)
-            self._show_tail(self._body.tail)
+            if self.is_attached:
+                self._show_tail(self._body.tail)
 
     @property
     def _body(self) -> AnswerBody:

@@ -77,7 +77,7 @@ class AnswerBody(Vertical):
             if await widget.show(part.text, is_closed, is_final):
                 await pause()
         await self.remove_children(self.children[len(wanted) :])
-        last = self.children[-1] if wanted else None
+        last = self.children[-1] if self.children else None
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
 
     async def _widget(self, number: int, part: Part) -> MarkdownPart | Slices | None:
@@ -89,8 +89,8 @@ class AnswerBody(Vertical):
             return None
         if number == len(self.children):
             await self.mount(kind())
-        found = self.children[number]
-        assert isinstance(found, MarkdownPart | Slices)
+        found = self.children[number] if number < len(self.children) else None
+        assert found is None or isinstance(found, MarkdownPart | Slices)
         return found
 
 

@@ -91,3 +91,19 @@ async def test_a_list_in_two_parts_has_no_gap_and_the_plain_middle_is_between_ma
             return [bullet.region.y for bullet in answer.query("MarkdownBullet")]
 
         await wait_for(lambda: len(rows()) == 9 and all(below - above == 1 for above, below in pairwise(rows())))
+
+
+@pytest.mark.parametrize("gone_with", ["the answer", "its text"])
+async def test_an_answer_that_goes_while_it_is_drawn_ends_nothing(monkeypatch, gone_with):
+    app = Page()
+    async with app.run_test():
+        answer = await app.query_one(Transcript).add(Answer())
+        body = answer.query_one(answer_body.AnswerBody)
+
+        async def pause() -> None:
+            await (answer.remove() if gone_with == "the answer" else body.remove_children())
+
+        monkeypatch.setattr(answer_body, "pause", pause)
+        answer.feed(LARGE["prose"])
+        await answer.finish(Message(parent=None, role="assistant", text=LARGE["prose"], ending="eos"), "done")
+        assert not answer.is_attached or answer.receipt == "done"
