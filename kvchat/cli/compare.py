@@ -30,7 +30,7 @@ from kvchat.cli.options import (
 )
 from kvchat.cli.output import echo, note, progress, write
 from kvchat.cli.profile import load_settings
-from kvchat.cli.question import compose, piped
+from kvchat.cli.question import turns
 from kvchat.cli.session import INTERRUPTED, interrupt_cancels, opened
 from kvchat.conversations import comparison
 from kvchat.errors import DoesNotFitError, EngineError
@@ -89,10 +89,8 @@ def compare_command(
     named = completed(parse_variants(variants or ()), chosen.kv.mode)
     if out is not None:
         comparison.check(out)
-    text = compose(None if prompt == "-" else prompt, file or (), piped())
-    system_turn = (Turn("system", chosen.model.system),) if chosen.model.system else ()
-    turns = (*system_turn, Turn("user", text))
-    asked = Asked(load_of(chosen), turns, named, seeded(chosen.sampling.sampling()), as_json, out)
+    question = turns(None if prompt == "-" else prompt, file or (), chosen.model.system)
+    asked = Asked(load_of(chosen), question, named, seeded(chosen.sampling.sampling()), as_json, out)
     raise typer.Exit(compare(asked))
 
 

@@ -50,12 +50,11 @@ from kvchat.cli.options import (
 )
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
-from kvchat.cli.question import compose, piped
+from kvchat.cli.question import turns
 from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.protocol.messages import Turn
 from kvchat.threads import stay_within_share, wait_without_spinning
 
 
@@ -196,11 +195,8 @@ def ask_command(
     chosen = resolved.settings
     switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
-    text = compose(prompt, file or (), piped())
-    turns = (Turn("system", chosen.model.system),) if chosen.model.system else ()
-    question = Question(
-        load_of(chosen), (*turns, Turn("user", text)), chosen.sampling.sampling(), switches, as_json, stats
-    )
+    asked = turns(prompt, file or (), chosen.model.system)
+    question = Question(load_of(chosen), asked, chosen.sampling.sampling(), switches, as_json, stats)
     raise typer.Exit(ask(question))
 
 

@@ -8,6 +8,17 @@ from pathlib import Path
 
 from kvchat.conversations import attachments
 from kvchat.errors import UsageError
+from kvchat.protocol.messages import Turn
+
+
+def turns(prompt: str | None, files: Sequence[Path], system: str | None) -> tuple[Turn, ...]:
+    """What a command asks: the system prompt, if there is one, and the question with what was piped in.
+
+    Raises:
+        UsageError: as ``compose``.
+    """
+    asked = Turn("user", compose(prompt, files, piped()))
+    return (Turn("system", system), asked) if system else (asked,)
 
 
 def piped() -> bytes:
