@@ -33,14 +33,18 @@ def write(model: LoadedModel, file: Path) -> None:
             f"{model.name} cannot be copied to GGUF.", "Only Llama models with plain rotary positions are copied."
         )
     writer = gguf.GGUFWriter(file, "llama")
-    _describe(writer, config)
+    describe(writer, config)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"<{id}>" for id in range(config.vocab_size)])
+    writer.add_token_merges(["< 0"])  # one at least must be there
     kind = gguf.GGMLQuantizationType[KINDS[model.dtype]]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
-        values = _rotated_in_pairs(name, weight, config).float().cpu().contiguous().numpy()
+        values = rotated_in_pairs(name, weight, config).float().cpu().contiguous().numpy()
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight",)), gguf.quants.quantize(values, stored), raw_dtype=stored
         )
@@ -50,7 +54,8 @@ def write(model: LoadedModel, file: Path) -> None:
     writer.close()
 
 
-def _describe(writer: Any, config: Any) -> None:
+def describe(writer: Any, config: Any) -> None:
+    """Write the parameters of a Llama architecture; ``writer`` is gguf's, ``config`` transformers'."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -63,14 +68,10 @@ def _describe(writer: Any, config: Any) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"<{id}>" for id in range(config.vocab_size)])
-    writer.add_token_merges(["< 0"])  # one at least must be there
 
 
-def _rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
-    """GGUF's Llama rotates neighboring elements, transformers' the first half of a head with the second."""
+def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
+    """The parameter ``name`` as GGUF has it: there neighbors rotate, in transformers a head's halves."""
     heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
     count = next((heads[end] for end in heads if name.endswith(end)), None)
     if count is None:

@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 
+from kvchat.bench import gguf_copy
 from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
@@ -22,35 +23,10 @@ from kvchat.paths import bundled_model_dir
 needs_gguf = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")), reason="gguf is not installed"
 )
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.layers.": "blk.",
-}
 
 
 def silent(stage):
     pass
-
-
-def gguf_name(name):
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def interleaved(weight, heads):
-    """llama.cpp turns neighbors where transformers turns halves, so its files have the rows in another order."""
-    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def write(path, model):
@@ -60,18 +36,7 @@ def write(path, model):
     config = model.model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("bundled")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    gguf_copy.describe(writer, config)
     tokenizer = json.loads((bundled_model_dir() / "tokenizer.json").read_text())
     ids = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
     special = {token["content"] for token in tokenizer["added_tokens"]}
@@ -83,16 +48,15 @@ def write(path, model):
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, parameter in model.model.named_parameters():
-        tensor = parameter.detach()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            tensor = interleaved(tensor, heads)
+        tensor = gguf_copy.rotated_in_pairs(name, parameter.detach(), config)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
         if tensor.dim() == 1:
-            writer.add_tensor(gguf_name(name), tensor.numpy())
+            writer.add_tensor(theirs, tensor.numpy())
         else:
             packed = gguf.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(theirs, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
