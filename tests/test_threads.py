@@ -1,4 +1,4 @@
-"""Threads that sleep while they wait: set before torch is imported, and never against the user's own choice."""
+"""Threads that sleep after a short wait: set before torch is imported, and never against the user's own choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from kvchat import threads
 
-SHOWS = "import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+SHOWS = (
+    "import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+)
 ENTRIES = {
     "command line": "import sys; sys.argv = ['kvchat', '--version']\n"
     "from kvchat.cli import main\nmain.app = lambda **kwargs: None\nmain.main()",
@@ -32,14 +34,14 @@ def policy_of(entry: str, **chosen: str) -> list[str]:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_threads_sleep_while_they_wait(entry: str) -> None:
-    assert policy_of(entry) == ["PASSIVE", "False"]
+def test_threads_sleep_after_a_short_wait(entry: str) -> None:
+    assert policy_of(entry) == ["PASSIVE", str(threads.SPINS), "False"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_users_choice_stays(entry: str) -> None:
-    assert policy_of(entry, OMP_WAIT_POLICY="ACTIVE") == ["ACTIVE", "False"]
-    assert policy_of(entry, GOMP_SPINCOUNT="1000") == ["None", "False"]
+    assert policy_of(entry, OMP_WAIT_POLICY="ACTIVE") == ["ACTIVE", "None", "False"]
+    assert policy_of(entry, GOMP_SPINCOUNT="1000") == ["None", "1000", "False"]
 
 
 @pytest.mark.parametrize(

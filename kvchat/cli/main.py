@@ -55,12 +55,12 @@ from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.threads import stay_within_share, wait_without_spinning
+from kvchat.threads import spin_briefly, stay_within_share
 
 
 def main() -> None:
     """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
-    wait_without_spinning()
+    spin_briefly()
     stay_within_share()
     replace_unknown_characters()
     try:

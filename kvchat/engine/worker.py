@@ -41,7 +41,7 @@ from kvchat.protocol.messages import (
     Stop,
     Switch,
 )
-from kvchat.threads import stay_within_share, wait_without_spinning
+from kvchat.threads import spin_briefly, stay_within_share
 
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
@@ -312,7 +312,7 @@ def _explained(error: Exception) -> KvchatError:
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
     end_with_parent()
-    wait_without_spinning()
+    spin_briefly()
     stay_within_share()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end

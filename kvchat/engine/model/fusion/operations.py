@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvchat.engine.model.fusion.one_row import linear
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -54,7 +56,7 @@ class Operations:
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = self._kernels.project(x, weight, bias, scale, eps, residual)
             return result
-        projected = F.linear(x if norm is None else self.normed(x, norm), weight, bias)
+        projected = linear(x if norm is None else self.normed(x, norm), weight, bias)
         return projected if residual is None else projected.add_(residual)
 
     def gated(self, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -63,7 +65,7 @@ class Operations:
             gate_weight, up_weight = weight.chunk(2)
             result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
             return result
-        gate, up = F.linear(self.normed(x, norm), weight).chunk(2, -1)
+        gate, up = linear(self.normed(x, norm), weight).chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.dense_attention import DenseManager
+from kvchat.engine.model.fusion import one_row
 from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations, Output, merge
 from kvchat.engine.model.fusion.recognize import (
     ROTATION,
@@ -87,11 +88,12 @@ class Swaps:
         self.kinds: dict[str, None] = {}
         self._modules: list[nn.Module] = []
 
-    def replace(self, module: nn.Module, forward: Callable[..., Any], kind: str) -> None:
+    def replace(self, module: nn.Module, forward: Callable[..., Any], kind: str = "") -> None:
         """Let ``module`` compute ``forward``."""
         module.forward = forward
         self._modules.append(module)
-        self.kinds[kind] = None
+        if kind:
+            self.kinds[kind] = None
 
     def undo(self) -> None:
         """Restore the forward of every module's class. Merged weights stay views of the same values."""
@@ -130,6 +132,9 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
     head = model.get_output_embeddings()
     if is_plain(head) and LAYERS in swaps.kinds:
         swaps.replace(head, partial(operations.project, weight=head.weight, bias=head.bias), LAYERS)
+    if one_row.in_blocks() and model.device.type == "cpu":
+        for module in filter(is_plain, model.modules()):
+            swaps.replace(module, partial(one_row.linear, weight=module.weight, bias=module.bias))
 
 
 def _fuse_layer(

@@ -11,7 +11,7 @@ from support import tiny_models
 from torch import nn
 
 from kvchat.engine.model import attention_hook
-from kvchat.engine.model.fusion import swap
+from kvchat.engine.model.fusion import one_row, swap
 from kvchat.engine.model.fusion.operations import Norm, Operations
 from kvchat.engine.model.fusion.swap import fuse, sample_logits
 from kvchat.engine.model.load import load_model, wrap
@@ -31,6 +31,12 @@ FUSED = {
     "cohere": "merged projections",  # LayerNorm, interleaved rotation, one norm
     "gpt2": "",
 }
+
+
+@pytest.fixture(autouse=True)
+def rows_as_they_are(monkeypatch):
+    """What is swapped does not depend on the processor's make."""
+    monkeypatch.setattr(one_row, "in_blocks", lambda: False)
 
 
 class TorchKernels:
@@ -83,6 +89,20 @@ def test_recognized_by_structure_and_the_same_afterwards(name, fused):
     assert relative_error(sample_logits(model), plain) < 1e-6
     assert selftest(model) < 2e-6
     assert bool(forwards(model)) == bool(fused)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "cohere", "qwen3_moe"])
+def test_every_linear_takes_one_row_by_blocks_where_that_is_faster(monkeypatch, name):
+    monkeypatch.setattr(one_row, "in_blocks", lambda: True)
+    model = tiny_models.fresh(name)
+    plain = sample_logits(model)
+    assert fuse(model, None).fused == FUSED[name]
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    fused = (
+        {name for name in linears if name.endswith(("gate_proj", "up_proj", "down_proj"))} if name == "llama" else ()
+    )
+    assert linears - set(fused) <= set(forwards(model))
+    assert relative_error(sample_logits(model), plain) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])

@@ -1,0 +1,60 @@
+"""A matrix times one row on a CPU: what decoding a token mostly is.
+
+Intel's MKL, which torch multiplies float32 with on x86, reads a matrix at a third of the memory's speed for one row on
+a processor of another make: on an AMD EPYC 384 x 8,192 take 1.2 ms on one thread and on two. Its batched product of
+blocks of rows does not: 0.33 ms on one thread, 0.25 on two. The processor's make decides and not a measurement, so that
+the same conversation has the same last bits every time.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PROCESSOR = Path("/proc/cpuinfo")
+MAKE = "AuthenticAMD"
+# Fewer are slower (one is the slow product itself), more only where there are more threads.
+BLOCKS = 4
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x [..., K]`` through ``weight [N, K]``, plus ``bias [N]``: ``[..., N]``."""
+    if x.numel() == x.shape[-1] and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
+        blocks = _blocks(len(weight))
+        if blocks > 1 and weight.is_contiguous():
+            return _by_blocks(x, weight, bias, blocks)
+    return F.linear(x, weight, bias)
+
+
+@cache
+def in_blocks(processor: Path = PROCESSOR) -> bool:
+    """Whether blocks of rows are faster here."""
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        return MAKE in processor.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
+    size = x.shape[-1]
+    # A row seen as a column; made a column by ``view(size, 1)`` it would be ten times as slow.
+    column = x.reshape(1, 1, size).expand(blocks, 1, size).transpose(1, 2)
+    product = torch.bmm(weight.view(blocks, -1, size), column).view(*x.shape[:-1], -1)
+    return product if bias is None else product.add_(bias)
+
+
+@cache
+def _blocks(rows: int) -> int:
+    """As many blocks as threads, at least ``BLOCKS``; 1 where so many do not divide ``rows``."""
+    blocks = BLOCKS
+    while blocks < torch.get_num_threads():
+        blocks *= 2
+    while blocks > 1 and rows % blocks:
+        blocks //= 2
+    return blocks

@@ -1,0 +1,57 @@
+"""One row times a matrix, in blocks of rows where those are faster: the same product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvchat.engine.model.fusion import one_row
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    """The path that the processor's make would choose on an AMD."""
+    monkeypatch.setattr(one_row, "in_blocks", lambda: True)
+
+
+@pytest.mark.parametrize("shape", [(48,), (1, 48), (1, 1, 48)])
+@pytest.mark.parametrize("rows", [1, 6, 7, 8, 64, 100])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_is_that_of_torch(shape, rows, biased):
+    made = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(shape, generator=made), torch.randn(rows, 48, generator=made)
+    bias = torch.randn(rows, generator=made) if biased else None
+    product = one_row.linear(x, weight, bias)
+    torch.testing.assert_close(product, F.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
+    assert product.shape == (*shape[:-1], rows)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.ones(1, 2, 16), torch.ones(8, 16)),  # two rows
+        (torch.ones(1, 16, dtype=torch.bfloat16), torch.ones(8, 16, dtype=torch.bfloat16)),
+        (torch.ones(1, 16), torch.ones(16, 8).t()),  # columns lie together
+        (torch.ones(1, 16), torch.ones(7, 16)),  # no block divides it
+    ],
+)
+def test_what_blocks_do_not_serve_is_torchs_own(monkeypatch, x, weight):
+    monkeypatch.setattr(one_row.torch, "bmm", None)
+    assert torch.equal(one_row.linear(x, weight), F.linear(x, weight))
+
+
+def test_one_row_goes_by_blocks(monkeypatch):
+    called, bmm = [], torch.bmm
+    monkeypatch.setattr(one_row.torch, "bmm", lambda *args: called.append(args) or bmm(*args))
+    one_row.linear(torch.ones(1, 1, 16), torch.ones(8, 16))
+    assert [tuple(matrix.shape) for matrix in called[0]] == [(4, 2, 16), (4, 16, 1)]
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL here")
+def test_the_processors_make_decides(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    amd, intel = tmp_path / "amd", tmp_path / "intel"
+    amd.write_text("vendor_id\t: AuthenticAMD\n")
+    intel.write_text("vendor_id\t: GenuineIntel\n")
+    assert [one_row.in_blocks(file) for file in (amd, intel, tmp_path / "none")] == [True, False, False]
