@@ -51,10 +51,10 @@ class Layout:
         """Bytes that ``DeviceSlots`` of this layout allocate."""
         n = self.slots(geometry.page)
         heads = (self.last - self.first) * self.width(geometry)
-        tables = 1 if self.shared else heads
+        tables = (1 if self.shared else heads) * 2 + self.unordered
         pages = heads * self.pages * torch.int64.itemsize
         rows = heads * n * 2 * geometry.row_bytes
-        return rows + pages + 2 * tables * n * torch.int32.itemsize
+        return rows + pages + tables * n * torch.int32.itemsize
 
 
 class DeviceSlots:
@@ -64,6 +64,8 @@ class DeviceSlots:
     n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and
     ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the
     page slots hold (the table says which of their tokens may be read), ``page_blocks [H, k]`` their rows of ``blocks``.
+    ``held [n]`` (int32), of an unordered layout only, is what its mode knows to lie in each slot, read or not; the mode
+    clears it where that ends.
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
     ``active`` counts what was read: (token, KV head, layer) triples, summed over steps.
     """
@@ -80,6 +82,7 @@ class DeviceSlots:
         self.kv = torch.zeros((layers, 2, width, self.n, geometry.d), dtype=geometry.dtype, device=device)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
         self.attended = self.table.clone()
+        self.held = self.table[0, 0, : self.n if layout.unordered else 0].clone()
         self.pages = torch.full((layers, width, layout.pages), EMPTY, dtype=torch.int64, device=device)
         blocks = torch.arange(width, device=device)[:, None] * (self.n // geometry.page)
         self.page_blocks = blocks + torch.arange(layout.pages, device=device)
@@ -93,12 +96,12 @@ class DeviceSlots:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.kv.nbytes + self.table.nbytes + self.attended.nbytes + self.pages.nbytes
+        return sum(x.nbytes for x in (self.kv, self.table, self.attended, self.held, self.pages))
 
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that last from step to step."""
         constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
-        return [self.kv, self.table, self.attended, self.pages, self.active, *constants]
+        return [self.kv, self.table, self.attended, self.held, self.pages, self.active, *constants]
 
     def heads_of(self, layer: int) -> Tensor:
         """The KV heads held, ``[H]`` int64."""

@@ -63,6 +63,7 @@ MIN_ROOM = 32  # spare slots: max(32, an eighth)
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
 LAYER_BYTES = 12  # its scale and sight; once more for two counters
 SEES_ALL = 2**40  # tokens, of a layer without a window
+FOREVER = 2**30  # steps
 SHRINK = 0.8  # shrink when this share of the slots would suffice
 
 
@@ -152,6 +153,7 @@ class Freeze(Mode):
     def _bring(self) -> None:
         """Make the slots hold exactly the tokens that the next one reads."""
         slots, frozen = self.slots, self._timers.frozen
+        slots.held.fill_(EMPTY)
         if self._fit(self._timers.awake(self.state.total) + 1):
             self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
             slots = self.slots
@@ -209,20 +211,36 @@ class Freeze(Mode):
             self._widen_bounds(position)
             named = self._named(position)
         timers.observe(position, table, self._scores.result(), self.state.pinned, named)
+        self._note_held()
         self.slots.table.masked_fill_((self.slots.table != EMPTY) & timers.frozen[self.slots.table.long()], EMPTY)
 
     def _return(self, position: Tensor) -> None:
-        """Bring the tokens back that are neither frozen nor in a slot; ``prepare_step`` made room for all."""
+        """Let the tokens be read that are not frozen; ``prepare_step`` made room for all.
+
+        Many return after a step or two: whose slot nobody took is read there again, the others are copied.
+        """
         slots, timers, table = self.slots, self._timers, self.slots.table[0, 0]
+        lying = slots.held.long()
+        reopened = (table == EMPTY) & (slots.held != EMPTY) & ~timers.frozen[lying]
+        table.copy_(torch.where(reopened, slots.held, table))
         absent = ~timers.frozen & (timers.index < position)
         absent = absent.index_fill(0, torch.where(table == EMPTY, timers.capacity, table).long(), False)
         most = min(slots.n, len(absent))
         taken, positions = absent.to(torch.int32).topk(most)
         taken = taken > 0
-        self.state.transfer.load_into_free(slots, positions, slots.free_slots(most), taken)
-        self.thawed += taken.sum()
+        # Who stays away longest loses its K/V here.
+        away = torch.where(slots.held == EMPTY, FOREVER, timers.timer[lying].clamp(min=0))
+        targets = away.masked_fill(table != EMPTY, -1).topk(most).indices
+        self.state.transfer.load_into_free(slots, positions, targets, taken)
+        self.thawed += taken.sum() + reopened.sum()
         layers = slots.layout.last - slots.layout.first
         self.state.transfer.count_wanted((slots.table != EMPTY).sum() * (layers * self.geometry.kv_heads))
+
+    def _note_held(self) -> None:
+        """What was read lies in its slot from now on, though it may be closed. Rounded pages come from the host."""
+        slots = self.slots
+        lying = torch.where(slots.table[0, 0] == EMPTY, slots.held, slots.table[0, 0])
+        slots.held.copy_(lying if self.state.host.rounded_share is None else torch.full_like(lying, EMPTY))
 
     # ---- pages that a query names
 

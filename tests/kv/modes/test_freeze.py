@@ -18,6 +18,7 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits, TokenState
+from kvchat.kv.modes.freeze import Freeze
 from kvchat.kv.modes.recovery_levels import LEVELS
 
 
@@ -83,13 +84,39 @@ def test_growth_never_fails_a_step_when_everything_returns():
     assert fewest < 100
 
 
-def test_returning_tokens_are_counted():
+@pytest.mark.parametrize("stagger", [1, 64])
+def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stagger):
+    """The sets are those of copying everything that returns; what is read is checked against the host at every step."""
+    counted = {}
+    for keeps in (True, False):
+        with monkeypatch.context() as patch:
+            if not keeps:
+                patch.setattr(Freeze, "_note_held", lambda self: None)
+            run, read = at_once(score="always", stagger=stagger), []
+            run.prefill(300)
+            for _ in range(160):
+                run.step()
+                run.check()
+                read.append(run.active())
+            moved, wanted, _ = run.kv.state.transfer.totals.tolist()
+            returned = int(run.kv.mode.thawed) * LAYERS * HEADS
+            counted[keeps] = read, wanted, returned, moved
+    kept, copied = counted[True], counted[False]
+    assert kept[:3] == copied[:3]
+    assert kept[2] == copied[3] > 2 * kept[3] > 0
+    assert kept[1] > copied[3]
+
+
+def test_a_token_that_was_stored_again_is_not_found_in_its_old_slot():
     run = at_once()
-    run.prefill(100)
-    run.step(10)
-    moved, wanted, _ = run.kv.state.transfer.totals.tolist()
-    assert moved == int(run.kv.mode.thawed) * LAYERS * HEADS > 0
-    assert wanted > moved
+    run.prefill(150)
+    run.step(30)
+    frozen = set(range(run.kv.total)) - run.active()
+    assert any(position >= 100 for position in frozen)
+    run.truncate(100)
+    run.prefill(60)
+    run.step(20)
+    run.check()
 
 
 def test_a_small_budget_is_refused():
