@@ -34,7 +34,7 @@ class ModelSettings(Section):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """number format of weights and K/V (auto: the model's own on a GPU, float32 on a CPU)"""
+    """number format of weights and K/V (auto: the model's own on a GPU, on a CPU the faster of that and float32)"""
     quantize: Literal["none", "int8", "int4", "nf4"] = "none"
     """int8 or int4 (pip install 'kvchat[ao]'), nf4 (pip install 'kvchat[bnb]'): keep the weights in 8 or 4 bits"""
     fast: bool = True

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvchat.engine.model import attention_hook, quantization, supported, text_part
+from kvchat.engine.model import attention_hook, cpu_dtype, quantization, supported, text_part
 from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.fusion import swap
@@ -69,7 +69,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model ``name`` ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
 
-    ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA and float32 on a CPU.
+    ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU that or
+    float32, the faster one.
     ``name`` may also be a GGUF file, whose weights are unpacked to the dtype.
     ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
     it is with "none".
@@ -99,7 +100,8 @@ def load_model(
             raise
         except Exception as error:
             raise supported.unreadable(checkpoint.name, "the model", error) from error
-    return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(described.config)])))
+    chosen = cpu_dtype.note(dtype, described.dtype, described.config) if described.device.type == "cpu" else ""
+    return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(described.config), chosen])))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:

@@ -1,0 +1,70 @@
+"""Which dtype a model runs in on a CPU where the setting is "auto": the faster one for a token's largest product.
+
+What decodes a token there is reading the weights. bfloat16 halves that where the processor multiplies it (AVX-512 BF16,
+AMX) and the weights come from memory; a smaller model, whose products are over before, is faster in float32, and
+everything is on older processors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvchat.engine.model.fusion import one_row
+
+# Bytes of a matrix in float32: a smaller one lies in a cache and is not faster in bfloat16 (AMD EPYC with AVX-512 BF16:
+# 17 MB as fast, 99 MB 1.5 times, 235 MB 1.6 times as fast).
+MEASURED_FROM = 2**25
+ROUNDS = 5
+# It must win clearly: what K/V was stored in decides whether a saved conversation goes on without being read again.
+CLEARLY = 0.85
+
+
+def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
+    """float32, or ``own``, a checkpoint's dtype, if that is bfloat16 and clearly faster at its size; measured once."""
+    rows, columns = _largest(config)
+    if own != torch.bfloat16 or 4 * rows * columns < MEASURED_FROM:
+        return torch.float32
+    exact, half = milliseconds(rows, columns)
+    return torch.bfloat16 if half < CLEARLY * exact else torch.float32
+
+
+def note(dtype: str, chosen: torch.dtype, config: Any) -> str:
+    """What to tell of the choice that the setting ``dtype`` led to; "" where nothing was chosen."""
+    if dtype != "auto" or chosen != torch.bfloat16:
+        return ""
+    exact, half = milliseconds(*_largest(config))
+    return (
+        f"It runs in bfloat16: its largest matrix takes {half:.1f} ms a token here, in float32 {exact:.1f} "
+        "(model.dtype = float32 overrules)."
+    )
+
+
+@cache
+def milliseconds(rows: int, columns: int) -> tuple[float, float]:
+    """The least time for one token through a matrix ``[rows, columns]``, in float32 and in bfloat16."""
+    weight, x = torch.ones(rows, columns), torch.ones(1, columns)
+    half, half_x = weight.to(torch.bfloat16), x.to(torch.bfloat16)
+    with torch.inference_mode():
+        times = [
+            (_timed(partial(one_row.linear, x, weight)), _timed(partial(F.linear, half_x, half))) for _ in range(ROUNDS)
+        ]
+    return min(exact for exact, _ in times), min(half for _, half in times)
+
+
+def _timed(product: Callable[[], Tensor]) -> float:
+    began = time.perf_counter()
+    product()
+    return 1000 * (time.perf_counter() - began)
+
+
+def _largest(config: Any) -> tuple[int, int]:
+    """Rows and columns of the MLP's first matrix; none where the configuration does not say."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "intermediate_size", None) or 0, getattr(text, "hidden_size", None) or 0
