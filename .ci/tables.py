@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Print the READMEs' tables, made from the committed results and the action table; a test compares them.
 
-``.ci/tables.py --write-keys`` writes the table of keys into the front README.
+``.ci/tables.py --write`` puts each in place of what stands between ``<!-- its name -->`` and ``<!-- end -->``; a result
+in a file of another name is the table of that name. The front README's first sentence is written by hand (``claim``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from kvchat.bench.identity import outdated
 from kvchat.bench.report import rendered
 from kvchat.tui.actions import ACTIONS, describe_keys
 
-FRONT = Path(__file__).parents[1] / "README.md"
-RESULTS = Path(__file__).parents[1] / "kvchat" / "bench" / "results"
+ROOT = Path(__file__).parents[1]
+READMES = ROOT / "README.md", ROOT / "kvchat" / "bench" / "README.md"
+RESULTS = ROOT / "kvchat" / "bench" / "results"
+PLACE = re.compile(r"(?<=<!-- )(?!end)([\w-]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
 
 
@@ -68,12 +71,16 @@ def keys() -> str:
     return _table(["key", "command", "what it does"], rows, others="---")
 
 
-def write_keys() -> None:
-    """Put the table of keys in place of the front README's."""
-    text = FRONT.read_text(encoding="utf-8")
-    head, _, _ = keys().partition("\n")
-    old = re.compile(rf"{re.escape(head)}\n(\|.*\n)+")
-    FRONT.write_text(old.sub(lambda _: f"{keys()}\n", text), encoding="utf-8")
+def write() -> None:
+    """Put all tables into the READMEs."""
+    for readme in READMES:
+        text = readme.read_text(encoding="utf-8")
+        readme.write_text(PLACE.sub(lambda place: place[1] + place[2] + table(place[1]), text), encoding="utf-8")
+
+
+def table(name: str) -> str:
+    """The table of this name: one of ``TABLES``, or the report of a result."""
+    return TABLES[name]() if name in TABLES else report(name)
 
 
 def decode() -> str:
@@ -193,8 +200,18 @@ def _environment(result: dict[str, Any]) -> str:
     return f"{device}; torch {e['torch']}, transformers {e['transformers']}. {_age(result)}".rstrip()
 
 
+TABLES = {
+    "summary": summary,
+    "keys": keys,
+    "decode": decode,
+    "passkey": passkey,
+    "passkey-inside": inside,
+    "long-run": long_run,
+    "perplexity": perplexity,
+}
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write-keys"]:
-        write_keys()
+    if sys.argv[1:] == ["--write"]:
+        write()
     else:
-        print("\n\n".join((claim(), summary(), keys(), decode(), passkey(), inside(), long_run(), perplexity())))
+        print("\n\n".join((claim(), *(made() for made in TABLES.values()))))
