@@ -328,7 +328,7 @@ class Session(Released, Comparisons, StoredText, Reports):
     @property
     def info(self) -> Loaded:
         """The model and the current mode."""
-        return describe(self._model, self._kv, self._switcher, self._keeper.notes)
+        return describe(self._model, self._kv, self._switcher)
 
     def close(self) -> None:
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""
