@@ -48,7 +48,7 @@ Dtype = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])",
+        help="auto, none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])",
         autocompletion=words_of(("model", "quantize")),
     ),
 ]

@@ -35,8 +35,8 @@ class ModelSettings(Section):
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own on a GPU, on a CPU the faster of that and float32)"""
-    quantize: Literal["none", "int8", "int4", "nf4"] = "none"
-    """int8 or int4 (pip install 'kvchat[ao]'), nf4 (pip install 'kvchat[bnb]'): keep the weights in 8 or 4 bits"""
+    quantize: Literal["auto", "none", "int8", "int4", "nf4"] = "auto"
+    """int8 or int4 (kvchat[ao]), nf4 (kvchat[bnb]): keep the weights in 8 or 4 bits; auto: those of small GGUF files"""
     fast: bool = True
     """swap small pieces of the model for faster ones, checked when it is loaded"""
     folders: Texts = ()

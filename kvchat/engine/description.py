@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvchat.engine import calibration
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel
@@ -11,8 +9,8 @@ from kvchat.kv.manager import KVManager
 from kvchat.protocol.messages import Loaded
 
 
-def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher, notes: Sequence[str]) -> Loaded:
-    """The model and the current mode; ``notes`` come beside those of the model."""
+def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher) -> Loaded:
+    """The model and the current mode."""
     return Loaded(
         model=model.name,
         architecture=type(model.model).__name__,
@@ -28,7 +26,6 @@ def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher, notes: S
         params=kv.mode.in_force(),
         notes=(
             *model.notes,
-            *notes,
             *map(str, switcher.calibration_problems),
             *calibration.notes(model, switcher.calibration),
         ),

@@ -11,17 +11,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from kvchat.config import modes
 from kvchat.config.modes import MIN_BUDGET
 from kvchat.engine.generate.runner import CHUNK, GROWTH_HEADROOM
-from kvchat.engine.model import attention_hook, quantization
+from kvchat.engine.model import gguf_weights, quantization
 from kvchat.engine.model.checkpoint import complete
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
+from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
@@ -39,9 +39,6 @@ from kvchat.units import size
 SPILLED = "full, over the link"
 PROPOSED_MODES = ("full", "speculative", SPILLED, "streaming")
 PROPOSED_WEIGHTS = ("none", "int8", "nf4")
-# Bytes a weight takes beside its own bits: torchao's scale and zero point a row, bitsandbytes' scale for 64 weights.
-ROW_BYTES = {"int8": 5}
-WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64}
 
 
 def memory_plan(
@@ -81,6 +78,7 @@ def memory_plan(
         host_free=available.host_free(),
         token_bytes=geometry.token_bytes,
         host_share=share,
+        by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
     )
     return replace(made, proposal=propose(made))
 
@@ -103,13 +101,14 @@ def fits_beside(load: Load, progress: Progress) -> bool:
         KvchatError: it cannot be loaded at all.
     """
     made = memory_plan(load.model, load.device, load.dtype, 1, load.mode_params, progress)
-    needed = made.weights.get(load.quantize, max(made.weights.values())) + made.workspace
+    quantize = made.by_default if load.quantize == "auto" else load.quantize
+    needed = made.weights.get(quantize, max(made.weights.values())) + made.workspace
     return needed <= available.usable(made.device_free)
 
 
 def propose(made: MemoryPlan) -> Proposal | None:
     """The first combination that fits, the best first; None where none does."""
-    for quantize in [name for name in (*PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
+    for quantize in [name for name in (made.by_default, *PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
         for way in PROPOSED_MODES:
             mode = "full" if way == SPILLED else way
             if not made.modes[mode].refusal and _fits(made, quantize, way):
@@ -133,7 +132,7 @@ class _Observed(NamedTuple):
 
 
 def _observe(described: ModelDescription) -> _Observed:
-    shapes = _without_memory(described.model_class, described.text_config, described.dtype)
+    shapes = without_memory(described.model_class, described.text_config, described.dtype)
     state = RecurrentState(shapes.config)
     shape = observe_shape(shapes, state)
     layers = len(attending_layers(shapes.config))
@@ -157,8 +156,10 @@ def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
     own = quantization.own_method(described.config)
     if own and not described.location.gguf:
         return {own: complete(described.location, progress).weight_bytes}
-    choices = _choices(described.device, described.dtype)
-    return {name: _weight_bytes(seen.shapes, name, described.device) for name in choices}
+    choices = quantization.possible(described.device, described.dtype)
+    if described.location.gguf:
+        choices = [name for name in choices if name in gguf_weights.CHOICES]
+    return {name: weight_bytes(seen.shapes, name, described.device) for name in choices}
 
 
 def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:
@@ -186,39 +187,6 @@ def _spilled(made: MemoryPlan, quantize: str) -> int:
     return int(max(0, made.context * made.token_bytes - room) * made.host_share)
 
 
-def _without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    attention_hook.register()
-    with torch.device("meta"):
-        # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
-        return model_class._from_config(
-            config, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
-        ).eval()
-
-
-def _choices(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    int4 = device.type == "cuda" and dtype == torch.bfloat16
-    return tuple(name for name in quantization.CHOICES if name != "int4" or int4)
-
-
-def _weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
-    """Bytes of the weights and buffers; only Linears are quantized, the head on a CPU in int8 too."""
-    total: int = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    if quantize == "none":
-        return total
-    head = model.get_output_embeddings()
-    tied = head.weight is model.get_input_embeddings().weight
-    for linear in _linears(model):
-        if linear is not head or (quantize == "int8" and device.type == "cpu"):
-            rows, columns = linear.weight.shape
-            total += int(rows * (columns * WEIGHT_BYTES[quantize] + ROW_BYTES.get(quantize, 0)))
-            total -= 0 if linear is head and tied else linear.weight.nbytes
-    return total
-
-
-def _linears(model: Any) -> Iterator[nn.Linear]:
-    return (module for module in model.modules() if type(module) is nn.Linear)
-
-
 def mode_need(
     name: str, mode_params: Mapping[str, Params], seen: _Observed, tokens: int, host_share: float = 1.0
 ) -> ModeNeed:
@@ -240,7 +208,7 @@ def mode_need(
 def _workspace(model: Any, geometry: Geometry, tokens: int, device: torch.device) -> int:
     """What one prefill forward takes, about: the outputs of one layer's Linears, and on a GPU a layer's K/V."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
-    widths = sum(linear.out_features for linear in _linears(model.get_decoder())) // count
+    widths = sum(linear.out_features for linear in linears(model.get_decoder())) // count
     activations = CHUNK * widths * geometry.dtype.itemsize
     staged = staging_bytes(geometry, max(0, tokens - CHUNK), CHUNK) + PREFILL_WORKSPACE
     return activations + (staged if device.type == "cuda" else 0)

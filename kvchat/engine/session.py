@@ -40,7 +40,7 @@ def load(
     mode: str = "full",
     system: str | None = None,
     mode_params: Mapping[str, Params] | None = None,
-    quantize: str = "none",
+    quantize: str = "auto",
     fast: bool = True,
     host_dtype: HostDtype = "model",
     progress: Callable[[str], None] = lambda stage: None,
@@ -55,7 +55,8 @@ def load(
         mode: the KV mode to begin with.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
-        quantize: ``none``, ``int8`` or ``int4`` (torchao), or ``nf4`` (bitsandbytes).
+        quantize: ``auto`` (small GGUF files stay small), ``none``, ``int8`` or ``int4`` (torchao), ``nf4``
+            (bitsandbytes).
         fast: swap small pieces of the model for faster ones.
         host_dtype: what full pages of K/V are kept in: the ``model``'s number format, or ``int8``.
         progress: called with each stage of loading.
@@ -328,7 +329,7 @@ class Session(Released, Comparisons, StoredText, Reports):
     @property
     def info(self) -> Loaded:
         """The model and the current mode."""
-        return describe(self._model, self._kv, self._switcher, self._keeper.notes)
+        return describe(self._model, self._kv, self._switcher)
 
     def close(self) -> None:
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""

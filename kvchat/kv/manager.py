@@ -262,22 +262,23 @@ class KVManager:
         self,
         tokens: int,
         read: Callable[[HostPool, int], int],
-        kinds: Sequence[bool],
+        rounded: bool,
         pinned: Sequence[int],
         specs: Sequence[AttentionSpec],
         query: bytes = b"",
     ) -> int:
         """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
 
-        ``read`` puts their pages, of these ``kinds``, into the host pool and returns how many it has; those ``pinned``
-        modes should keep. ``specs`` are the layers', ``query`` the last token's in bytes, empty if unknown.
+        ``read`` puts their pages into the host pool, some of which are or were 8-bit ones where ``rounded`` says so,
+        and returns how many tokens it has; those ``pinned`` modes should keep. ``specs`` are the layers', ``query`` the
+        last token's in bytes, empty if unknown.
 
         Raises:
             DoesNotFitError: there is no memory for them. Then, and after any error of ``read``, nothing is stored.
         """
         self.truncate(0)
         try:
-            self.state.adopt(tokens, read, kinds, pinned)
+            self.state.adopt(tokens, read, rounded, pinned)
             self.state.specs, self.state.query_bytes = list(specs), query
             self.refill(fresh=True)
         except BaseException:

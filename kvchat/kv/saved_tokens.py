@@ -10,7 +10,7 @@ from torch import Tensor
 from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
-from kvchat.kv.memory.pages import Pages
+from kvchat.kv.memory.pages import Pages, has_rounded
 from kvchat.kv.state import KVState
 
 
@@ -51,7 +51,7 @@ def restore(state: KVState, saved: SavedTokens) -> None:
     Those first tokens must not have changed. The slots are left as they are: a refill is due.
     """
     _wait_for_device(state)
-    state.admit(saved.pages.kinds)
+    state.admit(has_rounded(saved.pages))
     state.host.put(saved.start // state.geometry.page, saved.pages)
     state.host.total = saved.total
     state.pinned[saved.start :] = False

@@ -107,12 +107,10 @@ class KVState:
         for slots in self.slots:
             slots.truncate(tokens)
 
-    def adopt(
-        self, tokens: int, read: Callable[[HostPool, int], int], kinds: Sequence[bool], pinned: Sequence[int]
-    ) -> None:
+    def adopt(self, tokens: int, read: Callable[[HostPool, int], int], rounded: bool, pinned: Sequence[int]) -> None:
         """Store ``tokens`` that ``read`` puts into the empty host pool, as ``KVManager.adopt`` says."""
         self.reserve(tokens)
-        self.admit(kinds)
+        self.admit(rounded)
         self.host.settle()
         self.host.total = read(self.host, tokens)
         self.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
@@ -139,7 +137,7 @@ class KVState:
         Raises:
             DoesNotFitError: the host has no memory for the first of them; nothing changed.
         """
-        self.admit([rounds])
+        self.admit(rounds)
         self.rounds = rounds
         if isinstance(self.host, EightBitPool):
             self.host.rounds = rounds
@@ -150,13 +148,13 @@ class KVState:
         kinds = self.host.rounded_pages if isinstance(self.host, EightBitPool) and not self.rounds else []
         return min((page * self.geometry.page for page in kinds), default=self.total)
 
-    def admit(self, kinds: Sequence[bool]) -> None:
-        """Let the host pool take pages of these kinds, 8-bit ones or exact ones.
+    def admit(self, rounded: bool) -> None:
+        """Let the host pool take pages that are or were 8-bit ones, if there are such.
 
         Raises:
             DoesNotFitError: the host has no memory for the first 8-bit one; nothing changed.
         """
-        if any(kinds) and not isinstance(self.host, EightBitPool):
+        if rounded and not isinstance(self.host, EightBitPool):
             self._use_pool(EightBitPool(self.host, self.rounds))
 
     def _use_pool(self, pool: HostPool) -> None:

@@ -139,7 +139,8 @@ class MemoryPlan:
 
     ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
     estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
-    ``token_bytes``, in the host pool ``host_share`` of that. ``proposal`` is None where nothing fits.
+    ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of a GGUF file that
+    none is asked for, else it is none. ``proposal`` is None where nothing fits.
     """
 
     model: str
@@ -157,6 +158,7 @@ class MemoryPlan:
     host_free: Count
     token_bytes: Count = 0
     host_share: float = 1.0
+    by_default: str = "none"
     proposal: Proposal | None = None
 
 

@@ -68,7 +68,7 @@ class Load:
     mode: str = "full"
     given: dict[str, Params] = field(default_factory=dict)
     mode_params: dict[str, Params] = field(default_factory=dict)
-    quantize: str = "none"
+    quantize: str = "auto"
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     keeping: Keeping = Keeping()

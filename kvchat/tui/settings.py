@@ -126,8 +126,7 @@ class SettingsEditor:
                 shown = shown if chosen is None else f"auto, now {chosen}"
             case ("ui", "theme"):
                 words = self._appearance.theme_names
-        is_live = key[0] in ("kv", "sampling", KEYS) or key in (("model", "system"), ("ui", "theme"))
-        return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, is_live)
+        return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, _is_live(key))
 
     def _value(self, key: Key) -> Any:
         state = self._chat.state
@@ -197,6 +196,13 @@ class SettingsEditor:
         """The flags and variables of this start that set any of ``keys``."""
         origins = {self._resolved.origins.get(key, "") for key in keys}
         return sorted(origin for origin in origins if origin.startswith(("--", "KVCHAT_")))
+
+
+def _is_live(key: Key) -> bool:
+    """Whether a change counts at once; what is kept of conversations is agreed upon when the engine starts."""
+    if key in (("kv", "parked_gib"), ("kv", "saved_gib")):
+        return False
+    return key[0] in ("kv", "sampling", KEYS) or key in (("model", "system"), ("ui", "theme"))
 
 
 def _parsed(key: Key, text: str) -> Any:

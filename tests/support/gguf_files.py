@@ -1,8 +1,14 @@
-"""The beginning of GGUF files, written by hand: the format's package is not always installed."""
+"""GGUF files: the beginning of one, written by hand, and the bundled model as one."""
 
 from __future__ import annotations
 
+import json
 import struct
+from pathlib import Path
+
+from kvchat.bench import gguf_copy
+from kvchat.engine.model.load import LoadedModel
+from kvchat.paths import bundled_model_dir
 
 
 def gguf_header(*tensors: tuple[str, tuple[int, ...], int]) -> bytes:
@@ -17,6 +23,40 @@ def gguf_header(*tensors: tuple[str, tuple[int, ...], int]) -> bytes:
         _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, 0) for name, shape, kind in tensors
     ]
     return struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)) + b"".join(values + infos)
+
+
+def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0") -> None:
+    """The bundled model as a GGUF file, its matrices of the type ``kind``."""
+    import gguf
+
+    config = model.model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("bundled")
+    gguf_copy.describe(writer, config)
+    tokenizer = json.loads((bundled_model_dir() / "tokenizer.json").read_text())
+    ids = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(ids, key=ids.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, parameter in model.model.named_parameters():
+        tensor = gguf_copy.rotated_in_pairs(name, parameter.detach(), config)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        if tensor.dim() == 1:
+            writer.add_tensor(theirs, tensor.numpy())
+        else:
+            packed = gguf.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(theirs, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _text(text: str) -> bytes:

@@ -157,21 +157,23 @@ class SpeculativeReference(FullReference):
             for page in range(geometry.pages(len(self.run.ids)))
             if page * self.page <= last and (page + 1) * self.page > sink and last >= sink
         ]
-        if not pages or not self.k:
+        read_anyway = {*self.run.pins, *range(sink)}
+        useful = [page for page in pages if not read_anyway.issuperset(range(page * self.page, (page + 1) * self.page))]
+        if not useful or not self.k:
             return [Choice([], {}) for _ in range(geometry.kv_heads)]
         scaling = self.run.toy.specs[layer].scaling
         # The window is at least a page, so every candidate page is complete.
         keys = self.run.keys[layer][:, pages[0] * self.page : (pages[-1] + 1) * self.page].double()
-        tiles = keys.unflatten(1, (len(pages), self.page))
+        tiles = keys.unflatten(1, (len(pages), self.page))[:, [pages.index(page) for page in useful]]
         highest, lowest = tiles.amax(2), tiles.amin(2)
         chosen = []
         for head in range(geometry.kv_heads):
-            weights = torch.zeros(len(pages), dtype=torch.float64)
+            weights = torch.zeros(len(useful), dtype=torch.float64)
             for q in query[head * geometry.group : (head + 1) * geometry.group].double():
                 weights += (scaling * torch.maximum(q * highest[head], q * lowest[head]).sum(1)).softmax(0)
             order = weights.argsort(descending=True).tolist()
-            named = dict(zip(pages, weights.tolist(), strict=True))
-            chosen.append(Choice([pages[i] for i in order[: self.k]], named))
+            named = dict(zip(useful, weights.tolist(), strict=True))
+            chosen.append(Choice([useful[i] for i in order[: self.k]], named))
         return chosen
 
 

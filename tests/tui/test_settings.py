@@ -98,6 +98,16 @@ async def test_what_pages_are_kept_in_counts_at_once_and_for_models_loaded_later
     assert chat.controller.models._load("other", {}).host_dtype == "int8"
 
 
+@pytest.mark.parametrize("name", ["parked_gib", "saved_gib"])
+async def test_what_is_kept_of_conversations_counts_from_the_next_start(at, chat, name):
+    await chat.load()
+    before, sent = chat.controller.models.in_use.keeping, list(chat.client.sent)
+    at.editor.change(("kv", name), "1.5")
+    row = at[("kv", name)]
+    assert (row.text, row.origin, row.is_live) == ("1.5", HERE, False)
+    assert (chat.controller.models.in_use.keeping, chat.client.sent) == (before, sent)
+
+
 def test_what_counts_from_the_next_start_is_shown_and_saved(at):
     at.editor.change(DTYPE, "bfloat16")
     assert (at[DTYPE].text, at[DTYPE].origin, at[DTYPE].is_live) == ("bfloat16", HERE, False)

@@ -120,7 +120,7 @@ class ModelRunner:
         self._check_tokens(ids)
         with torch.inference_mode(), explained(self.kv, "reading the conversation again"):
             self._reread()
-        self.recurrent.keep()
+        self.recurrent.keep(before_answer=True)
         chunk_size = self.chunk or self._planned_chunk(len(ids))
         done = 0
         while done < len(ids):
@@ -130,8 +130,8 @@ class ModelRunner:
             if len(chunk) < wanted:
                 chunk_size = len(chunk)
             done += len(chunk)
-            if len(ids) - done in (TAIL, 0):
-                self.recurrent.keep()
+            if (left := len(ids) - done) in (TAIL, 0):
+                self.recurrent.keep(before_answer=left == TAIL)
             yield chunk, logits
         with torch.inference_mode(), explained(self.kv, "answering"):
             self.kv.refill()
@@ -175,7 +175,7 @@ class ModelRunner:
 
     def _reread(self) -> None:
         """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""
-        self.recurrent.settle()
+        self.recurrent.settle(self.model.device)
         while unread := self.recurrent.unread:
             start, tokens = self.recurrent.position, self.recurrent.chunk(len(unread), self.chunk or CHUNKS[0])
             try:

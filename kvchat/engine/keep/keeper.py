@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,44 +23,57 @@ from kvchat.engine.keep import rows as row
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.engine.keep.write_behind import Job, WriteBehind
 from kvchat.engine.memory_errors import explained
+from kvchat.engine.model.recurrent_state import Snapshot
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.page_file import DamagedFileError, PageFile
+from kvchat.kv.memory.page_file import DamagedFileError, PageFile, SavedState
+from kvchat.kv.memory.pages import has_rounded
 from kvchat.kv.memory.parked import ParkedPages, parked_bytes
 from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 
 LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
-RECURRENT = "Its conversations are read again when they are gone back to: only K/V are kept, no recurrent state."
-
 
 Read = Callable[[HostPool, int], int]
+States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
 
 
 @dataclass
 class Parked:
-    """A conversation in host memory; ``pinned`` are the positions that modes should keep."""
+    """A conversation in host memory; ``pinned`` are the positions that modes should keep.
+
+    ``snapshots`` are those of the recurrent state of a hybrid model, ``worth_saving`` some of them.
+    """
 
     stored: Stored
     pinned: list[int]
     pages: ParkedPages
+    snapshots: list[Snapshot]
+    worth_saving: list[Snapshot]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return self.pages.nbytes + sum(snapshot.nbytes for snapshot in self.snapshots)
 
 
 @dataclass
 class Source:
     """Where the first ``tokens`` of a conversation can be taken from; ``where`` it is: memory or disk.
 
-    ``kinds`` are those of its pages; ``query`` gives the queries of the last id of ``stored``.
+    ``rounded`` says that some are; ``query`` has the queries of the last id of ``stored``. A hybrid model can go on
+    only from one of its ``states``.
     """
 
-    tokens: int
     stored: Stored
     pinned: list[int]
     where: str
     read: Read
-    kinds: Sequence[bool]
-    query: Callable[[], bytes]
+    rounded: bool
+    query: bytes
+    states: States
+    tokens: int = 0
 
 
 class Keeper:
@@ -79,15 +92,9 @@ class Keeper:
         self._is_problem_told = False
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know of how this model's conversations are kept."""
-        wanted = self._keeping.parked_bytes or self._saves
-        return (RECURRENT,) if wanted and self._runner.recurrent.exists else ()
-
-    @property
     def parked_bytes(self) -> int:
         """Bytes of host memory that parked conversations take."""
-        return sum(parked.pages.nbytes for parked in self._parked.values())
+        return sum(parked.nbytes for parked in self._parked.values())
 
     def interrupt(self) -> None:
         """Stop writing: what is stored is about to change."""
@@ -120,11 +127,11 @@ class Keeper:
         Raises:
             UsageError: as ``PromptEncoder.encode``.
         """
-        if conversation == self._present or self._runner.recurrent.exists:
+        if conversation == self._present:
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns), time.perf_counter()
-        present = self._source_of(self._loop.stored, [], text, "memory", lambda pool, tokens: 0, (), bytes)
+        present = self._common(self._loop.stored, text)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # its room is that of the one which goes
         self._park()
@@ -135,11 +142,11 @@ class Keeper:
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is read anew; its saved K/V cannot be used: {reason}.")
-        best = max(sources, key=lambda source: source.tokens, default=present)
-        if best.tokens >= present.tokens + self._kv.state.geometry.page:
+        best = max(sources, key=lambda source: source.tokens, default=None)
+        if best and best.tokens >= present + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
         else:  # what was said in the conversation before this one is not to be saved as this one's
-            self._truncate(present.tokens)
+            self._truncate(present)
 
     def forget(self, conversation: str) -> None:
         """The conversation is deleted, its file was set aside: keep nothing of it, nor what was written since."""
@@ -158,14 +165,16 @@ class Keeper:
             self._runner.truncate(tokens)
 
     def _adopt(self, source: Source, began: float) -> Iterator[Event]:
-        stored = copy.deepcopy(source.stored)
+        stored, recurrent = copy.deepcopy(source.stored), self._runner.recurrent
         stored.truncate(source.tokens)
         self._loop.stored.truncate(0)
+        recurrent.truncate(0)
         try:
-            query = source.query() if source.tokens == len(source.stored.ids) else b""
+            states = [source.states[at]() for at in sorted(source.states) if at <= source.tokens]
+            query = source.query if source.tokens == len(source.stored.ids) else b""
             with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
                 there = self._kv.adopt(
-                    source.tokens, source.read, source.kinds, source.pinned, self._runner.model.probe.specs, query
+                    source.tokens, source.read, source.rounded, source.pinned, self._runner.model.probe.specs, query
                 )
         except (DoesNotFitError, OSError) as error:
             yield Noted(f"This conversation is read anew: {error}")
@@ -174,6 +183,11 @@ class Keeper:
             yield Noted("A page of the saved K/V is damaged; what follows it is read anew.")
         stored.truncate(there)
         self._loop.stored.become(stored)
+        if recurrent.exists:
+            recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
+            if recurrent.position < source.tokens == there:
+                yield Noted("A saved recurrent state is damaged; what follows the one before it is read anew.")
+            self._truncate(there := recurrent.position)
         if there:
             yield Resumed(self._present, there, time.perf_counter() - began, source.where)
 
@@ -181,10 +195,10 @@ class Keeper:
 
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, parked in self._parked.items():
-            pages = parked.pages
-            source = self._source_of(
-                parked.stored, parked.pinned, text, "memory", pages.read, pages.kinds, partial(bytes, pages.query)
-            )
+            pages, states = parked.pages, {one.tokens: partial(_itself, one) for one in parked.snapshots}
+            rounded = has_rounded(pages)
+            source = Source(parked.stored, parked.pinned, "memory", pages.read, rounded, pages.query, states)
+            source = self._usable(source, text)
             yield source if name == conversation else _of_another(source)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
@@ -215,48 +229,55 @@ class Keeper:
 
     def _saved_source(self, path: Path, text: str) -> Source:
         file = self._file(path)
-        rows = file.rows()
+        rows, end = file.rows(), file.end()
         stored, pinned = row.stored_of(rows, text), row.pinned_positions(rows)
         stored.links = file.links
-        return self._source_of(stored, pinned, text, "disk", file.read, file.kinds, lambda: file.query(len(rows)))
+        states = {one.tokens: partial(_read_state, file, one) for one in end.states}
+        return self._usable(Source(stored, pinned, "disk", file.read, file.has_rounded, end.query, states), text)
 
-    def _source_of(
-        self,
-        stored: Stored,
-        pinned: list[int],
-        text: str,
-        where: str,
-        read: Read,
-        kinds: Sequence[bool],
-        query: Callable[[], bytes],
-    ) -> Source:
-        tokens = common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
-        return Source(tokens, stored, [at for at in pinned if at < tokens], where, read, kinds, query)
+    def _usable(self, source: Source, text: str) -> Source:
+        """``source`` with as many tokens as ``text`` begins with and the model can go on from."""
+        tokens = self._common(source.stored, text)
+        if self._runner.recurrent.exists:
+            tokens = max((at for at in source.states if at <= tokens), default=0)
+        return replace(source, tokens=tokens, pinned=[at for at in source.pinned if at < tokens])
+
+    def _common(self, stored: Stored, text: str) -> int:
+        """How many of the stored tokens ``text`` begins with."""
+        return common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
 
     # ---- keeping
 
     def _park(self) -> None:
         """Copy the present conversation, if there is room; those used least recently give way."""
-        stored, pool = self._loop.stored, self._kv.state.host
-        needed = parked_bytes(pool)
-        if not (self._present and stored.ids) or needed > self._keeping.parked_bytes:
+        stored, pool, recurrent = self._loop.stored, self._kv.state.host, self._runner.recurrent
+        if not (self._present and stored.ids):
+            return
+        recurrent.keep()
+        needed = parked_bytes(pool) + recurrent.snapshot_bytes
+        if needed > self._keeping.parked_bytes:
             return
         while self._parked and self.parked_bytes + needed > self._keeping.parked_bytes:
             del self._parked[next(iter(self._parked))]
         if needed <= available.usable(available.host_free()):
+            pages = ParkedPages(pool, self._kv.state.query_bytes)
             self._parked[self._present] = Parked(
-                copy.deepcopy(stored), self._pinned(), ParkedPages(pool, self._kv.state.query_bytes)
+                copy.deepcopy(stored), self._pinned(), pages, recurrent.snapshots, recurrent.worth_saving
             )
 
     def save(self) -> None:
         """Begin to write what is new, of the present conversation and of parked ones."""
-        if not self._saves or self._runner.recurrent.exists:
+        if not self._saves:
             return
         self.interrupt()
         self._kv.state.host.settle()
-        jobs = [self._job(name, one.stored, one.pinned, one.pages) for name, one in self._parked.items()]
+        jobs = [
+            self._job(name, one.stored, one.pinned, one.worth_saving, one.pages) for name, one in self._parked.items()
+        ]
         if self._present:
-            jobs.insert(0, self._job(self._present, self._loop.stored, self._pinned(), None))
+            recurrent = self._runner.recurrent
+            recurrent.keep()
+            jobs.insert(0, self._job(self._present, self._loop.stored, self._pinned(), recurrent.worth_saving, None))
         self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
 
     def _problem(self) -> Iterator[Event]:
@@ -270,7 +291,14 @@ class Keeper:
     def _saves(self) -> bool:
         return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
 
-    def _job(self, conversation: str, stored: Stored, pinned: list[int], pages: ParkedPages | None) -> Job:
+    def _job(
+        self,
+        conversation: str,
+        stored: Stored,
+        pinned: list[int],
+        snapshots: list[Snapshot],
+        pages: ParkedPages | None,
+    ) -> Job:
         """What of a conversation is not on disk: of a parked one, or of the present one."""
         page = self._kv.state.geometry.page
         first = stored.saved // page
@@ -285,6 +313,7 @@ class Keeper:
             pages or self._kv.state.host,
             stored.saved,
             query,
+            snapshots,
         )
 
     def _pinned(self) -> list[int]:
@@ -293,6 +322,15 @@ class Keeper:
 
     def _file(self, path: Path) -> PageFile:
         return PageFile(path, self._kv.state.geometry, self._identity)
+
+
+def _itself(snapshot: Snapshot) -> Snapshot:
+    return snapshot
+
+
+def _read_state(file: PageFile, saved: SavedState) -> Snapshot | None:
+    data = file.state(saved)
+    return Snapshot.decoded(saved.tokens, data) if data else None
 
 
 def _of_another(source: Source) -> Source:

@@ -6,9 +6,11 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import transformers
 
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.model.recurrent_state import is_recurrent
 from kvchat.kv.memory.page_file import TOKEN, Rows
 
 REDUCED, PINNED = 1, 2  # flags
@@ -17,6 +19,7 @@ DIGEST_BYTES = 16
 
 def identity(model: LoadedModel) -> dict[str, Any]:
     """What K/V depend on, by the name that completes "of another ..."."""
+    recurrent = is_recurrent(model.model.config)
     return {
         "model": model.name,
         "revision": model.revision,
@@ -24,6 +27,7 @@ def identity(model: LoadedModel) -> dict[str, Any]:
         "number format": str(model.dtype).removeprefix("torch."),
         "quantization": model.weights,
         "chat template": _digest(getattr(model.tokenizer, "chat_template", None) or ""),
+        **({"version of transformers": transformers.__version__} if recurrent else {}),  # its cache has the state
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
+from kvchat.engine.model.recurrent_state import Snapshot
 from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError, PageFile, Rows, blocks_of
 from kvchat.kv.memory.pages import StoredPages
 from kvchat.units import size
@@ -17,7 +18,7 @@ from kvchat.units import size
 class Job:
     """``pages`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
 
-    ``query`` is the last token's.
+    ``query`` is the last token's, ``snapshots`` are those of a recurrent state that are to be saved.
 
     ``saved`` counts the tokens of ``stored`` that are on disk, as far as the job has come.
     """
@@ -29,6 +30,7 @@ class Job:
     pages: StoredPages
     saved: int = 0
     query: bytes = b""
+    snapshots: Sequence[Snapshot] = ()
 
 
 class WriteBehind:
@@ -83,6 +85,7 @@ class WriteBehind:
     def _write(self, job: Job, interrupted: threading.Event) -> None:
         end = before = job.file.links[-1].end if job.file.links else HEADER_BYTES
         end += sum(job.file.record_bytes(kind) for kind in job.pages.kinds[job.first :])
+        end += sum(snapshot.nbytes for snapshot in job.snapshots)
         allowed = self._folder.make_room(job.file.path, end)
         if allowed < end:
             room = f"kv.saved_gib and the disk have room for {size(allowed)}"
@@ -95,10 +98,12 @@ class WriteBehind:
                 before += job.file.record_bytes(job.pages.kinds[page])
                 if before > allowed:
                     return
-                blocks = blocks_of(job.pages.stored(page))
+                blocks, cut_off = blocks_of(job.pages.stored(page)), page in job.pages.cut_off
             rows = job.rows[start : start + self._page]
             is_last = start + self._page >= len(job.rows)
-            job.file.write(page, rows, blocks, job.query if is_last else b"")
+            query = job.query if is_last else b""
+            states = [(one.tokens, one.encoded()) for one in job.snapshots] if is_last and allowed >= end else []
+            job.file.write(page, rows, blocks, cut_off, query, states)
             job.saved = page * self._page + len(rows)
             if allowed >= end:
                 self.problem = ""

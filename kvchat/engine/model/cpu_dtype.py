@@ -27,9 +27,13 @@ CLEARLY = 0.85
 
 
 def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
-    """float32, or ``own``, a checkpoint's dtype, if that is bfloat16 and clearly faster at its size; measured once."""
+    """float32, or ``own``, a checkpoint's dtype, if that is bfloat16 and clearly faster at its size; measured once.
+
+    Weights that are packed already are not multiplied as either.
+    """
     rows, columns = _largest(config)
-    if own != torch.bfloat16 or 4 * rows * columns < MEASURED_FROM:
+    packed = getattr(config, "quantization_config", None) is not None
+    if packed or own != torch.bfloat16 or 4 * rows * columns < MEASURED_FROM:
         return torch.float32
     exact, half = milliseconds(rows, columns)
     return torch.bfloat16 if half < CLEARLY * exact else torch.float32

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvchat.engine.model import attention_hook, cpu_dtype, quantization, supported, text_part
+from kvchat.engine.model import attention_hook, cpu_dtype, gguf_weights, quantization, supported, text_part
 from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.fusion import swap
@@ -64,16 +64,17 @@ def load_model(
     dtype: str,
     progress: Progress,
     *,
-    quantize: str = "none",
+    quantize: str = "auto",
     fuse: bool = True,
 ) -> LoadedModel:
     """Load the model ``name`` ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU that or
     float32, the faster one.
-    ``name`` may also be a GGUF file, whose weights are unpacked to the dtype.
+    ``name`` may also be a GGUF file, whose weights are unpacked to the dtype; with "auto" those of 8 bits or fewer are
+    packed again.
     ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
-    it is with "none".
+    it is with "auto" and "none".
     ``fuse`` replaces the modules that the fast path recognizes.
 
     Raises:
@@ -83,14 +84,16 @@ def load_model(
     """
     with quiet():
         described = describe(name, device, dtype, progress)
-        quantized = quantization.resolve(quantize, described.config, described.dtype, described.device)
+        chosen = gguf_weights.choose(quantize, described)
+        quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         checkpoint = complete(described.location, progress)
         _check_layers(described.config, checkpoint)
         _check_fits(checkpoint, described.device, quantized.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
-        progress("Loading the weights")
         try:
+            sizes = f": {gguf_weights.sizes(chosen.quantize, described)}" if checkpoint.gguf else ""
+            progress(f"Loading the weights{sizes}")
             model = _model(described, checkpoint, quantized)
             progress("Testing the model")
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
@@ -100,8 +103,9 @@ def load_model(
             raise
         except Exception as error:
             raise supported.unreadable(checkpoint.name, "the model", error) from error
-    chosen = cpu_dtype.note(dtype, described.dtype, described.config) if described.device.type == "cpu" else ""
-    return replace(loaded, notes=(*loaded.notes, *filter(None, [text_part.note(described.config), chosen])))
+    taken = cpu_dtype.note(dtype, described.dtype, described.config) if described.device.type == "cpu" else ""
+    notes = text_part.note(described.config), chosen.note, taken
+    return replace(loaded, notes=(*loaded.notes, *filter(None, notes)))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
@@ -147,10 +151,12 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
 def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:
     """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
     else. Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
+    Those of a GGUF file are packed here.
     """
     attention_hook.register()
     device = described.device
-    in_place = bool(quantized.method) and importlib.util.find_spec("accelerate") is not None
+    packed_here = bool(checkpoint.gguf and quantized.options)
+    in_place = bool(quantized.method) and not packed_here and importlib.util.find_spec("accelerate") is not None
     placement = {"device_map": {"": device}} if in_place else {}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the bar over a GGUF file's tensors has no switch
@@ -164,7 +170,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
                 use_safetensors=True,
                 output_loading_info=True,
                 **placement,
-                **quantized.options,
+                **({} if packed_here else quantized.options),
                 **_gguf(checkpoint),
             )
     except torch.OutOfMemoryError:
@@ -174,6 +180,8 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     except Exception as error:  # whatever a config leads to that nobody tried
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
+    if packed_here:
+        gguf_weights.pack(model, quantized.options["quantization_config"], device)
     if device.type == "cpu" and quantization.describe(model) == "int8":
         quantization.multiply_on_cpu(model)
     return model.eval() if in_place else model.eval().to(device)

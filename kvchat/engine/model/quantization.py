@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvchat.errors import ModelError, UsageError, did_you_mean
 
-CHOICES = ("none", "int8", "int4", "nf4")
+CHOICES = ("auto", "none", "int8", "int4", "nf4")
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
@@ -37,6 +37,8 @@ class Quantization:
 def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device) -> Quantization:
     """The quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``; ``dtype`` is the arithmetic's.
 
+    "auto" is decided for a GGUF file before this; here it is "none".
+
     Raises:
         UsageError: there is no such choice, or not for this device and dtype.
         ModelError: the library is not installed, or the checkpoint is quantized already.
@@ -44,9 +46,9 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
     if quantize not in CHOICES:
         raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
     own = own_method(config)
-    if quantize == "none":
+    if quantize in ("auto", "none"):
         return Quantization(own)
-    if own:
+    if own and not (own == "gguf" and quantize in ("int8", "int4")):
         raise ModelError(
             f"The model is quantized already, by {own}.", f"Its weights cannot be made {quantize} again.", "Give none."
         )
@@ -129,6 +131,12 @@ def _int8_product(weight: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor)
     return nn.functional.linear(x, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
 
 
+def possible(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The choices that this device can multiply in ``dtype``, whatever is installed."""
+    int4 = device.type == "cuda" and dtype == torch.bfloat16
+    return [name for name in CHOICES if name != "auto" and (name != "int4" or int4)]
+
+
 def absent_packages(quantize: str) -> list[str]:
     """The packages that a quantization needs and that are not installed; ``none`` needs none."""
     needed = (PACKAGES[quantize], "accelerate") if quantize in PACKAGES else ()
@@ -160,7 +168,7 @@ def _int8() -> Any:
 
 
 def _int4(dtype: torch.dtype, device: torch.device) -> Any:
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if "int4" not in possible(device, dtype):
         raise UsageError(
             "int4 weights need a CUDA GPU and bfloat16.",
             f"Given: {device.type}, {str(dtype).removeprefix('torch.')}. torchao multiplies int4 by nothing else.",

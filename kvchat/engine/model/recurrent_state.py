@@ -10,9 +10,10 @@ nothing much.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from kvchat.engine.memory_errors import is_out_of_memory
@@ -21,16 +22,37 @@ ATTENTION = {"full_attention", "sliding_attention"}
 RECURRENT = {"linear_attention", "conv"}
 BOTH = {"hybrid", "hybrid_sliding"}
 
+CONVOLVED = "conv_states"  # in transformers' layers; those that have one note by it whether they read anything
+
 SNAPSHOTS = 8  # kept at most; each is as large as the state
 EVERY = 256  # tokens between two snapshots: so many are read again at most after a short way back
 TAIL = 16  # tokens at a prompt's end, where templates begin the answer and change once it is history
 
 
+Key = tuple[int, str, int]  # which recurrent layer, the name of its kind of state in transformers, and the number of it
+
+
 class Snapshot(NamedTuple):
-    """The state after ``tokens`` tokens, in host memory."""
+    """The state after ``tokens`` tokens, in host memory; never changed."""
 
     tokens: int
-    tensors: list[Tensor]
+    tensors: dict[Key, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def encoded(self) -> bytes:
+        """The tensors as a safetensors file."""
+        named = {".".join(map(str, key)): tensor.contiguous() for key, tensor in self.tensors.items()}
+        return bytes(save(named))
+
+    @classmethod
+    def decoded(cls, tokens: int, data: bytes) -> Self:
+        """The snapshot after ``tokens`` tokens whose ``encoded`` form is ``data``."""
+        named = ((*name.split("."), tensor) for name, tensor in load(data).items())
+        return cls(tokens, {(int(at), kind, int(number)): tensor for at, kind, number, tensor in named})
 
 
 class RecurrentState:
@@ -44,6 +66,7 @@ class RecurrentState:
         self._ids: list[int] = []
         self._read = 0
         self._snapshots: list[Snapshot] = []
+        self._boundary = 0  # tokens before the last answer, or a few less
         self._is_torn = False
         self._cache = _cache_of(config) if is_recurrent(config) else None
         layers = self._cache.layers if self._cache else []
@@ -62,12 +85,23 @@ class RecurrentState:
     @property
     def nbytes(self) -> int:
         """Bytes on the model's device; they do not grow with the conversation."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of the snapshots in host memory."""
-        return sum(tensor.nbytes for snapshot in self._snapshots for tensor in snapshot.tensors)
+        return sum(snapshot.nbytes for snapshot in self._snapshots)
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Those that are kept, the newest last."""
+        return self._snapshots.copy()
+
+    @property
+    def worth_saving(self) -> list[Snapshot]:
+        """The newest one, to go on from, and the one to answer the last question again from."""
+        earlier = [snapshot for snapshot in self._snapshots[:-1] if snapshot.tokens <= self._boundary]
+        return earlier[-1:] + self._snapshots[-1:]
 
     @property
     def is_kept(self) -> bool:
@@ -109,15 +143,19 @@ class RecurrentState:
         self._ids.extend(ids if self.exists else ())
 
     @torch.inference_mode()
-    def keep(self) -> None:
+    def keep(self, before_answer: bool = False) -> None:
         """Keep a snapshot of the state as it is; of many, those further back lie further apart.
 
-        Where there is no memory for it none is kept: a way back is longer then.
+        ``before_answer`` says that an answer begins here, or a few tokens later. Where there is no memory for it none
+        is kept: a way back is longer then.
         """
+        if before_answer:
+            self._boundary = self._read
         if not self.exists or self._read == self._last:
             return
         try:
-            self._snapshots.append(Snapshot(self._read, [t.to("cpu", copy=True) for t in self._tensors()]))
+            kept = {key: tensor.to("cpu", copy=True) for key, tensor in self._tensors().items()}
+            self._snapshots.append(Snapshot(self._read, kept))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -138,30 +176,46 @@ class RecurrentState:
         """Leave the state that a failed forward may have torn."""
         self._go_back(len(self._ids))
 
+    def adopt(self, ids: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
+        """The stored tokens are ``ids`` of another conversation, of which these are snapshots."""
+        self._ids, self._snapshots = list(ids if self.exists else ()), list(snapshots)
+        self._go_back(len(ids))
+
     def _go_back(self, tokens: int) -> None:
         """To the nearest snapshot of at most ``tokens`` tokens, or the beginning; noted only: that cannot fail."""
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.tokens <= tokens]
         self._read, self._is_torn = self._last, self.exists
 
     @torch.inference_mode()
-    def settle(self) -> None:
-        """Put the snapshot back that was gone back to; due before a forward, and again if it fails."""
+    def settle(self, device: torch.device) -> None:
+        """Put the snapshot back that was gone back to; due before a forward on ``device``, and again if it fails."""
         if self._cache is None or not self._is_torn:
             return
+        self._cache.reset()
         if self._snapshots:
-            for tensor, kept in zip(self._tensors(), self._snapshots[-1].tensors, strict=True):
-                tensor.copy_(kept)
-        else:
-            self._cache.reset()
+            self._put_back(self._snapshots[-1], device)
         self._is_torn = False
+
+    def _put_back(self, snapshot: Snapshot, device: torch.device) -> None:
+        for (at, kind, number), kept in snapshot.tensors.items():
+            layer = self._layers[at]
+            if getattr(layer, kind)[number] is None:  # nothing was read yet in this process
+                layer.lazy_initialization(**{kind: kept.to(device)}, state_idx=number)
+            getattr(layer, kind)[number].copy_(kept)
+            layer.has_previous_state[number] |= kind == CONVOLVED
 
     @property
     def _last(self) -> int:
         return self._snapshots[-1].tokens if self._snapshots else 0
 
-    def _tensors(self) -> list[Tensor]:
-        states = [state for layer in self._layers for state in (layer.conv_states, layer.recurrent_states)]
-        return [tensor for state in states for tensor in state.values() if tensor is not None]
+    def _tensors(self) -> dict[Key, Tensor]:
+        return {
+            (at, kind, number): tensor
+            for at, layer in enumerate(self._layers)
+            for kind in (CONVOLVED, "recurrent_states")
+            for number, tensor in getattr(layer, kind).items()
+            if tensor is not None
+        }
 
 
 def is_recurrent(config: Any) -> bool:

@@ -10,7 +10,7 @@ What is truncated inside an 8-bit page goes on from the values that its codes st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import Tensor
@@ -84,6 +84,10 @@ class EightBitPool(HostPool):
     def kinds(self) -> list[bool]:
         """Of each page, whether it is an 8-bit one."""
         return [place < 0 for place in self._pages]
+
+    @property
+    def cut_off(self) -> Set[int]:
+        return self._cut_off
 
     @property
     def rounded_pages(self) -> list[int]:
@@ -213,6 +217,7 @@ class EightBitPool(HostPool):
             [place < 0 for place in places],
             copied(self.layers, [place for place in places if place >= 0]),
             copied(self.rounded.layers, [~place for place in places if place < 0]),
+            {page - first for page in self._cut_off if page >= first},
         )
 
     def put(self, first: int, pages: Pages) -> None:
@@ -239,6 +244,7 @@ class EightBitPool(HostPool):
         new = [next(places[kind]) for kind in pages.kinds]
         self._take(new)
         self._pages += new
+        self._cut_off |= {first + page for page in pages.cut_off}
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
         """``HostPool.dense`` of stored tokens: a copy, with what the codes stand for."""

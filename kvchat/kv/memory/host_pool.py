@@ -11,7 +11,7 @@ same calls gather on the CPU and copy, which is slow but right, and cannot be ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -201,6 +201,11 @@ class HostPool:
     def kinds(self) -> Sequence[bool]:
         """``StoredPages.kinds``"""
         return [False] * self.geometry.pages(self.total)
+
+    @property
+    def cut_off(self) -> Set[int]:
+        """``StoredPages.cut_off``"""
+        return frozenset()
 
     def stored(self, page: int) -> list[Tensor]:
         """``StoredPages.stored``, not copied."""

@@ -2,17 +2,20 @@
 
 =========  ========================================================================================================
 header     ``KVCHATKV``, length of the JSON as u32, the JSON (whose K/V these are), zeros up to ``HEADER_BYTES``
-record     one for each page: link (16 bytes), tokens in it u16, its kind u16 (1: in 8 bits), CRC-32 of the blocks
-           u32, ``page`` rows of ``TOKEN``, and the page's block of every layer: ``[H, 2, p, d]`` in the model's number
-           format, or ``[H, block_bytes]`` of ``rounding``
-end        link (16 bytes) of the last record and the queries of the last token, which some modes choose pages by
+record     one for each page: link (16 bytes), tokens in it u16, its kind u16 (1: in 8 bits, 2: exact, but cut off
+           inside one in 8 bits), CRC-32 of the blocks u32, ``page`` rows of ``TOKEN``, and the page's block of every
+           layer: ``[H, 2, p, d]`` in the model's number format, or ``[H, block_bytes]`` of ``rounding``
+end        link (16 bytes), the queries of the last token, which some modes choose pages by, and ``STATES`` times what
+           is kept of a hybrid model's recurrent state: after how many tokens u64, its bytes u64 (0: there is none) and
+           their CRC-32 u32; then these bytes
 =========  ========================================================================================================
 
 Numbers are little-endian. A record's link is the BLAKE2b of the link before it (the first: of the header), its two
-numbers and its rows, so it names a whole history. Who writes or reads a page says by its link which history he means,
-and pages of two do not go together, also if two applications write at once. Blocks are checked by their CRC when they
-are read. So a file is good up to its first record that is torn, damaged or of another
-history, at whatever moment its writer ended; only the last page of a conversation that goes on is written again.
+numbers and its rows, so it names a whole history; that of the end is of all before the states. Who writes or reads a
+page says by its link which history he means, and pages of two do not go together, also if two applications write at
+once. Blocks and states are checked by their CRC when they are read. So a file is good up to its first record that is
+torn, damaged or of another history, at whatever moment its writer ended; only the last page of a conversation that goes
+on is written again.
 """
 
 from __future__ import annotations
@@ -40,8 +43,10 @@ from kvchat.kv.memory.pages import Pages
 MAGIC = b"KVCHATKV"
 HEADER_BYTES = 4096
 LINK_BYTES = 16
-ROUNDED = 1  # the kind of a page in 8 bits
+EXACT, ROUNDED, CUT_OFF = range(3)  # the kinds of a page
 NUMBERS = struct.Struct("<HHI")
+STATES = 2  # kept at most
+STATE = struct.Struct("<QQI")
 
 # What is kept of a token beside its K/V: its id, flags, and after it the text's length and digest where they are known.
 TOKEN = np.dtype([("id", "<i4"), ("flags", "u1"), ("chars", "<i8"), ("digest", "V16")])
@@ -49,11 +54,27 @@ Rows = NDArray[np.void]
 
 
 class Link(NamedTuple):
-    """A record that is there: its link, where it ends in the file, and whether its page is an 8-bit one."""
+    """A record that is there: its link, where it ends in the file, and the kind of its page."""
 
     digest: bytes
     end: int
-    kind: bool
+    kind: int
+
+
+class SavedState(NamedTuple):
+    """The recurrent state after ``tokens`` tokens: ``nbytes`` bytes at ``at`` in the file."""
+
+    tokens: int
+    at: int
+    nbytes: int
+    crc: int
+
+
+class End(NamedTuple):
+    """What follows the pages: the last token's ``query``, empty if unknown, and recurrent ``states``."""
+
+    query: bytes = b""
+    states: Sequence[SavedState] = ()
 
 
 class DamagedFileError(Exception):
@@ -85,9 +106,10 @@ class PageFile:
         )
         self._layers = geometry.layers
         self._query_bytes = geometry.layers * geometry.q_heads * geometry.d_k * geometry.dtype.itemsize
+        self._end_bytes = LINK_BYTES + self._query_bytes + STATES * STATE.size
         self._head_bytes = LINK_BYTES + NUMBERS.size + self._page * TOKEN.itemsize
         self._identity = {
-            "version": 1,
+            "version": 2,
             **identity,
             "layers": geometry.layers,
             "K/V heads": geometry.kv_heads,
@@ -121,16 +143,16 @@ class PageFile:
                 link, end = head[:LINK_BYTES], start + self.record_bytes(kind == ROUNDED)
                 if end > size:
                     break
-                self.links.append(Link(link, end, kind == ROUNDED))
+                self.links.append(Link(link, end, kind))
                 found.append(np.frombuffer(head, TOKEN, offset=LINK_BYTES + NUMBERS.size)[:tokens])
                 if tokens < self._page:
                     break
         return np.concatenate(found) if found else np.empty(0, TOKEN)
 
     @property
-    def kinds(self) -> list[bool]:
-        """Of each page known to be there, whether it is an 8-bit one."""
-        return [link.kind for link in self.links]
+    def has_rounded(self) -> bool:
+        """Whether some tokens of the pages known to be there are rounded."""
+        return any(link.kind != EXACT for link in self.links)
 
     def read(self, pool: TakesPages, tokens: int) -> int:
         """Read the pages of the first ``tokens`` into ``pool``.
@@ -146,37 +168,66 @@ class PageFile:
                 file.seek(self._at(record))
                 head = file.read(LINK_BYTES + NUMBERS.size)
                 digest, _, kind = self.links[record]
+                rounded = kind == ROUNDED
                 if head[:LINK_BYTES] != digest:
                     return record * self._page
-                into = buffers[kind].view(torch.uint8).numpy().data.cast("B")
+                into = buffers[rounded].view(torch.uint8).numpy().data.cast("B")
                 file.seek(self._at(record) + self._head_bytes)
                 whole = file.readinto(into) == len(into)
                 if not whole or zlib.crc32(into) != NUMBERS.unpack_from(head, LINK_BYTES)[2]:
                     return record * self._page
-                blocks = list(buffers[kind])
-                pool.put(record, Pages([kind], [] if kind else blocks, blocks if kind else []))
+                blocks, cut_off = list(buffers[rounded]), {0} if kind == CUT_OFF else set()
+                pool.put(record, Pages([rounded], [] if rounded else blocks, blocks if rounded else [], cut_off))
         return tokens
 
-    def query(self, tokens: int) -> bytes:
-        """The queries of the last of ``tokens``, all that ``rows`` found; empty where they are not there.
+    def end(self) -> End:
+        """What follows the pages that ``rows`` found, if all are there and nothing was written since.
 
         Raises:
             OSError: the file cannot be read.
         """
-        record = -(-tokens // self._page)
+        if not self.links:
+            return End()
+        digest, at, _ = self.links[-1]
         with self.path.open("rb") as file:
-            file.seek(self._at(record))
-            end = file.read(LINK_BYTES + self._query_bytes)
-        return end[LINK_BYTES:] if end[:LINK_BYTES] == _link(self.links[record - 1].digest, end[LINK_BYTES:]) else b""
+            file.seek(at)
+            end = file.read(self._end_bytes)
+        link, body = end[:LINK_BYTES], end[LINK_BYTES:]
+        if len(end) < self._end_bytes or link != _link(digest, body):
+            return End()
+        states, at = [], at + self._end_bytes
+        for tokens, nbytes, crc in STATE.iter_unpack(body[self._query_bytes :]):
+            states.append(SavedState(tokens, at, nbytes, crc))
+            at += nbytes
+        return End(body[: self._query_bytes], [state for state in states if state.nbytes])
+
+    def state(self, saved: SavedState) -> bytes:
+        """The bytes of a recurrent state; empty where they are damaged.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with self.path.open("rb") as file:
+            file.seek(saved.at)
+            data = file.read(saved.nbytes)
+        return data if zlib.crc32(data) == saved.crc else b""
 
     # ---- writing
 
-    def write(self, page: int, rows: Rows, blocks: bytes, query: bytes = b"") -> None:
+    def write(
+        self,
+        page: int,
+        rows: Rows,
+        blocks: bytes,
+        cut_off: bool = False,
+        query: bytes = b"",
+        states: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
         """Write a page after those of ``links`` before it and cut off what follows; ``rows`` are its tokens'.
 
-        Of which kind it is tells the length of ``blocks``.
+        Whether it is an 8-bit one tells the length of ``blocks``; ``cut_off`` says that it was one.
 
-        With the last page comes the last token's ``query``.
+        With the last page come the last token's ``query`` and the recurrent ``states`` after so many tokens each.
 
         Raises:
             DamagedFileError: the pages before it are not there; OSError: the disk is full, for example.
@@ -189,17 +240,21 @@ class PageFile:
             file.truncate(self._at(page))
             padded = np.zeros(self._page, TOKEN)
             padded[: len(rows)] = rows
-            kind = len(blocks) == self._page_bytes[True]
-            body = NUMBERS.pack(len(rows), ROUNDED * kind, zlib.crc32(blocks)) + padded.tobytes()
+            rounded = len(blocks) == self._page_bytes[True]
+            kind = ROUNDED if rounded else CUT_OFF if cut_off else EXACT
+            body = NUMBERS.pack(len(rows), kind, zlib.crc32(blocks)) + padded.tobytes()
             file.seek(self._at(page))
             try:
                 link = _link(before, body)
-                end = _link(link, query) + query if query else b""
-                _write(file, link + body + blocks + end)
+                _write(file, link + body + blocks)
+                if query:
+                    _write(file, _end(link, query, states))
+                    for _, state in states:
+                        _write(file, state)
             except OSError:
                 file.truncate(self._at(page))
                 raise
-        self.links[page:] = [Link(link, self._at(page) + self.record_bytes(kind), kind)]
+        self.links[page:] = [Link(link, self._at(page) + self.record_bytes(rounded), kind)]
 
     def _opened(self, page: int) -> FileIO:
         files.make_folder(self.path.parent)
@@ -244,9 +299,9 @@ class PageFile:
         except (ValueError, RecursionError, struct.error, AttributeError, StopIteration):
             return "the file is damaged"
 
-    def record_bytes(self, kind: bool) -> int:
+    def record_bytes(self, rounded: bool) -> int:
         """Bytes of a record, of an 8-bit page or of an exact one."""
-        return self._head_bytes + self._page_bytes[kind]
+        return self._head_bytes + self._page_bytes[rounded]
 
     def _at(self, record: int) -> int:
         return self.links[record - 1].end if record else HEADER_BYTES
@@ -259,6 +314,13 @@ def blocks_of(blocks: Sequence[Tensor]) -> bytes:
 
 def _link(before: bytes, body: bytes) -> bytes:
     return blake2b(before + body, digest_size=LINK_BYTES).digest()
+
+
+def _end(link: bytes, query: bytes, states: Sequence[tuple[int, bytes]]) -> bytes:
+    """The end after the record with this ``link``, without the bytes of the states."""
+    table = [STATE.pack(tokens, len(state), zlib.crc32(state)) for tokens, state in states]
+    body = query + b"".join(table).ljust(STATES * STATE.size, b"\0")
+    return _link(link, body) + body
 
 
 def _write(file: Any, data: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,13 +17,17 @@ class StoredPages(Protocol):
     def kinds(self) -> Sequence[bool]:
         """Of each page, whether it is an 8-bit one."""
 
+    @property
+    def cut_off(self) -> Set[int]:
+        """The pages that were 8-bit ones before they were cut off inside: their tokens are rounded."""
+
     def stored(self, page: int) -> list[Tensor]:
         """A page of every layer: ``[H, 2, p, d]``, or ``[H, block_bytes]`` (uint8) of an 8-bit one."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Consecutive pages; ``kinds`` says of each whether it is an 8-bit one.
+    """Consecutive pages; ``kinds`` and ``cut_off`` say which are 8-bit ones, or were, as in ``StoredPages``.
 
     Of each layer the ``exact`` ones ``[n, H, 2, p, d]`` and the 8-bit ones ``[m, H, block_bytes]``.
     """
@@ -31,6 +35,7 @@ class Pages:
     kinds: Sequence[bool]
     exact: Sequence[Tensor]
     rounded: Sequence[Tensor]
+    cut_off: Set[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +56,13 @@ class Pages:
             kinds,
             [layer[: len(kinds) - rounded] for layer in self.exact],
             [layer[:rounded] for layer in self.rounded],
+            {page for page in self.cut_off if page < pages},
         )
+
+
+def has_rounded(pages: StoredPages) -> bool:
+    """Whether some tokens are rounded."""
+    return any(pages.kinds) or bool(pages.cut_off)
 
 
 def copied(layers: Sequence[Tensor], index: Sequence[int]) -> list[Tensor]:

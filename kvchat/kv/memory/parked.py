@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ class ParkedPages:
     def kinds(self) -> Sequence[bool]:
         """``StoredPages.kinds``"""
         return self._pages.kinds
+
+    @property
+    def cut_off(self) -> Set[int]:
+        """``StoredPages.cut_off``"""
+        return self._pages.cut_off
 
     def stored(self, page: int) -> list[Tensor]:
         """``StoredPages.stored``"""

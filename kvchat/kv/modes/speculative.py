@@ -24,6 +24,7 @@ Departures and decisions:
       work (the bundled model corrects 27 of 28 heads a step). Nothing is chosen while all candidates are resident.
     * Scores are scaled by the layer's attention scale (``selection.page_scores``).
     * The window holds at least one page, so that candidates are always complete.
+    * A page whose tokens are all pinned (or sinks) is chosen last: they are read anyway, and it would open nothing.
 
 Shapes: per layer tables ``[H, k*p + S + W]``; bounds ``[layers, H, page, 2*d_k]``. The first layer is full by default.
 Costs: a step scores all pages (2*d_k elements a page and head), and recalls only (page, head) blocks that changed.
@@ -31,6 +32,7 @@ Costs: a step scores all pages (2*d_k elements a page and head), and recalls onl
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -90,7 +92,7 @@ class Speculative(Mode):
         return Plan([*full, rest], g.pages(capacity) * bounds_per_page)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [self.bounds.data, self.cosine]
+        return [self.bounds.data, self.cosine, *([self.pin_mask, self._wholly_pinned] if self.pins else [])]
 
     @property
     def slots(self) -> DeviceSlots:
@@ -101,6 +103,7 @@ class Speculative(Mode):
         super().attach(state)
         self.bounds = PageBounds(self.geometry, state.device, self.first)
         self.cosine = torch.zeros((), dtype=torch.float64, device=state.device)
+        self._wholly_pinned = torch.tensor(self._pages_read_anyway(), dtype=torch.int64, device=state.device)
         self._entered_at = state.steps, int(state.transfer.totals[2])
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
@@ -187,7 +190,10 @@ class Speculative(Mode):
         return {"heads corrected": f"{corrected / steps / heads:.0%}", "mean C": round(float(self.cosine) / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        return self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer))
+        scores = self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer))
+        if len(self._wholly_pinned):
+            scores.index_fill_(-1, self._wholly_pinned, torch.finfo(scores.dtype).min)
+        return scores
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
         """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
@@ -245,6 +251,13 @@ class Speculative(Mode):
         if self.pins:
             opened = self.slots.table[layers, :, : self.slots.offset]
             opened.masked_fill_(self.is_pinned(opened), EMPTY)
+
+    def _pages_read_anyway(self) -> list[int]:
+        """The pages of whose tokens each is pinned or a sink."""
+        p = self.geometry.page
+        read = Counter(position // p for position in self.pins)
+        read[self.sink // p] += self.sink % p
+        return [page for page, tokens in read.items() if tokens == p]
 
     def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""

@@ -45,7 +45,8 @@ def command_line(model: str, proposal: Proposal) -> str:
 def _rows(made: MemoryPlan) -> Iterator[Row]:
     where = "host" if made.device == "cpu" else made.device
     for name, needed in made.weights.items():
-        yield Row(f"weights {name}", f"weights, {name}", where, size(needed, 2))
+        chosen = ", by default" if name == made.by_default != "none" else ""
+        yield Row(f"weights {name}", f"weights, {name}{chosen}", where, size(needed, 2))
     for name, need in made.modes.items():
         given = [f", {key} {need.params[key]}" for key in ("budget", "resident") if need.params.get(key)]
         yield Row(

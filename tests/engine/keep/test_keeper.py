@@ -7,72 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.generate.stored import Stored, common_prefix
-from kvchat.engine.keep.keeper import RECURRENT, Keeper
 from kvchat.engine.keep.write_behind import WriteBehind
 from kvchat.kv.inspect import check_integrity
-from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
-
-TALE = "Once upon a time there was a cat that read every letter of the house. " * 4
-OTHER = "Quite another text, of which nothing has been read so far at all. " * 3
-
-
-class CharacterEncoder:
-    """In place of ``PromptEncoder``: an id a character."""
-
-    def render(self, turns) -> str:
-        return "".join(f"<{turn.content}" for turn in turns)
-
-    def ids_of(self, text: str, stored: Stored) -> list[int]:
-        kept, chars = stored.agreed(text)
-        return stored.ids[:kept] + [ord(character) for character in text[chars:]]
-
-
-class Chat:
-    """A runner and its keeper, used as a session uses them."""
-
-    def __init__(self, tmp_path, model=None, row="full", parked=2**30, saved=2**30) -> None:
-        model = model or loaded("llama")
-        self.runner = ModelRunner(model, mode_of(model, row))
-        self.stored = Stored()
-        self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
-        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder())
-        self.keeper = Keeper(self.runner, self.loop, self.keeping)
-
-    def say(self, conversation: str, text: str) -> list:
-        """Go to a conversation and read what is not stored of ``text``; the keeper's events."""
-        turns = (Turn("user", text),)
-        events = list(self.keeper.resume(conversation, turns))
-        self.keeper.interrupt()
-        ids = self.loop.encoder.ids_of(self.loop.encoder.render(turns), self.stored)
-        reused = min(common_prefix(self.stored.ids, ids), len(ids) - 1)
-        if reused < self.runner.kv.total:
-            self.stored.truncate(reused)
-            self.runner.truncate(reused)
-        self.logits = prefilled(self.runner, ids[reused:])
-        self.stored.extend(ids[reused:])
-        self.stored.agree(self.loop.encoder.render(turns))
-        self.keeper.save()
-        return events
-
-    def written(self) -> None:
-        self.keeper._writer._thread.join()
-
-    def restarted(self, tmp_path, **changes) -> Chat:
-        self.keeper.close()
-        return Chat(tmp_path, **{"model": self.runner.model, **changes})
-
-
-def came_back(events) -> tuple[int, str]:
-    (resumed,) = [event for event in events if isinstance(event, Resumed)]
-    return resumed.tokens, resumed.where
-
-
-def notes(events) -> list[str]:
-    return [event.text for event in events if isinstance(event, Noted)]
+from kvchat.protocol.messages import Turn
 
 
 def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
@@ -284,12 +225,23 @@ def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
     assert not chat.runner.kv.state.pinned.any()
 
 
-def test_recurrent_models_are_left_out_and_say_so(tmp_path):
-    chat = Chat(tmp_path, loaded("qwen3_5"))
-    assert chat.keeper.notes == (RECURRENT,)
-    assert list(chat.keeper.resume("a", ())) == []
-    chat.keeper.save()
-    assert not (tmp_path / "kv").exists()
+@pytest.mark.parametrize("saved", [0, 2**30])
+def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_path, saved):
+    chat = Chat(tmp_path, saved=saved)
+    state = chat.runner.kv.state
+    chat.say("a", TALE[:40])
+    state.round_pages(True)
+    chat.say("a", TALE)
+    state.round_pages(False)
+    chat.say("a", TALE[:50])  # the second page is an exact one again, of rounded tokens
+    assert (list(state.host.cut_off), any(state.host.kinds), state.first_rounded) == ([1], False, 32)
+    if saved:
+        chat = chat.restarted(tmp_path)
+    else:
+        chat.say("b", OTHER)
+        assert chat.runner.kv.state.first_rounded == chat.runner.kv.total
+    assert came_back(chat.keeper.resume("a", (Turn("user", TALE[:50]),)))[0] == 51
+    assert chat.runner.kv.state.first_rounded == 32
 
 
 def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:

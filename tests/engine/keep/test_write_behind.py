@@ -23,11 +23,11 @@ class HeldFile(PageFile):
         super().__init__(path, GEOMETRY, {})
         self.reached, self.let_on = threading.Event(), threading.Event()
 
-    def write(self, page, rows, blocks, query=b"") -> None:
+    def write(self, page, *rest) -> None:
         if page == 1:
             self.reached.set()
             assert self.let_on.wait(60)
-        super().write(page, rows, blocks, query)
+        super().write(page, *rest)
 
 
 def job_of(file: PageFile, layers: torch.Tensor, stored: Stored) -> Job:

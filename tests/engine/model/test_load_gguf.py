@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import time
 from pathlib import Path
@@ -11,14 +10,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from support.gguf_files import write_model
 
-from kvchat.bench import gguf_copy
 from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.errors import ModelError
-from kvchat.paths import bundled_model_dir
 
 needs_gguf = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")), reason="gguf is not installed"
@@ -29,51 +27,17 @@ def silent(stage):
     pass
 
 
-def write(path, model):
-    """The bundled model as a GGUF file, in float32 and Q8_0."""
-    import gguf
-
-    config = model.model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("bundled")
-    gguf_copy.describe(writer, config)
-    tokenizer = json.loads((bundled_model_dir() / "tokenizer.json").read_text())
-    ids = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
-    special = {token["content"] for token in tokenizer["added_tokens"]}
-    tokens = sorted(ids, key=ids.get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    merges = tokenizer["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, parameter in model.model.named_parameters():
-        tensor = gguf_copy.rotated_in_pairs(name, parameter.detach(), config)
-        theirs = names.get_name(name, try_suffixes=(".weight",))
-        if tensor.dim() == 1:
-            writer.add_tensor(theirs, tensor.numpy())
-        else:
-            packed = gguf.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(theirs, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.fixture(scope="module")
 def file(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "bundled.gguf"
-    write(path, model)
+    write_model(path, model)
     return path
 
 
 @needs_gguf
 @pytest.mark.parametrize("of", [lambda path: path, lambda path: path.parent], ids=["file", "folder"])
 def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
-    loaded = load_model(str(of(file)), "cpu", "auto", silent)
+    loaded = load_model(str(of(file)), "cpu", "auto", silent, quantize="none")
     assert (loaded.context, loaded.vocab, loaded.dtype) == (model.context, model.vocab, torch.float32)
     assert loaded.weight_bytes == pytest.approx(model.weight_bytes, rel=0.01), "unpacked"
     assert relative_error(sample_logits(loaded.model), sample_logits(model.model)) < 0.1

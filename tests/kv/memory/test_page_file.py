@@ -12,7 +12,7 @@ import torch
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, blocks_of
+from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, End, PageFile, blocks_of
 from kvchat.kv.memory.pages import Pages
 from kvchat.kv.memory.rounding import rounded
 
@@ -170,7 +170,7 @@ def test_pages_written_between_rows_and_read_are_not_taken_for_those_of_the_rows
     assert len(reader.rows()) == TOKENS
     written(tmp_path / "a.kv", seed=1)
     assert reader.read(Into(into), TOKENS) == 0
-    assert reader.query(TOKENS) == b""
+    assert reader.end() == End()
 
 
 def killed_while_writing(path, seconds: float) -> None:
@@ -184,7 +184,7 @@ def killed_while_writing(path, seconds: float) -> None:
                 for rows, blocks in histories:
                     file = PageFile(path, geometry(), {"model": "a"})
                     for page in range(4):
-                        file.write(page, rows[page * PAGE :][:PAGE], blocks[page], b"query" if page == 3 else b"")
+                        file.write(page, rows[page * PAGE :][:PAGE], blocks[page], query=b"query" if page == 3 else b"")
         finally:
             os._exit(1)
     time.sleep(seconds)
@@ -221,6 +221,60 @@ def test_a_page_is_not_written_behind_pages_that_are_gone(tmp_path):
     assert not file.path.exists()
 
 
+def test_a_page_that_was_cut_off_inside_an_8_bit_one_stays_marked(tmp_path):
+    g, path = geometry(), tmp_path / "a.kv"
+    file, rows = PageFile(path, g, {"model": "a"}), rows_of(TOKENS)
+    for page in range(4):
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], page_of(pages_of(TOKENS), page), cut_off=page == 2)
+    reader, pool = PageFile(path, g, {"model": "a"}), EightBitPool(HostPool(g, torch.device("cpu")))
+    reader.rows()
+    assert reader.has_rounded
+    assert reader.read(pool, TOKENS) == TOKENS
+    pool.total = TOKENS
+    assert (pool.cut_off, any(pool.kinds), pool.rounded_pages) == ({2}, False, [2])
+    written(tmp_path / "b.kv")
+    exact = PageFile(tmp_path / "b.kv", g, {"model": "a"})
+    exact.rows()
+    assert not exact.has_rounded
+
+
+STATES = [(9, b"older state"), (TOKENS, b"the newest one")]
+
+
+def with_end(path) -> PageFile:
+    file = written(path)
+    size = file._query_bytes
+    file.write(3, rows_of(TOKENS)[12:], page_of(pages_of(TOKENS), 3), query=bytes(range(size)), states=STATES)
+    return file
+
+
+def test_what_follows_the_pages_is_read_back(tmp_path):
+    with_end(tmp_path / "a.kv")
+    file = PageFile(tmp_path / "a.kv", geometry(), {"model": "a"})
+    file.rows()
+    end = file.end()
+    assert end.query == bytes(range(file._query_bytes))
+    assert [(state.tokens, file.state(state)) for state in end.states] == STATES
+    file.write(3, rows_of(TOKENS)[12:], page_of(pages_of(TOKENS), 3))
+    assert file.end() == End()
+
+
+def test_a_changed_byte_of_the_end_is_noticed_wherever_it_is(tmp_path):
+    path = tmp_path / "a.kv"
+    start, data = with_end(path).links[-1].end, path.read_bytes()
+    for place in range(start, len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        file = PageFile(path, geometry(), {"model": "a"})
+        assert len(file.rows()) == TOKENS
+        end = file.end()
+        good = [(state.tokens, whole) for state in end.states if (whole := file.state(state))]
+        bytes_of_states = len(damaged) - place <= sum(len(state) for _, state in STATES)
+        assert len(good) == (1 if bytes_of_states else 0)
+        assert set(good) < set(STATES)
+
+
 def test_exact_and_8_bit_pages_are_in_one_file(tmp_path):
     g, path = Geometry(2, 2, 2, 4, 4, torch.bfloat16, PAGE), tmp_path / "a.kv"
     noise = torch.Generator().manual_seed(1)
@@ -232,7 +286,7 @@ def test_exact_and_8_bit_pages_are_in_one_file(tmp_path):
     assert path.stat().st_size == HEADER_BYTES + 2 * (file.record_bytes(False) + file.record_bytes(True))
     reader, pool = PageFile(path, g, {"model": "a"}), EightBitPool(HostPool(g, torch.device("cpu")))
     assert len(reader.rows()) == TOKENS
-    assert reader.kinds == pages.kinds
+    assert reader.has_rounded
     assert reader.read(pool, TOKENS) == TOKENS
     pool.total = TOKENS
     assert pool.kinds == pages.kinds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.kv_run import Run
+from support.kv_steps import as_on_a_gpu
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError, UsageError
@@ -47,6 +48,40 @@ def test_the_budget_is_shared_out_as_one_page_of_sinks_a_quarter_of_window_and_p
 def test_the_paper_shares_it_out_as_a_quarter_each_for_sinks_and_window():
     mode = Run(toy(("plain", "plain")), "speculative", budget=512, profile="paper").kv.mode
     assert (mode.sink, mode.window, mode.k) == (128, 128, 8)
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+@pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
+def test_pages_whose_tokens_are_all_pinned_take_no_slot_from_others(tau, on_a_gpu):
+    run = run_of(tau, steps=3)
+    if on_a_gpu:
+        as_on_a_gpu(run.kv)
+    favorites = run.kv.state.slots[-1].pages[0, 0].tolist()  # the pages that a head wants most
+    run.pin(sorted(token for page in favorites for token in range(page * 8, page * 8 + 8)))
+    run.step(20)
+    run.check()
+    pages = run.kv.state.slots[-1].pages
+    assert not torch.isin(pages, torch.tensor(favorites)).any()
+    assert (pages >= 0).all()
+
+
+def test_a_page_of_sinks_and_pinned_tokens_takes_none_either():
+    run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", budget=80, sink=12, window=24)
+    run.prefill(150)
+    run.pin([12, 13, 14, 15])
+    run.step(20)
+    run.check()
+    assert not (run.kv.state.slots[-1].pages == 1).any()
+    run.pin([12, 13, 15])
+    run.step(5)
+    run.check()
+
+
+def test_where_all_candidates_are_pinned_the_rest_is_read():
+    run = run_of(0.7, steps=3)
+    run.pin(list(range(8, run.kv.total)))
+    run.step(20)
+    run.check()
 
 
 @pytest.mark.parametrize("tau", [-2.0, 2.0])

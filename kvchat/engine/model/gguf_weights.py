@@ -1,0 +1,95 @@
+"""The weights of GGUF files: transformers unpacks them while it reads; here they are packed again, about as small.
+
+The file's own blocks have no kernels here. What was 4 bits becomes int4, or int8 where int4 cannot be multiplied, and
+what was up to 8 bits int8: a Linear at a time, so that the device never holds the unpacked weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kvchat.engine.model import quantization, supported
+from kvchat.engine.model.checkpoint import ModelLocation
+from kvchat.engine.model.description import ModelDescription
+from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
+from kvchat.units import size
+
+CHOICES = ("none", "int8", "int4")
+AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the file, with its constants: those of Q4_K_M, of Q8_0
+
+
+class Choice(NamedTuple):
+    """The quantization to use, and what a person should know of it; empty for nothing."""
+
+    quantize: str
+    note: str = ""
+
+
+def choose(quantize: str, described: ModelDescription) -> Choice:
+    """What to use where ``quantize`` was asked for: of "auto" the file's own size, if what packs it is installed.
+
+    For what is no GGUF file "auto" is "none".
+
+    Raises:
+        ModelError: the GGUF file is damaged.
+    """
+    if quantize != "auto":
+        return Choice(quantize)
+    small = by_default(described.location, described.dtype, described.device)
+    if not small:
+        return Choice("none")
+    if absent := quantization.absent_packages(small):
+        packages = " and ".join(absent)
+        return Choice(
+            "none", f"With {packages} its weights would stay small, in {small}: {quantization.INSTALL[small]}."
+        )
+    return Choice(small, f"The GGUF file's weights are kept in {small}; --quantize none unpacks them.")
+
+
+def by_default(location: ModelLocation, dtype: torch.dtype, device: torch.device) -> str:
+    """The quantization that keeps a file about as small as it is; empty for large ones and what is no GGUF file.
+
+    Raises:
+        ModelError: the GGUF file is damaged.
+    """
+    if not location.gguf:
+        return ""
+    bits, there = _bits(location), quantization.possible(device, dtype)
+    return next((name for name, most in AT_MOST.items() if bits <= most and name in there), "")
+
+
+def sizes(quantize: str, described: ModelDescription) -> str:
+    """What the file takes, and what its weights will."""
+    shapes = without_memory(described.model_class, described.text_config, described.dtype)
+    unpacked = weight_bytes(shapes, "none", described.device)
+    of_file = (described.location.folder / described.location.gguf).stat().st_size
+    text = f"{size(of_file)} in the file, {size(unpacked)} unpacked"
+    return (
+        text
+        if quantize == "none"
+        else f"{text}, {size(weight_bytes(shapes, quantize, described.device))} in {quantize}"
+    )
+
+
+def pack(model: Any, config: Any, device: torch.device) -> None:
+    """Quantize the Linears of ``model`` but its head by transformers' ``config`` for torchao, each on ``device``."""
+    from torchao.quantization import quantize_
+
+    head = model.get_output_embeddings()
+    for linear in [linear for linear in linears(model) if linear is not head]:
+        quantize_(linear.to(device), config.quant_type, filter_fn=lambda module, name: True)
+    model.config.quantization_config = config
+
+
+def _bits(location: ModelLocation) -> float:
+    """Bits that a weight of the file's matrices takes."""
+    from gguf import GGUFReader
+
+    try:
+        tensors = GGUFReader(location.folder / location.gguf).tensors
+    except Exception as error:  # the package raises anything for a damaged file
+        raise supported.unreadable(location.name, "the GGUF file", error) from error
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
+    return 8 * sum(int(one.n_bytes) for one in matrices) / max(1, sum(int(one.n_elements) for one in matrices))

@@ -1,0 +1,45 @@
+"""Bytes of a model's weights by quantization, told by the shapes of its tensors before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.engine.model import attention_hook
+
+# Bytes a weight takes beside its own bits: torchao's scale and zero point a row, bitsandbytes' scale for 64 weights.
+ROW_BYTES = {"int8": 5}
+WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64}
+
+
+def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model on torch's meta device, where tensors have shapes and no memory."""
+    attention_hook.register()
+    with torch.device("meta"):
+        # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
+        return model_class._from_config(
+            config, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
+        ).eval()
+
+
+def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
+    """Bytes of the weights and buffers; only Linears are quantized, the head on a CPU in int8 too."""
+    total: int = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if quantize == "none":
+        return total
+    head = model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    for linear in linears(model):
+        if linear is not head or (quantize == "int8" and device.type == "cpu"):
+            rows, columns = linear.weight.shape
+            total += int(rows * (columns * WEIGHT_BYTES[quantize] + ROW_BYTES.get(quantize, 0)))
+            total -= 0 if linear is head and tied else linear.weight.nbytes
+    return total
+
+
+def linears(model: Any) -> Iterator[nn.Linear]:
+    """The modules that can be quantized."""
+    return (module for module in model.modules() if type(module) is nn.Linear)

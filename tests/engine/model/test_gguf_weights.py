@@ -1,0 +1,118 @@
+"""Weights of GGUF files that stay small; packed where torchao is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from support.gguf_files import write_model
+
+from kvchat.engine.model import gguf_weights, quantization
+from kvchat.engine.model.checkpoint import ModelLocation
+from kvchat.engine.model.fusion.swap import sample_logits
+from kvchat.engine.model.load import load_model
+from kvchat.engine.model.self_test import selftest
+from kvchat.engine.model.tolerances import relative_error
+from kvchat.engine.plan import memory_plan
+from kvchat.errors import ModelError
+from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.units import size
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} is not installed")
+
+
+def silent(stage):
+    pass
+
+
+@pytest.fixture(scope="module")
+def file_of(model, tmp_path_factory):
+    """The bundled model as a GGUF file of a type."""
+    folder, there = tmp_path_factory.mktemp("gguf"), {}
+
+    def made(kind: str):
+        if kind not in there:
+            there[kind] = folder / f"{kind}.gguf"
+            write_model(there[kind], model, kind)
+        return there[kind]
+
+    return made
+
+
+@needs("gguf")
+@pytest.mark.parametrize(
+    ("kind", "on_gpu", "on_cpu"),
+    [("Q4_0", "int4", "int8"), ("Q5_0", "int8", "int8"), ("Q8_0", "int8", "int8"), ("F16", "", "")],
+)
+def test_a_file_stays_about_as_small_as_it_is(file_of, kind, on_gpu, on_cpu):
+    path = file_of(kind)
+    location = ModelLocation(str(path), path.parent, gguf=path.name)
+    assert gguf_weights.by_default(location, torch.bfloat16, GPU) == on_gpu
+    assert gguf_weights.by_default(location, torch.float32, CPU) == on_cpu
+    assert gguf_weights.by_default(location, torch.float16, GPU) == on_cpu  # int4 is multiplied in bfloat16 only
+
+
+@needs("gguf")
+def test_a_damaged_file_is_refused(file_of, tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(file_of("Q8_0").read_bytes()[:5000])
+    with pytest.raises(ModelError, match="the GGUF file"):
+        gguf_weights.by_default(ModelLocation("cut", tmp_path, gguf="cut.gguf"), torch.float32, CPU)
+
+
+def test_what_is_no_gguf_file_is_left_as_it_is(tmp_path):
+    assert gguf_weights.by_default(ModelLocation("x", tmp_path), torch.bfloat16, GPU) == ""
+
+
+@needs("gguf", "accelerate", "torchao")
+@pytest.mark.parametrize(("kind", "error"), [("Q8_0", 0.1), ("Q4_0", 0.7)])
+def test_a_small_file_is_kept_in_8_bits_and_both_sizes_are_said_before(file_of, model, kind, error):
+    stages: list[str] = []
+    loaded = load_model(str(file_of(kind)), "cpu", "auto", stages.append)
+    assert loaded.weights == "int8"
+    assert loaded.weight_bytes < 0.5 * model.weight_bytes
+    said = next(stage for stage in stages if stage.startswith("Loading the weights"))
+    sizes = file_of(kind).stat().st_size, model.weight_bytes, loaded.weight_bytes
+    assert said.endswith("{} in the file, {} unpacked, {} in int8".format(*map(size, sizes)))
+    assert "The GGUF file's weights are kept in int8; --quantize none unpacks them." in loaded.notes
+    assert not any("were unpacked" in note for note in loaded.notes)
+    assert selftest(loaded.model) < 0.02
+    assert relative_error(sample_logits(loaded.model), sample_logits(model.model)) < error
+    same = load_model(str(file_of(kind)), "cpu", "auto", silent, quantize="int8")
+    assert torch.equal(sample_logits(same.model), sample_logits(loaded.model))
+
+
+@needs("gguf", "accelerate", "torchao")
+def test_the_plan_has_both_sizes_and_says_which_is_loaded(file_of, model):
+    made = memory_plan(str(file_of("Q8_0")), "cpu", "auto", 4096, {}, silent)
+    loaded = load_model(str(file_of("Q8_0")), "cpu", "auto", silent)
+    assert made.by_default == "int8"
+    assert made.weights == {
+        "none": pytest.approx(model.weight_bytes, rel=0.01),
+        "int8": pytest.approx(loaded.weight_bytes, rel=0.01),
+    }
+    assert any(line.startswith("weights, int8, by default") for line in plan_lines(made))
+    assert made.proposal.quantize == "int8"
+    assert memory_plan("bundled", "cpu", "auto", 4096, {}, silent).by_default == "none"
+
+
+@needs("gguf", "accelerate")
+def test_without_torchao_it_is_unpacked_and_the_package_is_named(file_of, model, monkeypatch):
+    monkeypatch.setattr(quantization, "absent_packages", lambda quantize: ["torchao"])
+    loaded = load_model(str(file_of("Q8_0")), "cpu", "auto", silent)
+    assert (loaded.weights, loaded.weight_bytes) == ("", pytest.approx(model.weight_bytes, rel=0.01))
+    assert "With torchao its weights would stay small, in int8: pip install 'kvchat[ao]'." in loaded.notes
+    asked_for = load_model(str(file_of("Q8_0")), "cpu", "auto", silent, quantize="none")
+    assert not any("torchao" in note for note in asked_for.notes)
+
+
+@needs("gguf", "accelerate", "torchao")
+def test_a_large_file_is_unpacked_as_before(file_of):
+    loaded = load_model(str(file_of("F16")), "cpu", "auto", silent)
+    assert loaded.weights == ""
+    assert "The gguf weights were unpacked to float32." in loaded.notes

@@ -1,0 +1,70 @@
+"""A tiny model's runner and keeper, used as a session uses them; its tokens are the characters of what is said."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from support.tiny_runner import loaded, mode_of, prefilled
+
+from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.generate.stored import Stored, common_prefix
+from kvchat.engine.keep.keeper import Keeper
+from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
+
+TALE = "Once upon a time there was a cat that read every letter of the house. " * 4
+OTHER = "Quite another text, of which nothing has been read so far at all. " * 3
+
+
+class CharacterEncoder:
+    """In place of ``PromptEncoder``: an id a character."""
+
+    def render(self, turns) -> str:
+        return "".join(f"<{turn.content}" for turn in turns)
+
+    def ids_of(self, text: str, stored: Stored) -> list[int]:
+        kept, chars = stored.agreed(text)
+        return stored.ids[:kept] + [ord(character) for character in text[chars:]]
+
+
+class Chat:
+    """A runner and its keeper, used as a session uses them."""
+
+    def __init__(self, tmp_path, model=None, row="full", parked=2**30, saved=2**30) -> None:
+        model = model or loaded("llama")
+        self.runner = ModelRunner(model, mode_of(model, row))
+        self.stored = Stored()
+        self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
+        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder())
+        self.keeper = Keeper(self.runner, self.loop, self.keeping)
+
+    def say(self, conversation: str, text: str) -> list:
+        """Go to a conversation and read what is not stored of ``text``; the keeper's events."""
+        turns = (Turn("user", text),)
+        events = list(self.keeper.resume(conversation, turns))
+        self.keeper.interrupt()
+        ids = self.loop.encoder.ids_of(self.loop.encoder.render(turns), self.stored)
+        reused = min(common_prefix(self.stored.ids, ids), len(ids) - 1)
+        if reused < self.runner.kv.total:
+            self.stored.truncate(reused)
+            self.runner.truncate(reused)
+        self.logits = prefilled(self.runner, ids[reused:])
+        self.stored.extend(ids[reused:])
+        self.stored.agree(self.loop.encoder.render(turns))
+        self.keeper.save()
+        return events
+
+    def written(self) -> None:
+        self.keeper._writer._thread.join()
+
+    def restarted(self, tmp_path, **changes) -> Chat:
+        self.keeper.close()
+        return Chat(tmp_path, **{"model": self.runner.model, **changes})
+
+
+def came_back(events) -> tuple[int, str]:
+    (resumed,) = [event for event in events if isinstance(event, Resumed)]
+    return resumed.tokens, resumed.where
+
+
+def notes(events) -> list[str]:
+    return [event.text for event in events if isinstance(event, Noted)]
