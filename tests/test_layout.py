@@ -25,6 +25,7 @@ EXCEPTIONS = {
     "engine/test_cuda": "graphs and streams on a GPU",
     "fake_cuda/test_fake_cuda": "tests/support/fake_cuda",
     "fake_cuda/test_modes_on_fake_cuda": "tests marked cuda, on the fake CUDA device",
+    "fake_cuda/test_races": "tests/support/fake_cuda/races.py",
     "fake_cuda/test_tape": "tests/support/fake_cuda/tape.py",
     "kv/modes/test_every_mode": "all modes against the reference",
     "kv/ops/triton/test_compile": "all kernels, compiled for GPUs",

@@ -75,18 +75,13 @@ def test_it_answers(installed: Path) -> None:
     assert stats["active_tokens"] == 36 < stats["prompt_tokens"]
 
 
-def test_all_tokens_in_reach_answer_as_full_does(installed: Path) -> None:
-    full, recency = (
-        json.loads(kvchat(installed, "ask", PROMPT, "--json", *GREEDY, *mode).stdout)["token_ids"]
-        for mode in ((), ("--mode", "recency", "--param", "keep=2048"))
+def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_as_full_does(installed: Path) -> None:
+    full, entered = (
+        json.loads(kvchat(installed, "ask", PROMPT, "--json", *GREEDY, *switch).stdout)
+        for switch in ((), ("--switch-at", "4:recency,keep=2048"))
     )
-    assert full == recency
-
-
-def test_it_is_entered_in_the_middle_of_an_answer(installed: Path) -> None:
-    result = kvchat(installed, "ask", PROMPT, "--switch-at", "4:recency,keep=16", "--json", *GREEDY)
-    answer = json.loads(result.stdout)
-    assert [(s["at"], s["mode"]) for s in answer["stats"]["switches"]] == [(4, "recency")]
+    assert [(s["at"], s["mode"]) for s in entered["stats"]["switches"]] == [(4, "recency")]
+    assert full["token_ids"] == entered["token_ids"]
 
 
 def test_it_has_its_section_of_the_settings(installed: Path) -> None:

@@ -19,7 +19,7 @@ def test_every_turn_asks_for_another_fact():
 
 
 def test_what_streaming_dropped_is_found_after_leaving_it():
-    result = turns.switches(SwitchSettings(("full", STREAMING), cases=1, tokens=300, inside=100))
+    result = turns.switches(SwitchSettings(("full", STREAMING), cases=1, tokens=300, inside=50))
     right = {(row["told"], row["asked"]): row["right"] for row in result["summary"]}
     assert set(right) == {(told, asked) for told in ("full", STREAMING) for asked in ("full", STREAMING)}
     assert right["full", "full"] == right[STREAMING, "full"] == 1

@@ -12,9 +12,10 @@ from support.memory_faults import EVERYWHERE
 
 ROOT = Path(__file__).parents[2]
 GRAPHS = ["tests/engine/test_cuda.py", "-k"]
+# As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
 PARTS = {
-    "fake device": ["tests/fake_cuda/test_fake_cuda.py"],
-    "host pool, prefill, sampling": [
+    "fake device, host pool, prefill, sampling": [
+        "tests/fake_cuda/test_fake_cuda.py",
         "tests/kv/memory/test_host_pool.py",
         "tests/kv/memory/test_pinned.py",
         "tests/kv/memory/test_prefill_staging.py",
@@ -22,10 +23,11 @@ PARTS = {
     ],
     "graphs": [*GRAPHS, "change_no_bit and dtype0 and (full or streaming or speculative)"],
     "graphs of freeze and sync": [*GRAPHS, "change_no_bit and dtype0 and (freeze or sync)"],
-    "graphs over 8-bit pages": [*GRAPHS, "8_bit and speculative"],
-    "switches": [*GRAPHS, "switches and (reuse or freeze-paper)"],
+    "8-bit pages, switches, pinned messages": [
+        *GRAPHS,
+        "(8_bit and speculative) or (switches and (reuse or freeze-paper)) or pinned",
+    ],
     "faults": ["tests/engine/test_session_faults.py"],
-    "pinned messages": [*GRAPHS, "pinned"],
 }
 
 

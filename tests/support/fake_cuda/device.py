@@ -6,7 +6,7 @@ import ctypes
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from support.fake_cuda import attention, races
 from support.fake_cuda.tape import WAITS, Tape
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -145,11 +144,11 @@ class Gpu:
 
     def operation(self, func, args: tuple, kwargs: dict) -> Any:
         """Run one of torch's operations and record its accesses."""
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if _is_composed(func):
             with Everywhere():  # in inference mode it comes before it is taken apart
                 return func.decompose(*args, **kwargs)
         name, schema = func.overloadpacket.__name__, func._schema
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_gpu = [leaf for leaf in leaves if isinstance(leaf, OnGpu)]
         wanted = kwargs.get("device")
         here = torch.device(wanted).type == "cuda" if wanted is not None else bool(on_gpu)
@@ -159,7 +158,7 @@ class Gpu:
             return func(*args, **kwargs)
         self._refuse(name, leaves, on_gpu, here)
         func = attention.REPLACED.get(name, func)
-        inner_args, inner_kwargs = tree_map(inner_of, args), tree_map(inner_of, kwargs)
+        inner_args, inner_kwargs = mapped(inner_of, args), mapped(inner_of, kwargs)
         run = functools.partial(func, *inner_args, **inner_kwargs)
         result = run() if self.tape is None else self.tape.operation(run, schema)
         outer = self._outer(schema, args, kwargs, result, here)
@@ -180,10 +179,10 @@ class Gpu:
         reads, writes = [], []
         for position, spec in enumerate(schema.arguments):
             given = kwargs.get(spec.name, args[position] if position < len(args) else None)
-            found = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and self.addresses(leaf)]
+            found = [leaf for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor) and self.addresses(leaf)]
             (writes if spec.alias_info is not None and spec.alias_info.is_write else reads).extend(found)
         known = {id(leaf) for leaf in writes}
-        made = [leaf for leaf in tree_leaves(outer) if isinstance(leaf, OnGpu)]
+        made = [leaf for leaf in leaves_of(outer) if isinstance(leaf, OnGpu)]
         writes += [leaf for leaf in made if id(leaf) not in known]
         picked = (args[1], inner_of(args[2])) if name in PICKS else None
         accesses = [
@@ -240,7 +239,7 @@ class Gpu:
 
     def _outer(self, schema, args: tuple, kwargs: dict, result: Any, here: bool) -> Any:
         """Wrap a result for the device; an operation in place returns the tensor it was given."""
-        given = {id(leaf.inner): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OnGpu)}
+        given = {id(leaf.inner): leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, OnGpu)}
 
         def outer(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -254,7 +253,7 @@ class Gpu:
         # A view is what its base is, an inference tensor or none, whatever the mode it was made in.
         views = [leaf for leaf in given.values() if any(r.alias_info is not None for r in schema.returns)]
         with torch.inference_mode(views[0].is_inference()) if views else nullcontext():
-            return tree_map(outer, result)
+            return mapped(outer, result)
 
     # ---- memory
 
@@ -313,6 +312,34 @@ def inner_of(leaf: Any) -> Any:
     if isinstance(leaf, OnGpu):
         return leaf.inner
     return CPU if isinstance(leaf, torch.device) else leaf
+
+
+@functools.cache
+def _is_composed(func) -> bool:
+    """An operation is made of others, which are dispatched in its place."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def leaves_of(operands: Any) -> Iterator[Any]:
+    """What stands in (nested) operands: torch's pytree, at a fraction of its time."""
+    if isinstance(operands, list | tuple):
+        for each in operands:
+            yield from leaves_of(each)
+    elif isinstance(operands, dict):
+        yield from leaves_of([*operands.values()])
+    else:
+        yield operands
+
+
+def mapped(change: Callable[[Any], Any], operands: Any) -> Any:
+    """Operands with each of their leaves changed."""
+    if isinstance(operands, list):
+        return [mapped(change, each) for each in operands]
+    if isinstance(operands, tuple):
+        return tuple(mapped(change, each) for each in operands)
+    if isinstance(operands, dict):
+        return {name: mapped(change, each) for name, each in operands.items()}
+    return change(operands)
 
 
 gpu = Gpu()

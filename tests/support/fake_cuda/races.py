@@ -198,7 +198,7 @@ def of_kernel(touched: Touched, tensors: list[torch.Tensor]) -> list[Access]:
     """
     bases = sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors})
     starts, sizes = (np.array(column, dtype=np.int64) for column in zip(*bases, strict=True))
-    found: dict[tuple[int, bool], list[np.ndarray]] = {}
+    found: dict[tuple[int, int, bool], list[np.ndarray]] = {}
     for pointers, size, writes in touched:
         if not len(pointers):
             continue
@@ -206,23 +206,39 @@ def of_kernel(touched: Touched, tensors: list[torch.Tensor]) -> list[Access]:
         offsets = pointers - starts[which]
         if (which < 0).any() or (offsets + size > sizes[which]).any():
             raise Race("a kernel touches memory outside its operands")
-        for each in np.unique(which):
-            at = offsets[which == each]
-            found.setdefault((int(each), writes), []).append((at[:, None] + np.arange(size)).ravel())
+        for each in _distinct(which):
+            found.setdefault((int(each), size, writes), []).append(offsets[which == each])
     return [
-        Access(int(starts[which]), int(sizes[which]), np.unique(np.concatenate(at)), writes)
-        for (which, writes), at in found.items()
+        Access(int(starts[which]), int(sizes[which]), _bytes(_distinct(np.concatenate(at)), size), writes)
+        for (which, size, writes), at in found.items()
     ]
 
 
 def of_tensor(tensor: torch.Tensor, writes: bool, picked: tuple[int, torch.Tensor] | None = None) -> Access:
     """Return the access to a tensor's bytes, or to those that an index picks along one dimension."""
-    storage, size = tensor.untyped_storage(), tensor.element_size()
+    storage, size, first = tensor.untyped_storage(), tensor.element_size(), tensor.storage_offset()
     if tensor.is_contiguous() and picked is None:
-        first = tensor.storage_offset() * size
-        return Access(storage.data_ptr(), storage.nbytes(), slice(first, first + tensor.numel() * size), writes)
-    numbers = torch.arange(storage.nbytes() // size).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        touched = slice(first * size, (first + tensor.numel()) * size)
+        return Access(storage.data_ptr(), storage.nbytes(), touched, writes)
+    along = [np.arange(n) for n in tensor.shape]
     if picked is not None:
-        numbers = numbers.index_select(picked[0], picked[1])
-    at = np.unique(numbers.numpy().ravel())
-    return Access(storage.data_ptr(), storage.nbytes(), (at[:, None] * size + np.arange(size)).ravel(), writes)
+        along[picked[0]] = picked[1].numpy().ravel()
+    at = np.array(first)
+    for numbers, stride in zip(along, tensor.stride(), strict=True):
+        at = at[..., None] + numbers * stride
+    return Access(storage.data_ptr(), storage.nbytes(), _bytes(_distinct(at.ravel()) * size, size), writes)
+
+
+def _distinct(numbers: np.ndarray) -> np.ndarray:
+    """Sort and deduplicate numbers that lie close together."""
+    if not len(numbers):
+        return numbers
+    first = numbers.min()
+    seen = np.zeros(numbers.max() - first + 1, dtype=bool)
+    seen[numbers - first] = True
+    return np.flatnonzero(seen) + first
+
+
+def _bytes(firsts: np.ndarray, size: int) -> np.ndarray:
+    """Return the bytes of elements of ``size`` bytes, each given by its first."""
+    return (firsts[:, None] + np.arange(size)).ravel()
