@@ -9,8 +9,9 @@ from textual.containers import Vertical
 from textual.widgets import Markdown
 
 from kvchat.tui.answering import flush
-from kvchat.tui.answering.large_answers import Part, parts
-from kvchat.tui.widgets.slices import Slices
+from kvchat.tui.answering.large_answers import MOST_NESTED, Part, parts
+from kvchat.tui.widgets.markdown_list import ItemList
+from kvchat.tui.widgets.plain_text import PlainText
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -25,6 +26,7 @@ class MarkdownPart(Markdown):
     MarkdownPart { padding: 0; margin: 0; background: transparent; }
     MarkdownPart.in-list > MarkdownList:last-child { margin: 0; }
     """
+    BLOCKS = Markdown.BLOCKS | {"bullet_list_open": ItemList, "ordered_list_open": ItemList}
 
     def __init__(self) -> None:
         super().__init__(open_links=False, parser_factory=_parser)
@@ -70,8 +72,8 @@ class AnswerBody(Vertical):
             if widget is None:
                 return
             is_closed = is_final or number + 1 < len(wanted)
-            if isinstance(widget, Slices):
-                await widget.show(part.text)
+            if isinstance(widget, PlainText):
+                widget.show(part.text)
                 continue
             widget.set_class(number + 1 < len(wanted) and wanted[number + 1].begins_with_item, "in-list")
             if await widget.show(part.text, is_closed, is_final):
@@ -80,9 +82,9 @@ class AnswerBody(Vertical):
         last = self.children[-1] if self.children else None
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
 
-    async def _widget(self, number: int, part: Part) -> MarkdownPart | Slices | None:
+    async def _widget(self, number: int, part: Part) -> MarkdownPart | PlainText | None:
         """The widget of a part; None where the answer has gone from the screen meanwhile."""
-        kind = MarkdownPart if part.is_markdown else Slices
+        kind = MarkdownPart if part.is_markdown else PlainText
         if number < len(self.children) and not isinstance(self.children[number], kind):
             await self.remove_children(self.children[number:])
         if not self.is_attached:
@@ -90,7 +92,7 @@ class AnswerBody(Vertical):
         if number == len(self.children):
             await self.mount(kind())
         found = self.children[number] if number < len(self.children) else None
-        assert found is None or isinstance(found, MarkdownPart | Slices)
+        assert found is None or isinstance(found, MarkdownPart | PlainText)
         return found
 
 
@@ -103,4 +105,4 @@ def _parser() -> MarkdownIt:
     """As Textual's own, but HTML is text: nothing of an answer is dropped."""
     from markdown_it import MarkdownIt
 
-    return MarkdownIt("gfm-like", {"html": False})
+    return MarkdownIt("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
