@@ -25,6 +25,8 @@ DEEPEST_INDENT = 80  # what is nested deeper than ``MOST_NESTED`` is dropped by 
 MOST_NESTED = 100
 _ANYWHERE = re.compile(r"([-*+]|\d{1,9}[.)])\s")
 _AFTER_BLANK = re.compile(r"[^\s#>`~]")
+_DEFINITION = re.compile(r"(?m)^ {0,3}\[[^\]\n]{1,999}\]:[^\n]{1,2000}$")
+MOST_DEFINITIONS = 200  # of links
 _WITH_GAP = re.compile(r"\S")
 _MARKS = re.compile(r"(\s*(>|([-*+]|\d{1,9}[.)])(?=\s)))*")
 
@@ -76,6 +78,15 @@ def parts(text: str) -> list[Part]:
         spent = spent + widgets if fits else MOST_WIDGETS + 1
         in_part += widgets
     return made
+
+
+def definitions(text: str) -> str:
+    """The lines that say where reference links lead, ``[1]: https://...``, for all parts; not those in code."""
+    if not _DEFINITION.search(text):
+        return ""
+    blocks = (block.text for block in _blocks(text) if not block.is_large)
+    found = [match[0] for match in map(_DEFINITION.match, blocks) if match]
+    return "\n".join(found[:MOST_DEFINITIONS])
 
 
 def _blocks(text: str) -> Iterator[_Block]:

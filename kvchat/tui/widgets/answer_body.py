@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from textual.containers import Vertical
 from textual.widgets import Markdown
 
 from kvchat.tui.answering import flush
-from kvchat.tui.answering.large_answers import MOST_NESTED, Part, parts
+from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
 from kvchat.tui.widgets.markdown_list import ItemList
 from kvchat.tui.widgets.plain_text import PlainText
-
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
 
 PAUSE_S = 0.03
 
@@ -28,18 +29,24 @@ class MarkdownPart(Markdown):
     """
     BLOCKS = Markdown.BLOCKS | {"bullet_list_open": ItemList, "ordered_list_open": ItemList}
 
-    def __init__(self) -> None:
-        super().__init__(open_links=False, parser_factory=_parser)
+    def __init__(self, links: dict[str, Any]) -> None:
+        super().__init__(open_links=False, parser_factory=partial(_Parser, links))
         self.tail = ""
+        self._links = links
+        self._known_links: dict[str, Any] = {}
         self._drawn = ""
         self._appended = 0
 
     async def show(self, text: str, is_closed: bool, is_final: bool) -> bool:
         """Show another text; only what follows is drawn where it begins with what is drawn. Whether anything was.
 
-        A text that is ``is_closed`` has no tail; one that is ``is_final`` is parsed once more as one text.
+        A text that is ``is_closed`` has no tail; one that is ``is_final`` is parsed once more as one text, where it
+        came in pieces or may refer to links defined since.
         """
-        if is_final and self._appended > 1:
+        has_new_links = "[" in self._drawn and self._known_links != self._links
+        if not self._drawn or is_final:
+            self._known_links = dict(self._links)
+        if is_final and (self._appended > 1 or has_new_links):
             await self.update(text)
             self._drawn, self.tail, self._appended = text, "", 1
             return True
@@ -63,10 +70,13 @@ class AnswerBody(Vertical):
     def __init__(self) -> None:
         super().__init__()
         self.tail = ""
+        self._links: dict[str, Any] = {}  # of all parts, by label
+        self._definitions = ""
 
     async def show(self, text: str, is_final: bool) -> None:
         """Show another text, part by part; it is ``is_final`` where no more follows."""
         wanted = parts(text)
+        self._define(definitions(text))
         for number, part in enumerate(wanted):
             widget = await self._widget(number, part)
             if widget is None:
@@ -82,6 +92,12 @@ class AnswerBody(Vertical):
         last = self.children[-1] if self.children else None
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
 
+    def _define(self, text: str) -> None:
+        if text != self._definitions:
+            self._definitions = text
+            self._links.clear()
+            _Parser(self._links).parse(text)
+
     async def _widget(self, number: int, part: Part) -> MarkdownPart | PlainText | None:
         """The widget of a part; None where the answer has gone from the screen meanwhile."""
         kind = MarkdownPart if part.is_markdown else PlainText
@@ -90,7 +106,7 @@ class AnswerBody(Vertical):
         if not self.is_attached:
             return None
         if number == len(self.children):
-            await self.mount(kind())
+            await self.mount(MarkdownPart(self._links) if part.is_markdown else PlainText())
         found = self.children[number] if number < len(self.children) else None
         assert found is None or isinstance(found, MarkdownPart | PlainText)
         return found
@@ -101,8 +117,13 @@ async def pause() -> None:
     await asyncio.sleep(PAUSE_S)
 
 
-def _parser() -> MarkdownIt:
-    """As Textual's own, but HTML is text: nothing of an answer is dropped."""
-    from markdown_it import MarkdownIt
+class _Parser(MarkdownIt):
+    """As Textual's own, but HTML is text: nothing of an answer is dropped. ``links`` are those of other texts too."""
 
-    return MarkdownIt("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
+    def __init__(self, links: dict[str, Any]) -> None:
+        super().__init__("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
+        self._links = links
+
+    def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
+        """The tokens of a text; links that it defines are kept."""
+        return super().parse(src, {"references": self._links})

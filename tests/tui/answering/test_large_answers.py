@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.answering.large_answers import MOST_WIDGETS, parts
+from kvchat.tui.answering.large_answers import MOST_DEFINITIONS, MOST_WIDGETS, definitions, parts
 
 TABLE = "".join("| " + " | ".join(f"c{row}.{column}" for column in range(60)) + " |\n" for row in range(150))
 LARGE = {
@@ -70,3 +70,10 @@ def test_an_ordinary_answer_is_markdown_to_its_end_in_parts_of_few_widgets():
     assert markdown_of(text) == text
     assert len(parts(text)) == 3
     assert parts("") == []
+
+
+def test_definitions_of_links_are_found_but_not_in_code():
+    text = "See [a][1].\n\n[1]: https://one.org\n```\n[2]: https://two.org\n```\n  [the third]: <x> 'y'\n[4]:\n"
+    assert definitions(text) == "[1]: https://one.org\n  [the third]: <x> 'y'"
+    assert definitions("[no] definition") == ""
+    assert definitions("[a]: b\n" * 9999).count("\n") == MOST_DEFINITIONS - 1

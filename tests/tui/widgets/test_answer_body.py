@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from support.app_driver import wait_for
 from textual.app import App, ComposeResult
+from textual.style import Style
 from textual.widgets._markdown import MarkdownBlock
 
 from kvchat.conversations.conversation import Message
@@ -115,3 +116,28 @@ async def test_an_answer_that_goes_while_it_is_drawn_ends_nothing(monkeypatch, g
         answer.feed(LARGE["prose"])
         await answer.finish(Message(parent=None, role="assistant", text=LARGE["prose"], ending="eos"), "done")
         assert not answer.is_attached or answer.receipt == "done"
+
+
+def links_of(answer: Answer) -> set[str]:
+    """Where the words that can be clicked lead."""
+    spans = [span for block in answer.query(MarkdownBlock) for span in block._content.spans]
+    return {
+        span.style.meta["@click"] for span in spans if isinstance(span.style, Style) and "@click" in span.style.meta
+    }
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("between", ["prose", "list"])
+async def test_a_link_leads_where_another_part_of_the_answer_says(between, is_streamed):
+    first = "[0]: https://zero.org\n\nSee [one][1] and [One].\n\n" + LARGE["prose"][:600]
+    last = f"And [zero][0].\n\n{LARGE[between]}\n[1]: https://one.org\n[one]: https://another.org\n"
+    app = Page()
+    async with app.run_test() as _:
+        answer = await app.query_one(Transcript).add(Answer())
+        if is_streamed:
+            answer.feed(first)
+            await wait_for(lambda: not answer._is_behind and links_of(answer) == set())
+            answer.feed(last)
+            await wait_for(lambda: not answer._is_behind and links_of(answer))
+        await answer.finish(Message(parent=None, role="assistant", text=first + last, ending="eos"), "")
+        assert links_of(answer) == {f"link('https://{name}.org')" for name in ("zero", "one", "another")}

@@ -26,7 +26,7 @@ LISTS = {
 
 class Page(App[None]):
     def compose(self) -> ComposeResult:
-        yield MarkdownPart()
+        yield MarkdownPart({})
 
 
 async def draw(app: App[None], text: str) -> list[str]:
