@@ -61,8 +61,11 @@ def to_html(conversation: Conversation) -> str:
     return PAGE.format(title=html.escape(conversation.title), body="\n".join(parts))
 
 
+MAX_BYTES = 64 * 2**20  # of a file that is imported
+
+
 class _FileMessage(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     id: Annotated[str, Field(min_length=1)]
     parent: str | None
     role: Literal["user", "assistant"]
@@ -74,7 +77,7 @@ class _FileMessage(BaseModel):
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     format: Literal["kvchat-conversation"] = "kvchat-conversation"
     version: Literal[1] = 1
     title: str
@@ -148,9 +151,12 @@ def read(path: Path) -> Conversation:
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is no file.")
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read.", f"{_reason(error)}.") from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path} is too large for a conversation.", f"At most {MAX_BYTES:,} bytes are read.")
     return from_json(data, str(path))
 
 
@@ -184,7 +190,8 @@ def from_json(data: bytes, name: str) -> Conversation:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error).capitalize()
+    """Why a path is no use; Python refuses one with NUL as a value, each version in other words."""
+    return error.strerror or str(error) if isinstance(error, OSError) else "There is a NUL in its name"
 
 
 def _refusal(name: str, detail: str) -> UsageError:

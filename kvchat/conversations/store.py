@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +151,16 @@ class ConversationStore:
             for row in saying:  # more than one message of a conversation may match: the best comes first
                 if len(found) >= limit:
                     break
-                summary = Summary(**dict(row))
-                if not found.get(summary.id, Summary(id="", title="", updated=0, messages=0)).message:
-                    found[summary.id] = summary
+                summary = found.get(row["id"]) or self._summary(row["id"])
+                if not summary.message:
+                    found[summary.id] = replace(summary, message=row["message"], excerpt=row["excerpt"])
             saying.close()
         return list(found.values())
 
     # ---- helpers ---------------------------------------------------------------------------------
+
+    def _summary(self, id: str) -> Summary:
+        return Summary(**dict(self._db.execute(f"{_SUMMARY} WHERE c.id = ?", (id,)).fetchone()))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -182,10 +185,12 @@ class ConversationStore:
 
 
 _MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned"
-_COLUMNS = "c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
-_SUMMARY = f"SELECT {_COLUMNS} FROM conversation AS c"
+_SUMMARY = (
+    "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
+    " FROM conversation AS c"
+)
 _SEARCH = (
-    f"SELECT {_COLUMNS}, message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
+    "SELECT c.id, message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
     " FROM message_text JOIN message ON message.row = message_text.rowid JOIN conversation AS c"
     " ON c.id = message.conversation WHERE message_text MATCH ? AND c.deleted IS NULL ORDER BY rank"
 )

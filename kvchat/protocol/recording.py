@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from kvchat.protocol.messages import Chat, Command, Event
 from kvchat.protocol.replaying import Asked
 
 FORMAT, VERSION = "kvchat-recording", 1
+LAST_S = 1e9  # no recording is longer
 MAX_BYTES = 64 * 2**20  # unpacked: about an hour of answers
 GZIP = b"\x1f\x8b"
 
@@ -104,7 +104,7 @@ def _entries(path: Path, lines: list[bytes]) -> Iterator[Entry]:
             event = wire.decode_event(json.dumps(message).encode())
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal(path, number, str(error)[:200]) from None
-        if not isinstance(seconds, int | float) or not before <= seconds < math.inf:
+        if not isinstance(seconds, int | float) or not before <= seconds <= LAST_S:
             raise _refusal(path, number, f"{seconds!r:.40} is no time after {before}")
         before = float(seconds)
         yield Entry(before, event)

@@ -65,6 +65,10 @@ def broken(change, conversation):
         (lambda file, messages: messages[1].update(text=7), "text"),
         (lambda file, messages: messages[1].update(id=messages[0]["id"]), "Two messages"),
         (lambda file, messages: file.update(leaf="nobody"), "is not in it"),
+        (lambda file, messages: file.update(created=float("nan")), "created"),
+        (lambda file, messages: messages[0].update(created=float("inf")), "created"),
+        (lambda file, messages: messages[0].update(pinned="yes"), "pinned"),
+        (lambda file, messages: file.update(title="[" * 9, system={"a": 1}), "system"),
     ],
 )
 def test_what_is_no_conversation_is_refused(conversation, change, reason):
@@ -83,3 +87,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         export.read(tmp_path / "none.json")
     with pytest.raises(UsageError, match="is no file"):
         export.read(tmp_path)
+    with pytest.raises(UsageError, match="a NUL in its name"):
+        export.read(tmp_path / "a\0.json")
+    with (tmp_path / "endless.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UsageError, match="too large"):
+        export.read(tmp_path / "endless.json")

@@ -21,6 +21,7 @@ def test_the_kv_of_a_conversation_go_and_come_with_it(tmp_path):
     assert file.read_bytes() == b"pages"
 
     store.delete(conversation.id)
+    store.close()
     (aside,) = file.parent.iterdir()
     ConversationStore(tmp_path / "chats.db").close()
     assert aside.exists()

@@ -107,6 +107,15 @@ def test_search_finds_words_in_messages_and_titles(store):
     assert len(store.search(" \0 ")) == 2
 
 
+def test_a_search_looks_at_each_message_once(store):
+    saved(store, *["the same word"] * 1000)
+    steps = []
+    store._db.set_progress_handler(lambda: steps.append(1) or 0, 1000)  # called after so many steps of SQLite
+    (found,) = store.search("word")
+    assert found.messages == 1000
+    assert len(steps) < 500
+
+
 @pytest.mark.parametrize("text", ['"', "a AND", "*", "NEAR(", "-", "col:x", "'; --", "(", "!!!", "\ud800"])
 def test_what_is_searched_for_is_text_and_no_query(store, text):
     saved(store, "nothing of it")

@@ -81,13 +81,15 @@ def damaged(good: bytes) -> dict[str, bytes]:
         "line 3": b"\n".join([*lines[:2], b"[1.0, {}]", *lines[3:]]),
         "line 4": b"\n".join([*lines[:3], b'["soon", ' + lines[3].split(b",", 1)[1], *lines[4:]]),
         "no time after": b"\n".join([*lines[:3], b"[0.1," + lines[3].split(b",", 1)[1], *lines[4:]]),
+        "time after 0.0": b"\n".join([lines[0], b"[1" + b"0" * 400 + b"," + lines[1].split(b",", 1)[1], *lines[2:]]),
+        "NaN is no time|nan is no time": b"\n".join([lines[0], b"[NaN," + lines[1].split(b",", 1)[1], *lines[2:]]),
         "damaged": gzip.compress(good)[:-20],
         "protocol": b"\n".join([lines[0], b'[1, {"type":"Stop"}]', b""]),
         "Line 2": b"\n".join([lines[0], b"[" * 100_000, b""]),
     }
 
 
-@pytest.mark.parametrize("what", damaged(b"0\n1\n2\n3,4\n5"))
+@pytest.mark.parametrize("what", damaged(b"0\n1,2\n2\n3,4\n5"))
 def test_what_is_damaged_is_refused_with_a_reason(recorded, what):
     recorded.write_bytes(damaged(recorded.read_bytes())[what])
     with pytest.raises(UsageError, match=f"(?i){what}"):

@@ -29,7 +29,9 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def application(tmp_path: Path):
+    ignored = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background jobs ignore it, and hand that on
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
+    signal.signal(signal.SIGQUIT, ignored)
     run.until(start_app.READY)
     yield run
     run.close()

@@ -2,8 +2,7 @@
 
 Textual makes a widget of every paragraph, list item and table cell, each costs a millisecond or two when it is new, and
 each layout visits all of them: as one Markdown a table of 150 x 60 blocks the screen for 20 s. So Markdown comes in
-parts that are mounted one after the other, for so many widgets in all; the rest is plain text in slices, of which a
-growing answer redraws the last one.
+parts that are mounted one after the other, for so many widgets in all; the rest is plain text.
 """
 
 from __future__ import annotations
@@ -11,21 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from kvchat.tui.answering.flush import lines
 
-MOST_WIDGETS = 160  # of an answer
+MOST_WIDGETS = 100  # of an answer
 MOST_OF_BLOCK = 64  # of a table or fence
-ENOUGH_OF_PART = 20  # a part ends at the next line where one may begin
-WIDGETS_OF_ITEM = 4  # its box, bullet, body and paragraph
+ENOUGH_OF_PART = 20  # a part ends at the next line where one may begin ...
+ENOUGH_FOR_GAP = 30  # ... or where it may begin with a larger gap above: headings, fences and quotes have a margin
+WIDGETS_OF_BLOCK = 2  # around a table's cells or a fence's code
 LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
 CHARACTERS_OF_WIDGET = 800
-SLICE_LINES = 40
-SLICE_CHARACTERS = 4000
-# Where a part may begin without a larger gap: headings, fences and quotes have a margin above.
+DEEPEST_INDENT = 80  # what is nested deeper than ``MOST_NESTED`` is dropped by the parser
+MOST_NESTED = 100
 _ANYWHERE = re.compile(r"([-*+]|\d{1,9}[.)])\s")
 _AFTER_BLANK = re.compile(r"[^\s#>`~]")
-_ITEM = re.compile(r"\s*(>\s*)*([-*+]|\d{1,9}[.)])\s")
+_DEFINITION = re.compile(r"(?m)^ {0,3}\[[^\]\n]{1,999}\]:[^\n]{1,2000}$")
+MOST_DEFINITIONS = 200  # of links
+_WITH_GAP = re.compile(r"\S")
+_MARKS = re.compile(r"(\s*(>|([-*+]|\d{1,9}[.)])(?=\s)))*")
 
 
 @dataclass
@@ -43,12 +46,15 @@ class Part:
 
 @dataclass
 class _Block:
-    """A line, a whole fence or a whole table; ``widgets`` is about how many it becomes."""
+    """A line, a whole fence or a whole table; ``widgets`` is about how many it becomes.
+
+    It begins a part where the one before has ``begins_at`` widgets.
+    """
 
     text: str
     widgets: float
     is_large: bool = False
-    may_begin: bool = True
+    begins_at: float = 0
 
 
 def parts(text: str) -> list[Part]:
@@ -60,19 +66,27 @@ def parts(text: str) -> list[Part]:
     made: list[Part] = []
     spent = in_part = 0.0
     for block in _blocks(text):
-        fits = spent + block.widgets <= MOST_WIDGETS
-        if not (fits or block.is_large):
-            spent = MOST_WIDGETS
-        is_markdown = fits and not (block.is_large and block.widgets > MOST_OF_BLOCK)
-        is_full = is_markdown and block.may_begin and in_part >= ENOUGH_OF_PART
+        is_too_large = block.is_large and block.widgets > MOST_OF_BLOCK
+        widgets = WIDGETS_OF_BLOCK if is_too_large else block.widgets
+        fits = spent + widgets <= MOST_WIDGETS
+        is_markdown = fits and not is_too_large
+        is_full = is_markdown and in_part >= block.begins_at
         if not made or made[-1].is_markdown != is_markdown or is_full:
             made.append(Part("", is_markdown))
             in_part = 0
         made[-1].text += block.text
-        if is_markdown:
-            spent += block.widgets
-            in_part += block.widgets
+        spent = spent + widgets if fits else MOST_WIDGETS + 1
+        in_part += widgets
     return made
+
+
+def definitions(text: str) -> str:
+    """The lines that say where reference links lead, ``[1]: https://...``, for all parts; not those in code."""
+    if not _DEFINITION.search(text):
+        return ""
+    blocks = (block.text for block in _blocks(text) if not block.is_large)
+    found = [match[0] for match in map(_DEFINITION.match, blocks) if match]
+    return "\n".join(found[:MOST_DEFINITIONS])
 
 
 def _blocks(text: str) -> Iterator[_Block]:
@@ -85,7 +99,8 @@ def _blocks(text: str) -> Iterator[_Block]:
         if not goes_on:
             if block.text:
                 yield block
-            block = _Block("", 0, may_begin=bool((_AFTER_BLANK if was_blank else _ANYWHERE).match(line)))
+            around = WIDGETS_OF_BLOCK if is_table or word.startswith(("```", "~~~")) else 0
+            block = _Block("", around, begins_at=_begins_at(line, was_blank))
         block.text += line
         block.widgets += _widgets(line, word, bool(fence), is_table)
         if fence and word.startswith(fence) and not word.strip(fence[0]):
@@ -98,29 +113,24 @@ def _blocks(text: str) -> Iterator[_Block]:
         yield block
 
 
-def slices(text: str) -> list[str]:
-    """``text`` in parts of few lines; all but the last stay the same when more text follows."""
-    parts: list[str] = []
-    lines = 0
-    for line in text.split("\n"):
-        for start in range(0, max(len(line), 1), SLICE_CHARACTERS):
-            piece = line[start : start + SLICE_CHARACTERS]
-            if parts and lines < SLICE_LINES and len(parts[-1]) + len(piece) < SLICE_CHARACTERS and not start:
-                parts[-1] += f"\n{piece}"
-                lines += 1
-            else:
-                parts.append(piece)
-                lines = 1
-    return parts
+def _begins_at(line: str, was_blank: bool) -> float:
+    """How many widgets a part has before another one begins with this line."""
+    if (_AFTER_BLANK if was_blank else _ANYWHERE).match(line):
+        return ENOUGH_OF_PART
+    return ENOUGH_FOR_GAP if was_blank and _WITH_GAP.match(line) else inf
 
 
 def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
     """About how many widgets a line becomes."""
+    if len(line) - len(line.lstrip(" ")) > DEEPEST_INDENT:
+        return MOST_WIDGETS + 1
     size = len(line) / CHARACTERS_OF_WIDGET
     if is_code:
         return size + 1 / LINES_OF_WIDGET
     if is_table:
         return size + max(word.count("|") - 1, 1)
-    if _ITEM.match(line):
-        return size + WIDGETS_OF_ITEM
-    return size + bool(word) + word.count(">", 0, 8)
+    marks = _MARKS.match(line)
+    assert marks is not None
+    quotes = marks[0].count(">")
+    items = len(marks[0].split()) - quotes
+    return size + bool(word) + max(items - 1, 0) + quotes * (quotes + 1) / 2  # in a quote layouts visit all twice

@@ -21,7 +21,7 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.search import SearchScreen, css_of
+from kvchat.tui.screens.search import FoundList, SearchField, SearchScreen, css_of
 from kvchat.units import count
 
 FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
@@ -32,10 +32,8 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     CSS = css_of("ConversationsScreen", width=100)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Close", id="conversations.close"),
-        Binding("down,up", "list", "Choose", id="conversations.choose"),
-        Binding("ctrl+d,delete", "delete", "Delete", priority=True, id="conversations.delete"),
-        Binding("ctrl+z", "restore", "Restore", priority=True, id="conversations.restore"),
+        Binding("ctrl+d,delete", "delete", "Delete", id="conversations.delete"),
+        Binding("ctrl+z", "restore", "Restore", id="conversations.restore"),
     ]
 
     def __init__(self, controller: ChatController, text: str) -> None:
@@ -46,8 +44,8 @@ class ConversationsScreen(SearchScreen[Summary]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "conversations"
-            yield Input(self._text, placeholder="Search in all messages…")
-            yield OptionList()
+            yield SearchField(self._text, "Search in all messages…", handed_on=("submit", "delete_right"))
+            yield FoundList()
             yield Static("↑↓ choose · ⏎ open · ^D delete · ^Z restore · Esc close", markup=False)
 
     async def on_mount(self) -> None:
@@ -58,11 +56,10 @@ class ConversationsScreen(SearchScreen[Summary]):
         """Search for what is typed; the search before is given up."""
         run_beside(self, partial(self._search, event.value), group="search", exclusive=True)
 
-    @on(Input.Submitted)
-    async def open_highlighted(self) -> None:
-        """Enter in the search field opens the highlighted conversation."""
-        if self.highlighted is not None:
-            await self._open(self.highlighted)
+    async def action_choose(self) -> None:
+        """Open the highlighted conversation."""
+        if (chosen := await self._chosen()) is not None:
+            await self._open(chosen)
 
     @on(OptionList.OptionSelected)
     async def open_selected(self, event: OptionList.OptionSelected) -> None:
@@ -71,12 +68,19 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     async def action_delete(self) -> None:
         """Delete the highlighted conversation."""
-        if (chosen := self.highlighted) is not None:
+        if (chosen := await self._chosen()) is not None:
             await self._try(self._controller.delete(chosen.id, visible(chosen.title)))
 
     async def action_restore(self) -> None:
         """Bring back the conversation deleted last."""
         await self._try(self._controller.restore())
+
+    async def _chosen(self) -> Summary | None:
+        """What is highlighted once all that was typed before is searched for."""
+        text = self.query_one(Input).value
+        if text != self._text:
+            await self._search(text)
+        return self.highlighted
 
     async def _open(self, chosen: Summary) -> None:
         self.dismiss()
@@ -93,6 +97,7 @@ class ConversationsScreen(SearchScreen[Summary]):
             return
         if not self.query(OptionList):
             return  # the screen was closed meanwhile
+        self._text = text
         self.shown = {summary.id: summary for summary in found}
         options = self.query_one(OptionList)
         options.clear_options()

@@ -22,7 +22,7 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.search import SearchScreen, css_of
+from kvchat.tui.screens.search import FoundList, SearchField, SearchScreen, css_of
 from kvchat.units import count, size
 
 PROBLEM_CELLS = 50
@@ -34,9 +34,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     CSS = css_of("ModelsScreen", width=110)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Close", id="models.close"),
-        Binding("down,up", "list", "Choose", id="models.choose"),
-        Binding("ctrl+l", "plan", "Plan", priority=True, id="models.plan"),
+        Binding("ctrl+l", "plan", "Plan", id="models.plan"),
     ]
 
     def __init__(self, controller: ChatController) -> None:
@@ -45,13 +43,14 @@ class ModelsScreen(SearchScreen[FoundModel]):
         self._models = controller.models
         self._found: list[FoundModel] | None = None
         self._room: Room | None = None
+        self._text = ""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "models"
             box.border_subtitle = "looking…"
-            yield Input(placeholder="Type to search, or a path, or a name on the hub such as Qwen/Qwen3-4B…")
-            yield OptionList()
+            yield SearchField(placeholder="Type to search, or a path, or a name on the hub such as Qwen/Qwen3-4B…")
+            yield FoundList()
             yield Static(id="room", markup=False)
             yield Static("↑↓ choose · ⏎ load · ^L what it will take · Esc close", markup=False)
 
@@ -61,11 +60,11 @@ class ModelsScreen(SearchScreen[FoundModel]):
     @on(Input.Changed)
     def search(self) -> None:
         """Show the models whose names say what is typed."""
-        self._show()
+        self._show_typed()
 
-    @on(Input.Submitted)
-    async def load_highlighted(self) -> None:
-        """Enter in the search field loads the highlighted model."""
+    async def action_choose(self) -> None:
+        """Load the highlighted model."""
+        self._show_typed()
         if self.highlighted is not None:
             await self._choose(self.highlighted)
 
@@ -76,6 +75,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     def action_plan(self) -> None:
         """Show what the highlighted model will take, in the transcript."""
+        self._show_typed()
         if self.highlighted is not None:
             self.dismiss()
             try:
@@ -100,10 +100,15 @@ class ModelsScreen(SearchScreen[FoundModel]):
         if self.query(OptionList):
             self._show()
 
+    def _show_typed(self) -> None:
+        """Show what is typed, unless the list shows it: keys may come before the field tells of a change."""
+        if self._text != self.query_one(Input).value.strip():
+            self._show()
+
     def _show(self) -> None:
         if self._found is None or self._room is None:
             return
-        text = self.query_one(Input).value.strip()
+        self._text = text = self.query_one(Input).value.strip()
         models = [model for model in self._found if text.lower() in model.name.lower()]
         models = [*models, *typed(text, models)]
         self.shown = {model.name: model for model in models}

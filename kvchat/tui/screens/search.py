@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Collection
+from typing import ClassVar, Generic, TypeVar
 
+from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 
 Found = TypeVar("Found")
 
@@ -23,21 +25,48 @@ def css_of(screen: str, width: int) -> str:
     """
 
 
+class SearchField(Input):
+    """It alone takes the focus and no key has priority, so that all keys wait in one queue and act in their order.
+
+    ``handed_on`` are actions of its own whose keys the screen uses.
+    """
+
+    def __init__(self, text: str = "", placeholder: str = "", handed_on: Collection[str] = ("submit",)) -> None:
+        super().__init__(text, placeholder=placeholder)
+        self._handed_on = handed_on
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
+        """Whether the field does this itself."""
+        return action not in self._handed_on
+
+
+class FoundList(OptionList, can_focus=False):
+    """What was found; the keys that move in it come through the field."""
+
+
 class SearchScreen(ModalScreen[None], Generic[Found]):
     """``shown`` are the things in the list, by the ids of their options."""
 
     AUTO_FOCUS = "Input"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss", "Close", id="search.close"),
+        Binding("down", "move('cursor_down')", "Later", id="search.down"),
+        Binding("up", "move('cursor_up')", "Earlier", id="search.up"),
+        Binding("pagedown", "move('page_down')", "Later", id="search.pagedown"),
+        Binding("pageup", "move('page_up')", "Earlier", id="search.pageup"),
+        Binding("enter", "choose", "Choose", id="search.choose"),
+    ]
 
     def __init__(self) -> None:
         super().__init__()
         self.shown: dict[str, Found] = {}
 
-    def action_list(self) -> None:
-        """Go from the search field to the list."""
-        self.query_one(OptionList).focus()
+    def action_move(self, move: str) -> None:
+        """Move in the list."""
+        getattr(self.query_one(OptionList), f"action_{move}")()
 
     @property
     def highlighted(self) -> Found | None:
-        """What Enter in the search field would take."""
+        """What Enter would take."""
         option = self.query_one(OptionList).highlighted_option
         return self.shown.get(option.id or "") if option else None

@@ -16,7 +16,7 @@ from kvchat.conversations.conversation import Message
 from kvchat.foreign_text import visible
 from kvchat.tui.answering import flush, thinking
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.slices import Slices
+from kvchat.tui.widgets.plain_text import PlainText
 
 if TYPE_CHECKING:
     from kvchat.tui.widgets.answer_body import AnswerBody
@@ -59,7 +59,7 @@ class Answer(Vertical):
     def compose(self) -> ComposeResult:
         thought, said = thinking.split(visible(self.text))
         if self.collapsed:
-            yield Slices(said)
+            yield PlainText(said)
             return
         from kvchat.tui.widgets.answer_body import AnswerBody  # 40 ms that the first paint need not wait for
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from textual.containers import Vertical
 from textual.widgets import Markdown
 
 from kvchat.tui.answering import flush
-from kvchat.tui.answering.large_answers import Part, parts
-from kvchat.tui.widgets.slices import Slices
-
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
+from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
+from kvchat.tui.widgets.markdown_list import ItemList
+from kvchat.tui.widgets.plain_text import PlainText
 
 PAUSE_S = 0.03
 
@@ -25,19 +27,26 @@ class MarkdownPart(Markdown):
     MarkdownPart { padding: 0; margin: 0; background: transparent; }
     MarkdownPart.in-list > MarkdownList:last-child { margin: 0; }
     """
+    BLOCKS = Markdown.BLOCKS | {"bullet_list_open": ItemList, "ordered_list_open": ItemList}
 
-    def __init__(self) -> None:
-        super().__init__(open_links=False, parser_factory=_parser)
+    def __init__(self, links: dict[str, Any]) -> None:
+        super().__init__(open_links=False, parser_factory=partial(_Parser, links))
         self.tail = ""
+        self._links = links
+        self._known_links: dict[str, Any] = {}
         self._drawn = ""
         self._appended = 0
 
     async def show(self, text: str, is_closed: bool, is_final: bool) -> bool:
         """Show another text; only what follows is drawn where it begins with what is drawn. Whether anything was.
 
-        A text that is ``is_closed`` has no tail; one that is ``is_final`` is parsed once more as one text.
+        A text that is ``is_closed`` has no tail; one that is ``is_final`` is parsed once more as one text, where it
+        came in pieces or may refer to links defined since.
         """
-        if is_final and self._appended > 1:
+        has_new_links = "[" in self._drawn and self._known_links != self._links
+        if not self._drawn or is_final:
+            self._known_links = dict(self._links)
+        if is_final and (self._appended > 1 or has_new_links):
             await self.update(text)
             self._drawn, self.tail, self._appended = text, "", 1
             return True
@@ -61,17 +70,20 @@ class AnswerBody(Vertical):
     def __init__(self) -> None:
         super().__init__()
         self.tail = ""
+        self._links: dict[str, Any] = {}  # of all parts, by label
+        self._definitions = ""
 
     async def show(self, text: str, is_final: bool) -> None:
         """Show another text, part by part; it is ``is_final`` where no more follows."""
         wanted = parts(text)
+        self._define(definitions(text))
         for number, part in enumerate(wanted):
             widget = await self._widget(number, part)
             if widget is None:
                 return
             is_closed = is_final or number + 1 < len(wanted)
-            if isinstance(widget, Slices):
-                await widget.show(part.text)
+            if isinstance(widget, PlainText):
+                widget.show(part.text)
                 continue
             widget.set_class(number + 1 < len(wanted) and wanted[number + 1].begins_with_item, "in-list")
             if await widget.show(part.text, is_closed, is_final):
@@ -80,17 +92,23 @@ class AnswerBody(Vertical):
         last = self.children[-1] if self.children else None
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
 
-    async def _widget(self, number: int, part: Part) -> MarkdownPart | Slices | None:
+    def _define(self, text: str) -> None:
+        if text != self._definitions:
+            self._definitions = text
+            self._links.clear()
+            _Parser(self._links).parse(text)
+
+    async def _widget(self, number: int, part: Part) -> MarkdownPart | PlainText | None:
         """The widget of a part; None where the answer has gone from the screen meanwhile."""
-        kind = MarkdownPart if part.is_markdown else Slices
+        kind = MarkdownPart if part.is_markdown else PlainText
         if number < len(self.children) and not isinstance(self.children[number], kind):
             await self.remove_children(self.children[number:])
         if not self.is_attached:
             return None
         if number == len(self.children):
-            await self.mount(kind())
+            await self.mount(MarkdownPart(self._links) if part.is_markdown else PlainText())
         found = self.children[number] if number < len(self.children) else None
-        assert found is None or isinstance(found, MarkdownPart | Slices)
+        assert found is None or isinstance(found, MarkdownPart | PlainText)
         return found
 
 
@@ -99,8 +117,13 @@ async def pause() -> None:
     await asyncio.sleep(PAUSE_S)
 
 
-def _parser() -> MarkdownIt:
-    """As Textual's own, but HTML is text: nothing of an answer is dropped."""
-    from markdown_it import MarkdownIt
+class _Parser(MarkdownIt):
+    """As Textual's own, but HTML is text: nothing of an answer is dropped. ``links`` are those of other texts too."""
 
-    return MarkdownIt("gfm-like", {"html": False})
+    def __init__(self, links: dict[str, Any]) -> None:
+        super().__init__("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
+        self._links = links
+
+    def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
+        """The tokens of a text; links that it defines are kept."""
+        return super().parse(src, {"references": self._links})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.answering.large_answers import SLICE_CHARACTERS, SLICE_LINES, parts, slices
+from kvchat.tui.answering.large_answers import MOST_DEFINITIONS, MOST_WIDGETS, definitions, parts
 
 TABLE = "".join("| " + " | ".join(f"c{row}.{column}" for column in range(60)) + " |\n" for row in range(150))
 LARGE = {
@@ -13,6 +13,10 @@ LARGE = {
     "nested": "".join(f"{'  ' * (n % 4)}{n}. item\n" for n in range(1500)),
     "prose": "".join(f"Paragraph {n}.\n\n" for n in range(1500)),
     "code": "```py\n" + "".join(f"x{n} = {n}\n" for n in range(3000)) + "```\n",
+    "marks": "".join(f"{'- > ' * (n % 9)}{n}\n" for n in range(1500)),
+    "small tables": "| a | b |\n| --- | --- |\n| c | d |\n\n" * 500,
+    "large tables": ("| a " * 70 + "|\n\n") * 500,
+    "deep": "".join(f"{' ' * n}- item {n}\n" for n in range(1500)),
     "quotes": "".join(f"> quote {n}\n" for n in range(1500)),
     "line": "word " * 100_000,
 }
@@ -27,6 +31,7 @@ def test_little_of_a_large_answer_becomes_widgets(name):
     text = f"It begins.\n\n{LARGE[name]}\nIt ends."
     assert "".join(part.text for part in parts(text)) == text
     assert len(markdown_of(text)) < len(text) / 4
+    assert len(parts(text)) <= MOST_WIDGETS
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -49,7 +54,7 @@ def test_a_block_too_large_is_plain_from_its_first_line_and_markdown_goes_on_aft
 
 
 def test_a_part_begins_where_a_reader_sees_no_other_gap():
-    items = "".join(f"- item {n}\n  more\n" for n in range(30))
+    items = "".join(f"- item {n}\n  more\n" for n in range(40))
     prose = "".join(f"Paragraph {n}\ngoes on.\n\n" for n in range(40))
     for text in (items, prose):
         found = [part.text for part in parts(text) if part.is_markdown]
@@ -60,19 +65,15 @@ def test_a_part_begins_where_a_reader_sees_no_other_gap():
 
 def test_an_ordinary_answer_is_markdown_to_its_end_in_parts_of_few_widgets():
     rows = "".join(f"| {n} | b | c |\n" for n in range(20))
-    items, code = "- an item\n" * 15, "```py\nx = 1\n```\n"
+    items, code = "- an item\n" * 25, "```py\nx = 1\n```\n"
     text = f"# Title\n\n{'Some words. ' * 40}\n\n{items}\n{code}\n{rows}\nEnd."
     assert markdown_of(text) == text
-    assert len(parts(text)) > 3
+    assert len(parts(text)) == 3
     assert parts("") == []
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_slices_are_small_complete_and_the_same_while_more_comes(name):
-    text = LARGE[name]
-    parts = slices(text)
-    assert all(len(part) <= SLICE_CHARACTERS and part.count("\n") < SLICE_LINES for part in parts)
-    joined = "".join(parts) if name == "line" else "\n".join(parts)
-    assert joined == text
-    half = slices(text[: len(text) // 2])
-    assert half[:-1] == parts[: len(half) - 1]
+def test_definitions_of_links_are_found_but_not_in_code():
+    text = "See [a][1].\n\n[1]: https://one.org\n```\n[2]: https://two.org\n```\n  [the third]: <x> 'y'\n[4]:\n"
+    assert definitions(text) == "[1]: https://one.org\n  [the third]: <x> 'y'"
+    assert definitions("[no] definition") == ""
+    assert definitions("[a]: b\n" * 9999).count("\n") == MOST_DEFINITIONS - 1

@@ -101,7 +101,7 @@ async def test_export_and_import(running, config, tmp_path):
         typed(app, f"/export {tmp_path}/a.pdf")
         await until(lambda: ".pdf" in toasts(app))
         typed(app, f"/export {tmp_path}/a\0.md")
-        await until(lambda: "null byte" in toasts(app))
+        await until(lambda: "a NUL in its name" in toasts(app))
         first = app.controller.state.conversation
         typed(app, f"/import {tmp_path}/a.json")
         await until(lambda: app.controller.state.conversation.id != first.id)

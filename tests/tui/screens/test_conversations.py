@@ -55,17 +55,44 @@ async def test_deleting_and_restoring(running, config):
         await until(lambda: app.controller.archive._store)
         press(app, "f3")
         await until(lambda: shown(app) and len(listed(app)) == 2)
-        options = app.screen.query_one(OptionList)
-        press(app, "down")
-        await until(lambda: options.has_focus)
-        press(app, "down")
-        await until(lambda: options.highlighted == 1)
-        press(app, "ctrl+d")
+        press(app, "down", "ctrl+d")
         await until(lambda: len(listed(app)) == 1 and "Rex" in listed(app)[0])
         press(app, "ctrl+z")
         await until(lambda: len(listed(app)) == 2)
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
+
+
+KEYS = {
+    "down ctrl+d": ["dog"],
+    "down up ctrl+d": ["cat"],
+    "down down down up ctrl+d up": ["cat"],
+    "pagedown delete": ["dog"],
+    "c a t ctrl+d": ["dog"],
+    "ctrl+d down ctrl+d": [],
+    "down ctrl+d ctrl+z ctrl+d": ["cat"],
+}
+
+
+@pytest.mark.parametrize("keys", KEYS)
+async def test_keys_pressed_at_once_act_in_their_order(running, config, keys):
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: app.controller.archive._store)
+        press(app, "f9")
+        await until(lambda: shown(app) and len(listed(app)) == 2)
+        press(app, *keys.split(), "escape")
+        await until(lambda: app.screen is app.chat)
+        kept = await app.controller.archive.search("")
+        assert [summary.title.split()[1] for summary in kept] == KEYS[keys]
+
+
+async def test_what_is_typed_is_searched_for_before_enter_opens(running, config):
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: app.controller.archive._store)
+        press(app, "f9")
+        await until(lambda: shown(app) and len(listed(app)) == 2)
+        press(app, *"cat", "enter", "down")
+        await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
 
 
 async def test_the_text_of_the_command_is_searched_for(running, config):

@@ -7,18 +7,27 @@ from itertools import pairwise
 import pytest
 from support.app_driver import wait_for
 from textual.app import App, ComposeResult
-from textual.widgets import Static
+from textual.style import Style
+from textual.widgets._markdown import MarkdownBlock
 
 from kvchat.conversations.conversation import Message
 from kvchat.tui.answering.large_answers import MOST_WIDGETS
 from kvchat.tui.widgets import answer_body
 from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.markdown_list import ItemText
+from kvchat.tui.widgets.plain_text import PlainText
 from kvchat.tui.widgets.transcript import Transcript
 
 ROW = "| " + " | ".join(f"cell {column}" for column in range(60)) + " |\n"
 LARGE = {
     "table": ROW * 150,
-    "list": "".join(f"- item {n}\n" for n in range(1500)),
+    "small tables": "| a | b |\n| --- | --- |\n| c | d |\n\n" * 300,
+    "list": "".join(f"- item {n}\n" for n in range(5000)),
+    "nested": "".join(f"{'  ' * (n % 4)}- item {n}\n" for n in range(1500)),
+    "loose": "".join(f"- item {n}\n\n  more\n\n" for n in range(1500)),
+    "code in items": "".join(f"- item {n}\n\n  ```py\n  x = {n}\n  ```\n" for n in range(1500)),
+    "code": "".join(f"```py\n{'x = 1' * n}\n```\n\n" for n in range(300)),
+    "quotes": "".join(f"{'>' * (n % 30)} quote {n}\n\n" for n in range(1500)),
     "prose": "".join(f"Paragraph {n}.\n\n" for n in range(1500)),
 }
 NEW_AT_ONCE = 40
@@ -52,8 +61,8 @@ def most_at_once(paused: list) -> int:
 
 def drawn(answer: Answer) -> str:
     """All its text on the screen."""
-    markdown = [str(block.render()) for block in answer.query("MarkdownBlock")]
-    return "\n".join([*markdown, *(str(part.content) for part in answer.query("Slices > Static").results(Static))])
+    markdown = [block._content.plain for block in answer.query(MarkdownBlock)]
+    return "\n".join([*markdown, *(part.text for part in answer.query(PlainText))])
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -79,18 +88,18 @@ async def test_a_huge_answer_is_shown_whole_with_few_new_widgets_at_a_time(name,
 
 
 async def test_a_list_in_two_parts_has_no_gap_and_the_plain_middle_is_between_markdown():
-    text = "".join(f"- item {n}\n" for n in range(9)) + f"\n{ROW * 9}\nAnd **then**."
+    text = "".join(f"- item {n}\n" for n in range(25)) + f"\n{ROW * 9}\nAnd **then**."
     app = Page()
     async with app.run_test(size=(120, 60)) as _:
         answer = await app.query_one(Transcript).add(Answer())
         await answer.finish(Message(parent=None, role="assistant", text=text, ending="eos"), "")
         kinds = [type(part).__name__ for part in answer.query_one("AnswerBody").children]
-        assert kinds == ["MarkdownPart", "MarkdownPart", "Slices", "MarkdownPart"]
+        assert kinds == ["MarkdownPart", "MarkdownPart", "PlainText", "MarkdownPart"]
 
         def rows() -> list[int]:
-            return [bullet.region.y for bullet in answer.query("MarkdownBullet")]
+            return [bullet.region.y for bullet in answer.query(ItemText)]
 
-        await wait_for(lambda: len(rows()) == 9 and all(below - above == 1 for above, below in pairwise(rows())))
+        await wait_for(lambda: len(rows()) == 25 and all(below - above == 1 for above, below in pairwise(rows())))
 
 
 @pytest.mark.parametrize("gone_with", ["the answer", "its text"])
@@ -107,3 +116,28 @@ async def test_an_answer_that_goes_while_it_is_drawn_ends_nothing(monkeypatch, g
         answer.feed(LARGE["prose"])
         await answer.finish(Message(parent=None, role="assistant", text=LARGE["prose"], ending="eos"), "done")
         assert not answer.is_attached or answer.receipt == "done"
+
+
+def links_of(answer: Answer) -> set[str]:
+    """Where the words that can be clicked lead."""
+    spans = [span for block in answer.query(MarkdownBlock) for span in block._content.spans]
+    return {
+        span.style.meta["@click"] for span in spans if isinstance(span.style, Style) and "@click" in span.style.meta
+    }
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("between", ["prose", "list"])
+async def test_a_link_leads_where_another_part_of_the_answer_says(between, is_streamed):
+    first = "[0]: https://zero.org\n\nSee [one][1] and [One].\n\n" + LARGE["prose"][:600]
+    last = f"And [zero][0].\n\n{LARGE[between]}\n[1]: https://one.org\n[one]: https://another.org\n"
+    app = Page()
+    async with app.run_test() as _:
+        answer = await app.query_one(Transcript).add(Answer())
+        if is_streamed:
+            answer.feed(first)
+            await wait_for(lambda: not answer._is_behind and links_of(answer) == set())
+            answer.feed(last)
+            await wait_for(lambda: not answer._is_behind and links_of(answer))
+        await answer.finish(Message(parent=None, role="assistant", text=first + last, ending="eos"), "")
+        assert links_of(answer) == {f"link('https://{name}.org')" for name in ("zero", "one", "another")}
