@@ -25,6 +25,12 @@ def spin_briefly() -> None:
         os.environ.update({WAIT_POLICY: "PASSIVE", SPIN_COUNT: str(SPINS)})
 
 
+def as_the_user_left_it() -> dict[str, str]:
+    """Return the environment without what ``spin_briefly`` set, for a process that is not kvchat's own code."""
+    ours = os.environ.get(SPIN_COUNT) == str(SPINS)
+    return {name: value for name, value in os.environ.items() if not (ours and name in (WAIT_POLICY, SPIN_COUNT))}
+
+
 def stay_within_share(cgroups: Path = CGROUPS) -> None:
     """Let torch compute with no more threads than the container grants processors, unless the environment says so.
 

@@ -44,6 +44,16 @@ def test_the_users_choice_stays(entry: str) -> None:
     assert policy_of(entry, GOMP_SPINCOUNT="1000") == ["None", "1000", "False"]
 
 
+def test_another_program_gets_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {"PATH": "/bin"}
+    monkeypatch.setattr(os, "environ", dict(before))
+    threads.spin_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == str(threads.SPINS)
+    assert threads.as_the_user_left_it() == before
+    os.environ["GOMP_SPINCOUNT"] = "7"
+    assert threads.as_the_user_left_it() == os.environ
+
+
 @pytest.mark.parametrize(
     ("quota", "cores", "chosen", "expected"),
     [

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
-
 import pytest
 import torch
 
-from kvchat.bench import baselines, gguf_copy
+from kvchat.bench import baselines, gguf_copy, llama_cpp
 from kvchat.bench.corpus import prose
 from kvchat.bench.llama_cpp import LlamaCpp
 from kvchat.engine.model.load import load_model
@@ -30,17 +28,22 @@ def test_its_greedy_tokens_are_those_of_generate():
         peer.close()
 
 
-def test_without_its_package_the_reason_is_told(tiny_shape, monkeypatch):
-    real = builtins.__import__
-
-    def absent(name, *args, **kwargs):
-        if name == "xllamacpp":
-            raise ImportError(name=name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(UsageError, match=r"xllamacpp is not installed.*kvchat\[peers\]"):
+@pytest.mark.parametrize("absent", ["xllamacpp", "gguf"])
+def test_without_its_packages_the_reason_is_told(tiny_shape, monkeypatch, absent):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: None if name == absent else object())
+    with pytest.raises(UsageError, match=rf"package {absent} is not installed.*kvchat\[peers\]"):
         baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4).measure([0] * 5)
+
+
+def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: object())
+    monkeypatch.setattr(llama_cpp.gguf_copy, "write", lambda model, file: None)
+    monkeypatch.setattr(llama_cpp.sys, "executable", "false")
+    peer = baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4)
+    with pytest.raises(UsageError, match=r"llama.cpp ended.*code 1"):
+        peer.measure([0] * 5)
+    peer.close()
+    peer.close()
 
 
 def test_each_pair_of_a_head_becomes_neighbors(tiny_shape):
