@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,9 @@ def claim() -> str:
     result = _read("passkey")
     rows = {row["variant"]: row for row in _rows(result)}
     full, speculative = rows["full"], rows["speculative:budget=512"]
-    held, whole = units.size(speculative["kv_device_bytes"]), units.size(full["kv_device_bytes"])
     return (
         f"recalls {speculative['right']} of {result['settings']['cases']} facts, as many as full attention "
-        f"({full['right']}), reading {speculative['read_tokens']:,.0f} of {full['read_tokens']:,.0f} stored tokens "
-        f"with {held} of {whole} of K/V on the device"
+        f"({full['right']}), reading {speculative['read_tokens']:,.0f} of {full['read_tokens']:,.0f} stored tokens"
     )
 
 
@@ -52,7 +50,7 @@ def summary() -> str:
             f"{rows[variant]['right']} of {passkeys['settings']['cases']}",
             f"{rows[variant]['read_tokens']:,.0f}",
             f"{rows['full']['read_tokens']:,.0f}",
-            units.size(rows[variant]["kv_device_bytes"]),
+            _copied(rows[variant]),
             f"{fast[variant.partition(':')[0]]:.2f}",
         ]
         for variant in SUMMARIZED
@@ -84,19 +82,27 @@ def table(name: str) -> str:
 
 
 def decode() -> str:
-    """Time per token against ``generate``, a row per variant."""
-    result = _read("decode")
+    """Time per token, and how many times as fast as ``generate``, a row per variant."""
+    return _times("decode", lambda row: f"{row['times_as_fast']['generate']:.2f}", "times as fast")
+
+
+def beside() -> str:
+    """Time per token, and what is kept of the speed beside busy processes."""
+    return _times("decode-load", lambda row: f"{100 * row['kept']:.0f} %", "kept")
+
+
+def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str:
+    result = _read(name)
     contexts = sorted({row["context"] for row in result["rows"]})
-    names = dict.fromkeys(row["variant"] for row in result["rows"])
-    cells = {(row["variant"], row["context"]): row for row in result["rows"]}
+    cells = {(row["variant"], row["context"]): row for row in _rows(result)}
     rows = []
-    for name in names:
-        row = [f"transformers `{name}`" if name == "generate" else name]
+    for variant in dict.fromkeys(variant for variant, _ in cells):
+        row = [f"transformers `{variant}`" if variant == "generate" else variant]
         for context in contexts:
-            found = cells[name, context]
-            row += [f"{found['ms']:.1f} ms", f"{found['times_as_fast']['generate']:.2f}"]
+            found = cells[variant, context]
+            row += [f"{found['ms']:.1f} ms", figure(found)]
         rows.append(row)
-    heads = [head for context in contexts for head in (f"{context:,} tokens", "times as fast")]
+    heads = [text for context in contexts for text in (f"{context:,} tokens", head)]
     return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
 
 
@@ -119,7 +125,7 @@ def passkey(name: str = "passkey") -> str:
             row["variant"].replace(":", ", ", 1).replace(",", ", ").replace(",  ", ", "),
             f"{row['right']} of {cases}",
             f"{row['read_tokens']:,.0f}",
-            units.size(row["kv_device_bytes"]),
+            _copied(row),
         ]
         for row in _rows(result)
     ]
@@ -184,6 +190,11 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _copied(row: dict[str, Any]) -> str:
+    """K/V on the device; full reads what is stored where that is the same memory."""
+    return units.size(row["kv_device_bytes"]) if row["kv_device_bytes"] else "none"
+
+
 def _age(result: dict[str, Any]) -> str:
     """Says of a result that it is older than the code that it describes; "" where it is not."""
     return "*Measured before the code changed; to be measured again.*" if outdated(result) else ""
@@ -204,6 +215,7 @@ TABLES = {
     "summary": summary,
     "keys": keys,
     "decode": decode,
+    "decode-load": beside,
     "passkey": passkey,
     "passkey-inside": inside,
     "long-run": long_run,
