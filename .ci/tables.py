@@ -93,8 +93,8 @@ def beside() -> str:
 
 def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str:
     result = _read(name)
-    contexts = sorted({row["context"] for row in result["rows"]})
     cells = {(row["variant"], row["context"]): row for row in _rows(result)}
+    contexts = sorted({context for _, context in cells})
     rows = []
     for variant in dict.fromkeys(variant for variant, _ in cells):
         row = [f"transformers `{variant}`" if variant == "generate" else variant]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,21 +92,12 @@ def load_model(
         _check_fits(checkpoint, described.device, quantized.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
-        try:
-            sizes = f": {gguf_weights.sizes(chosen.quantize, described)}" if checkpoint.gguf else ""
-            progress(f"Loading the weights{sizes}")
+        with _explained(checkpoint, described.device):
+            progress(_loading_weights(chosen.quantize, described))
             model = _model(described, checkpoint, quantized)
             progress("Testing the model")
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
-        except torch.OutOfMemoryError as error:
-            raise _does_not_fit(checkpoint, described.device) from error
-        except KvchatError:
-            raise
-        except Exception as error:
-            raise supported.unreadable(checkpoint.name, "the model", error) from error
-    taken = cpu_dtype.note(dtype, described.dtype, described.config) if described.device.type == "cpu" else ""
-    notes = text_part.note(described.config), chosen.note, taken
-    return replace(loaded, notes=(*loaded.notes, *filter(None, notes)))
+    return replace(loaded, notes=(*loaded.notes, *_notes_on(described, dtype, chosen.note)))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
@@ -127,6 +119,31 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
 
 
 # ---- stages ----------------------------------------------------------------------------------------
+
+
+def _loading_weights(quantize: str, described: ModelDescription) -> str:
+    sizes = f": {gguf_weights.sizes(quantize, described)}" if described.location.gguf else ""
+    return f"Loading the weights{sizes}"
+
+
+def _notes_on(described: ModelDescription, dtype: str, quantized: str) -> list[str]:
+    """What a person should know of the part that is run, how it is ``quantized``, and the dtype that "auto" took."""
+    on_cpu = described.device.type == "cpu"
+    taken = cpu_dtype.note(dtype, described.dtype, described.config) if on_cpu else ""
+    return [*filter(None, [text_part.note(described.config), quantized, taken])]
+
+
+@contextlib.contextmanager
+def _explained(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
+    """Whatever reading the weights and trying the model raises is raised as kvchat's own error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _does_not_fit(checkpoint, device) from error
+    except KvchatError:
+        raise
+    except Exception as error:
+        raise supported.unreadable(checkpoint.name, "the model", error) from error
 
 
 def _gguf(checkpoint: Checkpoint) -> dict[str, str]:

@@ -144,15 +144,15 @@ class DeviceSlots:
         s, w = self.layout.sink, self.layout.window
         return torch.where(positions < s, self.offset + positions, self.ring + (positions - s) % max(1, w))
 
-    def free_slots(self, n: int) -> Tensor:
-        """Slots ``[n]`` of an unordered layout: empty ones first, then others."""
-        return (self.table[0, 0] == EMPTY).to(torch.int32).topk(n).indices
+    def free_slot(self) -> Tensor:
+        """A slot ``[1]`` of an unordered layout that is empty; any, where none is."""
+        return (self.table[0, 0] == EMPTY).to(torch.int32).topk(1).indices
 
     def assign(self, position: Tensor) -> None:
         """Give the new token (0-d int64 ``position``) its slot in every table; who was there is released."""
         if not self.n:
             return
-        slot = self.free_slots(1) if self.layout.unordered else self.slot_of(position)
+        slot = self.free_slot() if self.layout.unordered else self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
         self.table.index_copy_(2, slot.view(1), entry)
         self.current_slot = slot.view(1)

@@ -238,9 +238,11 @@ class Freeze(Mode):
 
     def _note_held(self) -> None:
         """What was read lies in its slot from now on, though it may be closed. Rounded pages come from the host."""
-        slots = self.slots
-        lying = torch.where(slots.table[0, 0] == EMPTY, slots.held, slots.table[0, 0])
-        slots.held.copy_(lying if self.state.host.rounded_share is None else torch.full_like(lying, EMPTY))
+        table, held = self.slots.table[0, 0], self.slots.held
+        if self.state.host.rounded_share is None:
+            held.copy_(torch.where(table == EMPTY, held, table))
+        else:
+            held.fill_(EMPTY)
 
     # ---- pages that a query names
 

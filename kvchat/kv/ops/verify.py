@@ -54,57 +54,83 @@ def error(measured: Tensor, expected: Tensor) -> float:
 
 def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[str, Tensor]:
     """Return what each operation does with the same random numbers, independent of the order within a head's slots."""
-    p, tokens = g.page, PAGES * g.page
-    noise = _Noise(g.dtype, device)
-    keys, values, query = noise(g.kv_heads, tokens, g.d_k), noise(g.kv_heads, tokens, g.d_v), noise(g.q_heads, g.d_k)
-    host, last = HostPool(g, device, tokens), tokens - 1
-    host = EightBitPool(host) if issubclass(kind, EightBitOps) else host
-    host.reserve(last)
-    host.append(0, 0, keys[:, :last], values[:, :last])
-    host.total = last
-    host.reserve(tokens)
-    ops, position = kind(g, host, device), torch.tensor(last, device=device)
-    slots = DeviceSlots(Layout(0, 1, p, p, pages=2, shared=False), g, device)
-    ops.begin_step(position)
-    slots.assign(position)
-    ops.append([slots], 0, keys[:, last], values[:, last])  # it fills a page
-    host.total = tokens
-    host.reserve(tokens + 1)
-    position.fill_(tokens)
-    stored = host.dense(0, tokens, PAGES - 1)
-    found = {"append": torch.cat((slots.kv.flatten(), *(part.flatten() for part in stored)))}
+    step = _Step(kind, g, device)
+    return step.append() | step.select() | step.recall() | step.attend() | step.move()
 
-    bounds = page_bounds(keys, PAGES, p)
-    ops.update_bounds(bounds, torch.tensor([PAGES - 1], device=device), 4 * noise(g.kv_heads, g.d_k))
-    found["update_bounds"] = bounds[:, PAGES - 1].clone()
-    found["page_scores"] = ops.page_scores(query, bounds, g.d_k**-0.5)
-    signs = torch.tensor([1 - 2 * (row // g.group % 2) for row in range(g.q_heads)], device=device)
-    flagged = ops.needs_correction(query, query * signs[:, None], 0.5)
-    found["needs_correction"] = flagged
-    scores = noise(g.kv_heads, g.group, PAGES).float()
-    candidates = Candidates.between(1, position // p - 2, PAGES)
-    counters = torch.zeros(3, dtype=torch.int64, device=device)
-    for heads in (flagged, None):
-        placed = ops.choose(scores, candidates, slots.pages_of(0), heads)
-        ops.move_pages(slots, 0, placed, slots.pages_of(0), counters)
-        slots.pages_of(0).copy_(placed)
-    found["choose"], found["move_pages"] = slots.pages_of(0).sort().values, counters
-    ops.open_pages(slots, slice(0, 1), p, position - p)
-    found["open_pages"] = slots.table.sort().values
-    attended, weights = ops.attend(slots, 0, query, AttentionSpec(g.d_k**-0.5), True)
-    assert weights is not None
-    shares = torch.zeros(slots.n, device=device)
-    weights.add_shares(shares, torch.ones_like(shares), shares.new_tensor(slots.n))
-    found |= {"attend": attended, "weights": weights.best().sort().values, "shares": shares.sum()}
 
-    some = torch.arange(p, device=device).expand(g.kv_heads, -1) * 3
-    ops.move_tokens(slots, 0, slots.offset, some.contiguous(), torch.full_like(some, -1), counters)
-    found["move_tokens"] = slots.kv[:, :, :, slots.offset : slots.offset + p]
-    unordered = DeviceSlots(Layout(0, 1, 0, 2 * p, unordered=True), g, device)
-    ops.move_shared(unordered, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
-    spilling = DeviceSlots(Layout(0, 1, 0, p, spills=True), g, device)
-    found["spilled"], _ = ops.attend(spilling, 0, query, AttentionSpec(g.d_k**-0.5), False)
-    return found | {"move_shared": unordered.kv}
+class _Step:
+    """One layer's operations in the order of a step, on as many random tokens as fill the pages."""
+
+    def __init__(self, kind: type[TorchOps], g: Geometry, device: torch.device) -> None:
+        self.g, self.device, self.noise = g, device, _Noise(g.dtype, device)
+        tokens = PAGES * g.page
+        self.keys, self.values = self.noise(g.kv_heads, tokens, g.d_k), self.noise(g.kv_heads, tokens, g.d_v)
+        self.query, self.spec = self.noise(g.q_heads, g.d_k), AttentionSpec(g.d_k**-0.5)
+        host = HostPool(g, device, tokens)
+        self.host = EightBitPool(host) if issubclass(kind, EightBitOps) else host
+        self.ops, self.position = kind(g, self.host, device), torch.tensor(tokens - 1, device=device)
+        self.slots = DeviceSlots(Layout(0, 1, g.page, g.page, pages=2, shared=False), g, device)
+        self.counters = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def append(self) -> dict[str, Tensor]:
+        last = int(self.position)
+        self.host.reserve(last)
+        self.host.append(0, 0, self.keys[:, :last], self.values[:, :last])
+        self.host.total = last
+        self.host.reserve(last + 1)
+        self.ops.begin_step(self.position)
+        self.slots.assign(self.position)
+        self.ops.append([self.slots], 0, self.keys[:, last], self.values[:, last])  # it fills a page
+        self.host.total = last + 1
+        self.host.reserve(last + 2)
+        self.position.fill_(last + 1)
+        stored = self.host.dense(0, last + 1, PAGES - 1)
+        return {"append": torch.cat((self.slots.kv.flatten(), *(part.flatten() for part in stored)))}
+
+    def select(self) -> dict[str, Tensor]:
+        g, bounds = self.g, page_bounds(self.keys, PAGES, self.g.page)
+        self.ops.update_bounds(bounds, torch.tensor([PAGES - 1], device=self.device), 4 * self.noise(g.kv_heads, g.d_k))
+        signs = torch.tensor([1 - 2 * (row // g.group % 2) for row in range(g.q_heads)], device=self.device)
+        self.flagged = self.ops.needs_correction(self.query, self.query * signs[:, None], 0.5)
+        return {
+            "update_bounds": bounds[:, PAGES - 1].clone(),
+            "page_scores": self.ops.page_scores(self.query, bounds, self.spec.scaling),
+            "needs_correction": self.flagged,
+        }
+
+    def recall(self) -> dict[str, Tensor]:
+        p, slots, resident = self.g.page, self.slots, self.slots.pages_of(0)
+        scores = self.noise(self.g.kv_heads, self.g.group, PAGES).float()
+        candidates = Candidates.between(1, self.position // p - 2, PAGES)
+        for heads in (self.flagged, None):
+            placed = self.ops.choose(scores, candidates, resident, heads)
+            self.ops.move_pages(slots, 0, placed, resident, self.counters)
+            resident.copy_(placed)
+        self.ops.open_pages(slots, slice(0, 1), p, self.position - p)
+        return {
+            "choose": resident.sort().values,
+            "move_pages": self.counters,
+            "open_pages": slots.table.sort().values,
+        }
+
+    def attend(self) -> dict[str, Tensor]:
+        attended, weights = self.ops.attend(self.slots, 0, self.query, self.spec, True)
+        assert weights is not None
+        shares = torch.zeros(self.slots.n, device=self.device)
+        weights.add_shares(shares, torch.ones_like(shares), shares.new_tensor(self.slots.n))
+        spilling = DeviceSlots(Layout(0, 1, 0, self.g.page, spills=True), self.g, self.device)
+        spilled, _ = self.ops.attend(spilling, 0, self.query, self.spec, False)
+        best = weights.best().sort().values
+        return {"attend": attended, "weights": best, "shares": shares.sum(), "spilled": spilled}
+
+    def move(self) -> dict[str, Tensor]:
+        p, slots = self.g.page, self.slots
+        some = torch.arange(p, device=self.device).expand(self.g.kv_heads, -1) * 3
+        self.ops.move_tokens(slots, 0, slots.offset, some.contiguous(), torch.full_like(some, -1), self.counters)
+        unordered = DeviceSlots(Layout(0, 1, 0, 2 * p, unordered=True), self.g, self.device)
+        self.ops.move_shared(unordered, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
+        moved = slots.kv[:, :, :, slots.offset : slots.offset + p]
+        return {"move_tokens": moved, "move_shared": unordered.kv}
 
 
 class _Noise:

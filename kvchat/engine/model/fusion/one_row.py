@@ -23,11 +23,16 @@ BLOCKS = 4
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., K]`` through ``weight [N, K]``, plus ``bias [N]``: ``[..., N]``."""
-    if x.numel() == x.shape[-1] and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
+    if is_one_row(x) and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
         blocks = _blocks(len(weight))
         if blocks > 1 and weight.is_contiguous():
             return _by_blocks(x, weight, bias, blocks)
     return F.linear(x, weight, bias)
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Whether ``x [..., K]`` is a single token's, in one piece."""
+    return x.numel() == x.shape[-1] and x.is_contiguous()
 
 
 @cache
@@ -44,7 +49,7 @@ def in_blocks(processor: Path = PROCESSOR) -> bool:
 def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
     size = x.shape[-1]
     # A row seen as a column; made a column by ``view(size, 1)`` it would be ten times as slow.
-    column = x.reshape(1, 1, size).expand(blocks, 1, size).transpose(1, 2)
+    column = x.view(1, 1, size).expand(blocks, 1, size).transpose(1, 2)
     product = torch.bmm(weight.view(blocks, -1, size), column).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
 

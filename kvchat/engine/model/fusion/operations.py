@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.engine.model.fusion.one_row import linear
+from kvchat.engine.model.fusion.one_row import is_one_row, linear
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Operations:
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """RMSNorm of ``x [..., K]``."""
-        if x.device.type == "cpu" and _one_token(x):
+        if x.device.type == "cpu" and is_one_row(x):
             # torch's own takes 20 to 60 us for one token. A CPU may ask for the sum.
             row = x.float().view(-1)
             scale = (float(torch.dot(row, row)) / len(row) + norm.eps) ** -0.5
@@ -52,7 +52,7 @@ class Operations:
         residual: Tensor | None = None,
     ) -> Tensor:
         """``x [..., K]``, normalized if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
-        if self._kernels and _one_token(x):
+        if self._kernels and is_one_row(x):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = self._kernels.project(x, weight, bias, scale, eps, residual)
             return result
@@ -61,7 +61,7 @@ class Operations:
 
     def gated(self, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
         """``silu(gate) * up`` of ``x [..., K]`` normalized; ``weight [2 N, K]`` is gate's above up's."""
-        if self._kernels and _one_token(x):
+        if self._kernels and is_one_row(x):
             gate_weight, up_weight = weight.chunk(2)
             result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
             return result
@@ -82,10 +82,6 @@ class Operations:
             torch.addcmul(query * cos, query.roll(half, -1), signed),
             torch.addcmul(key * cos, key.roll(half, -1), signed),
         )
-
-
-def _one_token(x: Tensor) -> bool:
-    return x.numel() == x.shape[-1] and x.is_contiguous()
 
 
 class MergedLinear:
