@@ -19,7 +19,7 @@ import kvchat
 PACKAGE = Path(kvchat.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 350
-HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"}
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "triton"}
 RESTRICTED = HEAVY | {"textual", "rich", "pynvml", "pydantic"}
 
 # package -> what it may import: packages or single modules of kvchat, and libraries that others may not.
@@ -38,7 +38,7 @@ MAY = {
     "config": {*LEAVES, "config", "pydantic"},
     "config.schema": {"protocol"},
     "config.profiles": {"nvml"},
-    "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "triton"},
+    "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "numba", "triton"},
     "engine": {*BELOW_ENGINE, "engine", *HEAVY},
     "conversations": {*LEAVES, "protocol", "conversations", "pydantic"},
     "replay": {*LEAVES, "protocol", "replay"},

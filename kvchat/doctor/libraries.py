@@ -26,6 +26,7 @@ def checks(device: str, load: Importer = importlib.import_module) -> Iterator[Ch
     yield guarded("Python", python)
     yield guarded("torch", partial(library, "torch", load))
     yield guarded("transformers", partial(library, "transformers", load))
+    yield guarded("numba", partial(numba, load))
     yield guarded("Triton", lambda: triton(load, device != "cpu" and sees_gpu(imported("torch", load))))
     yield guarded("bitsandbytes", partial(bitsandbytes, load))
 
@@ -89,6 +90,15 @@ def triton(load: Importer, cuda: bool, find: Callable[[str], str | None] = shuti
             "Triton", "warning", f"{version}, but no C compiler", "Install gcc or clang: kernels are built with it."
         )
     return Check("Triton", "ok", version)
+
+
+def numba(load: Importer) -> Check:
+    """The compiler of a CPU's loops."""
+    try:
+        return Check("numba", "ok", str(load("numba").__version__))
+    except ImportError as error:
+        advice = "pip install --upgrade numba; without it a CPU takes longer to choose pages."
+        return Check("numba", "warning", f"cannot be imported: {error}", advice)
 
 
 def bitsandbytes(load: Importer) -> Check:

@@ -59,6 +59,12 @@ def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one():
     assert found("auto", False).state == found("cpu", True).state == "ok"
 
 
+def test_a_numba_that_refuses_costs_time_only():
+    assert libraries.numba(importing(numba=SimpleNamespace(__version__="0.68.1"))) == Check("numba", "ok", "0.68.1")
+    check = libraries.numba(importing(numba=ImportError("Numba needs NumPy 2.5 or less.")))
+    assert (check.state, check.found) == ("warning", "cannot be imported: Numba needs NumPy 2.5 or less.")
+
+
 def test_nothing_at_all_is_reported_too():
     found = {check.name: check for check in libraries.checks("auto", importing())}
     assert [name for name, check in found.items() if check.state == "problem"] == ["torch", "transformers"]

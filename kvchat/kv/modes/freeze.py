@@ -59,7 +59,8 @@ from kvchat.kv.state import KVState
 
 MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named
 RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
-MIN_ROOM = 32  # spare slots: max(32, an eighth)
+MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
+SPARE, SPARE_ON_CPU = 8, 32
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
 LAYER_BYTES = 12  # its scale and sight; once more for two counters
 SEES_ALL = 2**40  # tokens, of a layer without a window
@@ -170,7 +171,8 @@ class Freeze(Mode):
         """Whether there must be more slots for ``needed`` tokens, or could be fewer for what was needed lately."""
         self._peak = max(self._peak, needed)
         n, steps = self.slots.n, self.state.steps
-        size = self.geometry.round_up(self._peak + max(MIN_ROOM, self._peak // 8, self.geometry.headroom // ROOM_SHARE))
+        spare = self._peak // (SPARE_ON_CPU if self.state.ops.asks else SPARE)
+        size = self.geometry.round_up(self._peak + max(MIN_ROOM, spare, self.geometry.headroom // ROOM_SHARE))
         due = steps - self._looked_at >= RESIZE_INTERVAL
         if due:
             self._peak, self._looked_at = needed, steps
@@ -225,7 +227,7 @@ class Freeze(Mode):
         table.copy_(torch.where(reopened, slots.held, table))
         absent = ~timers.frozen & (timers.index < position)
         absent = absent.index_fill(0, torch.where(table == EMPTY, timers.capacity, table).long(), False)
-        most = min(slots.n, len(absent))
+        most = min(slots.n, int(absent.sum()) if self.state.ops.asks else len(absent))
         taken, positions = absent.to(torch.int32).topk(most)
         taken = taken > 0
         # Who stays away longest loses its K/V here.

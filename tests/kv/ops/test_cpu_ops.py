@@ -7,7 +7,7 @@ import torch
 from support.random_kv import SHAPES, geometry_of
 
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.ops import verify
+from kvchat.kv.ops import cpu_ops, verify
 from kvchat.kv.ops.cpu_ops import CpuOps
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -17,7 +17,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_operation_does_what_the_reference_does(shape, dtype):
+@pytest.mark.parametrize("loops", ["compiled", "without numba"])
+def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monkeypatch):
+    if loops != "compiled":
+        monkeypatch.setattr(cpu_ops, "_loops", lambda: None)
     expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
     assert {name for name in expected if not verify.error(measured[name], expected[name]) <= 1e-6} == set()
 

@@ -1,0 +1,165 @@
+"""The loops behind ``cpu_ops``, compiled by numba.
+
+Choosing, moving and opening a layer's pages is some forty operations on a few hundred numbers: in torch and in numpy
+their number is what they cost, in one loop the numbers are. The first process of a machine compiles them, for some
+seconds; later ones read numba's cache, beside this file or in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from kvchat.kv.memory.device_slots import EMPTY
+
+Array = np.ndarray[Any, Any]
+
+TINY = 1e-30  # a query of zeros has turned
+
+
+Loop = Callable[..., Any]
+
+
+def _compiled(signature: str, fastmath: bool = False) -> Callable[[Loop], Loop]:
+    """Compile a loop for ``signature``, once for all processes where there is room for it on disk."""
+
+    def compile_loop(loop: Loop) -> Loop:
+        try:
+            compiled: Loop = numba.njit(signature, cache=True, nogil=True, fastmath=fastmath)(loop)
+        except (OSError, RuntimeError):  # a full disk; no folder that may be written
+            compiled = numba.njit(signature, nogil=True, fastmath=fastmath)(loop)
+        return compiled
+
+    return compile_loop
+
+
+@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4, f4[:, :, ::1])", fastmath=True)
+def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
+    """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H_q, d_k]``, ``bounds [H, page, 2 * d_k]``."""
+    heads, group, pages = scores.shape
+    d = query.shape[1]
+    parts = np.empty((group, 2 * d), np.float32)
+    for head in range(heads):
+        for g in range(group):
+            for i in range(d):
+                x = query[head * group + g, i] * scaling
+                parts[g, i] = max(x, np.float32(0))
+                parts[g, d + i] = max(-x, np.float32(0))
+        for page in range(pages):
+            for g in range(group):
+                score = np.float32(0)
+                for i in range(2 * d):
+                    score += parts[g, i] * bounds[head, page, i]
+                scores[head, g, page] = score
+
+
+@_compiled("void(f4[:, ::1], f4[:, ::1], f8, b1[::1])", fastmath=True)
+def needs_correction(query: Array, before: Array, tau: float, turned: Array) -> None:
+    """``selection.needs_correction`` into ``turned [H]``; both queries are ``[H_q, d_k]``."""
+    group = len(query) // len(turned)
+    for head in range(len(turned)):
+        cosines = np.float32(0)
+        for q in range(head * group, (head + 1) * group):
+            product, now, then = np.float32(0), np.float32(TINY), np.float32(TINY)
+            for i in range(query.shape[1]):
+                product += query[q, i] * before[q, i]
+                now += query[q, i] * query[q, i]
+                then += before[q, i] * before[q, i]
+            cosines += product / math.sqrt(now * then)
+        turned[head] = cosines / group < tau
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _add_softmax(scores: Array, first: int, weights: Array) -> None:
+    """Add the softmax over ``scores`` from ``first`` on to ``weights``, as many."""
+    highest, total = scores[first], np.float32(0)
+    for i in range(len(weights)):
+        highest = max(highest, scores[first + i])
+    for i in range(len(weights)):
+        total += math.exp(scores[first + i] - highest)
+    for i in range(len(weights)):
+        weights[i] += math.exp(scores[first + i] - highest) / total
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _take_best(weights: Array, first: int, wanted: Array) -> None:
+    """The numbers, counted from ``first``, of the highest weights; they are used up. EMPTY where there are no more."""
+    for rank in range(len(wanted)):
+        best, wanted[rank] = 0, EMPTY
+        for i in range(len(weights)):
+            if weights[i] > weights[best]:
+                best = i
+        if rank < len(weights):
+            wanted[rank], weights[best] = first + best, EMPTY
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _place(wanted: Array, resident: Array, kept: Array, placed: Array) -> None:
+    """``selection.assign_slots`` of one head; ``wanted`` is used up."""
+    for slot in range(len(resident)):
+        kept[slot], placed[slot] = False, EMPTY
+    for i in range(len(wanted)):
+        for slot in range(len(resident)):
+            if resident[slot] == wanted[i] != EMPTY:
+                kept[slot], placed[slot], wanted[i] = True, wanted[i], EMPTY
+                break
+    slot = 0
+    for page in wanted:
+        if page != EMPTY:
+            while kept[slot]:
+                slot += 1
+            placed[slot] = page
+            slot += 1
+
+
+@_compiled("void(f4[:, :, ::1], i8, i8, i8[:, ::1], i8[:, ::1])")
+def choose(scores: Array, first: int, last: int, resident: Array, placed: Array) -> None:
+    """``TorchOps.choose`` among the pages ``first`` to ``last`` (at least one), all heads, into ``placed [H, k]``."""
+    heads, group, _ = scores.shape
+    k, pages = resident.shape[1], last - first + 1
+    weights, wanted, kept = np.empty(pages, np.float32), np.empty(k, np.int64), np.empty(k, np.bool_)
+    for head in range(heads):
+        for i in range(pages):
+            weights[i] = 0
+        for g in range(group):
+            _add_softmax(scores[head, g], first, weights)
+        _take_best(weights, first, wanted)
+        _place(wanted, resident[head], kept, placed[head])
+
+
+@_compiled("void(i8[:, :, ::1], i4[:, :, ::1], i8, i8, i8)")
+def open_pages(pages: Array, table: Array, page_size: int, first: int, last: int) -> None:
+    """``DeviceSlots.open_pages`` of ``pages [layers, H, k]`` in ``table [layers, H, n]``."""
+    layers, heads, k = pages.shape
+    for layer in range(layers):
+        for head in range(heads):
+            for slot in range(k):
+                start = pages[layer, head, slot] * page_size  # of an empty slot below first
+                for i in range(page_size):
+                    token = start + i
+                    table[layer, head, slot * page_size + i] = token if first <= token <= last else EMPTY
+
+
+@_compiled("i8(u1[:, ::1], u1[:, :, :, ::1], i8[:, ::1], i8, i8[:, ::1], i8[:, ::1])")
+def move_pages(source: Array, target: Array, blocks: Array, value_blocks: int, placed: Array, resident: Array) -> int:
+    """Copy the pages ``placed [H, k]`` that are not ``resident [H, k]``; how many these are.
+
+    From the bytes ``source [block, bytes]``, K in ``blocks [H, k]`` and V ``value_blocks`` further, to ``target [2, H,
+    slot, bytes]``.
+    """
+    heads, k = placed.shape
+    size, moved = source.shape[1], 0
+    for head in range(heads):
+        for slot in range(k):
+            page = placed[head, slot]
+            if page != resident[head, slot] and page != EMPTY:
+                moved += 1
+                for kind in range(2):
+                    block = blocks[head, slot] + kind * value_blocks
+                    for i in range(size):
+                        target[kind, head, slot, i] = source[block, i]
+    return moved

@@ -1,0 +1,43 @@
+"""The compiled loops are there, and go on where their cache cannot be kept."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.ops import compiled, cpu_ops
+
+
+def test_they_are_what_a_cpu_uses():
+    assert cpu_ops._loops() is compiled
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/no-folder", "/proc/no-folder"])
+def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", folder)
+
+    @compiled._compiled("void(f4[::1])")
+    def double(x):
+        for i in range(len(x)):
+            x[i] *= 2
+
+    numbers = np.arange(3, dtype=np.float32)
+    double(numbers)
+    assert numbers.tolist() == [0, 2, 4]
+
+
+def test_pages_of_equal_weight_are_taken_in_order_and_what_stays_keeps_its_slot():
+    scores = np.zeros((1, 2, 9), np.float32)
+    resident, placed = np.array([[7, 4, EMPTY, 3]]), np.zeros((1, 4), np.int64)
+    compiled.choose(scores, 3, 8, resident, placed)
+    assert placed.tolist() == [[5, 4, 6, 3]]
+
+
+def test_a_page_moves_only_where_another_one_lies():
+    source = np.arange(12, dtype=np.uint8).reshape(6, 2)  # K of three pages, then V
+    target = np.full((2, 1, 3, 2), 99, np.uint8)
+    placed, resident = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]])
+    assert compiled.move_pages(source, target, placed, 3, placed, resident) == 1
+    assert target[:, 0].tolist() == [[[99, 99], [0, 1], [99, 99]], [[99, 99], [6, 7], [99, 99]]]
