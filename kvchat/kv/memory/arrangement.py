@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rounding
+from kvchat.kv.memory.huge_pages import HUGE_PAGE
 from kvchat.kv.memory.pinned import in_system_pages
 
 
@@ -82,9 +83,10 @@ class ByHead(ByPage):
         return self.parts * in_system_pages(g.round_up(tokens) * g.row_bytes)
 
     def reserved_bytes(self, tokens: int) -> int:
-        # A part is whole system pages, for memory, and whole pages of tokens, for rows.
-        unit = math.lcm(mmap.PAGESIZE, self.geometry.page * self.geometry.row_bytes)
-        return self.parts * -(-self.geometry.round_up(tokens) * self.geometry.row_bytes // unit) * unit
+        # A part is whole system pages, for memory, and whole pages of tokens, for rows; a large one begins a huge page.
+        size = self.geometry.round_up(tokens) * self.geometry.row_bytes
+        unit = math.lcm(HUGE_PAGE if size > HUGE_PAGE else mmap.PAGESIZE, self.geometry.page * self.geometry.row_bytes)
+        return self.parts * -(-size // unit) * unit
 
     def table(self, region: Tensor) -> Tensor:
         g = self.geometry

@@ -12,6 +12,7 @@ import torch
 from support.memory import Pins
 
 from kvchat.kv.memory import pinned
+from kvchat.kv.memory.huge_pages import HUGE_PAGE
 from kvchat.kv.memory.pinned import CudaRegistrar, PinnedRegion
 
 
@@ -27,6 +28,29 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
     del seen
     assert not pins.held
     assert view.tolist() == [0, 0, 0, 0], "a view of the CPU keeps the memory"
+
+
+def test_what_a_commit_completes_is_asked_for_in_huge_pages_once(monkeypatch):
+    region, asked = PinnedRegion(4 * 3 * HUGE_PAGE, parts=4), []
+    monkeypatch.setattr(pinned, "collapse", lambda memory: asked.append((memory.data_ptr(), memory.nbytes)))
+    base, part = region.bytes.data_ptr(), 3 * HUGE_PAGE
+    for size in (1, 2, 700, 701, 768):  # system pages of each part
+        region.commit(4 * size * HUGE_PAGE // 256)
+        for start, length in asked:
+            assert (start - base) % part + length <= size * HUGE_PAGE // 256, "not before there is memory"
+    first = -(-base // HUGE_PAGE) * HUGE_PAGE
+    whole = [page for page in range(first, base + region.size, HUGE_PAGE) if (page - base) % part <= part - HUGE_PAGE]
+    for page in whole:
+        assert sum(start <= page and page + HUGE_PAGE <= start + length for start, length in asked) == 1
+
+
+def test_the_system_makes_huge_pages_of_them_and_keeps_what_lies_there():
+    region = PinnedRegion(2 * 3 * HUGE_PAGE, parts=2)
+    region.commit(2 * 3 * mmap.PAGESIZE)
+    region.bytes[:9] = torch.arange(9)
+    region.commit(region.size)
+    assert region.bytes[:9].tolist() == list(range(9))
+    assert not region.bytes[9:].any()
 
 
 def test_nothing_is_unregistered_at_exit():
