@@ -23,6 +23,7 @@ from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
+from kvchat.engine.model.weights_memory import lay_out
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
 from kvchat.units import size
 
@@ -110,6 +111,8 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     seen = probe(model)
     chunked = reads_chunks(model)
     selftest(model, chunked=chunked)
+    if model.device.type == "cpu":
+        lay_out(model)
     fusion = swap.fuse(model, swap.kernels_for(model.device)) if fuse else swap.FusionReport()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next

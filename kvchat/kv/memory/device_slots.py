@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.huge_pages import use_huge_pages
 
 EMPTY = -1
 
@@ -80,6 +81,8 @@ class DeviceSlots:
         tables = (1, 1) if layout.shared else (layers, width)
         self.heads = torch.tensor(layout.heads, device=device) if layout.heads else None
         self.kv = torch.zeros((layers, 2, width, self.n, geometry.d), dtype=geometry.dtype, device=device)
+        if device.type == "cpu":
+            use_huge_pages(self.kv)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
         self.attended = self.table.clone()
         self.held = self.table[0, 0, : self.n if layout.unordered else 0].clone()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvchat.kv.memory.huge_pages import HUGE_PAGE, collapse
+from kvchat.kv.memory.huge_pages import HUGE_PAGE, use_huge_pages
 
 PORTABLE_MAPPED = 1 | 2  # flags of cudaHostRegister
 
@@ -118,16 +118,16 @@ class PinnedRegion:
         # A write to each system page is what makes it memory; the kernel has cleared it.
         self._parts[:, first // parts : size // parts : mmap.PAGESIZE].zero_()
         if parts > 1:
-            self._collapse(first // parts, size // parts)
+            self._use_huge_pages(first // parts, size // parts)
         self.committed = size
         self._starts.append(first)
         return self.bytes.data_ptr() + first, self.committed - first
 
-    def _collapse(self, low: int, high: int) -> None:
-        """Ask for the huge pages that bytes ``low`` to ``high`` of each part complete."""
+    def _use_huge_pages(self, low: int, high: int) -> None:
+        """Ask for those that bytes ``low`` to ``high`` of each part complete: a short conversation has none."""
         for part in self._parts:
             before = (part.data_ptr() + low) % HUGE_PAGE  # bytes of the first that were there already
-            collapse(part[max(0, low - before) : high])
+            use_huge_pages(part[max(0, low - before) : high])
 
     def segments(self, low: int, high: int) -> list[Tensor]:
         """Bytes ``low`` to ``high``, cut where a segment begins."""

@@ -32,7 +32,7 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
 
 def test_what_a_commit_completes_is_asked_for_in_huge_pages_once(monkeypatch):
     region, asked = PinnedRegion(4 * 3 * HUGE_PAGE, parts=4), []
-    monkeypatch.setattr(pinned, "collapse", lambda memory: asked.append((memory.data_ptr(), memory.nbytes)))
+    monkeypatch.setattr(pinned, "use_huge_pages", lambda memory: asked.append((memory.data_ptr(), memory.nbytes)))
     base, part = region.bytes.data_ptr(), 3 * HUGE_PAGE
     for size in (1, 2, 700, 701, 768):  # system pages of each part
         region.commit(4 * size * HUGE_PAGE // 256)

@@ -1,0 +1,45 @@
+"""Where a model's weights lie in a CPU's memory: one behind the other, in huge pages.
+
+A token reads all of them once. Small ones lie in small system pages wherever there was room; laid out they are read
+faster (``kv.memory.huge_pages``), and what is merged later (``fusion``) is one matrix already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from kvchat.kv.memory.huge_pages import aligned, use_huge_pages
+
+# Bytes that are there twice while they are laid out. Weights of more fill huge pages where they are.
+PIECE = 2**26
+
+
+def lay_out(model: Any) -> None:
+    """Move the weights of ``model``, on a CPU, together in the order of its modules. Quantized ones stay."""
+    for weights in _pieces(model):
+        memory, at = aligned(sum(weight.nbytes for weight in weights)), 0
+        use_huge_pages(memory)
+        for weight in weights:
+            place = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
+            weight.data = place.copy_(weight.data)
+            at += weight.nbytes
+
+
+def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
+    """The small weights in runs of at most ``PIECE`` bytes; large ones are left where they are."""
+    piece: list[nn.Parameter] = []
+    for weight in model.parameters():
+        if type(weight) is not nn.Parameter or not weight.is_contiguous():
+            continue
+        if weight.nbytes > PIECE:
+            use_huge_pages(weight.data)
+            continue
+        if sum(each.nbytes for each in piece) + weight.nbytes > PIECE:
+            yield piece
+            piece = []
+        piece.append(weight)
+    if piece:
+        yield piece

@@ -1,0 +1,72 @@
+"""A model's weights are laid out one behind the other, and are what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kvchat.engine.model import weights_memory
+from kvchat.engine.model.fusion.operations import merge
+from kvchat.engine.model.weights_memory import lay_out
+from kvchat.kv.memory.huge_pages import HUGE_PAGE
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False), nn.Embedding(5, 3)).to(dtype)
+
+
+def addresses(module: nn.Module) -> list[tuple[int, int]]:
+    return [(weight.data_ptr(), weight.nbytes) for weight in module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_they_lie_in_order_and_keep_their_values(dtype):
+    plain, laid_out = model(dtype), model(dtype)
+    lay_out(laid_out)
+    assert all(torch.equal(*pair) for pair in zip(plain.parameters(), laid_out.parameters(), strict=True))
+    at = addresses(laid_out)
+    assert at[0][0] % HUGE_PAGE == 0
+    assert all(begin + size == following for (begin, size), (following, _) in zip(at, at[1:], strict=False))
+
+
+def test_no_more_than_a_piece_is_there_twice(monkeypatch):
+    laid_out = model()
+    monkeypatch.setattr(weights_memory, "PIECE", 200)
+    taken: list[int] = []
+    genuine = weights_memory.aligned
+    monkeypatch.setattr(weights_memory, "aligned", lambda size: taken.append(size) or genuine(size))
+    lay_out(laid_out)
+    assert max(taken) <= 200
+    assert sum(taken) == sum(size for _, size in addresses(laid_out))
+
+
+def test_what_is_larger_than_a_piece_stays(monkeypatch):
+    laid_out = model()
+    monkeypatch.setattr(weights_memory, "PIECE", 100)
+    before = dict(zip(laid_out.parameters(), addresses(laid_out), strict=True))
+    lay_out(laid_out)
+    for weight, (address, size) in before.items():
+        assert (weight.data_ptr() == address) == (size > 100)
+
+
+def test_tied_weights_stay_tied():
+    tied = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
+    tied[1].weight = tied[0].weight
+    lay_out(tied)
+    assert tied[1].weight is tied[0].weight
+
+
+def test_what_lies_together_is_merged_without_a_copy():
+    laid_out = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)])
+    lay_out(laid_out)
+    weights = [linear.weight for linear in laid_out]
+    expected = torch.cat([weight.data for weight in weights])
+    merged = merge(weights)
+    assert merged.data_ptr() == weights[0].data_ptr()
+    assert torch.equal(merged, expected)
+    apart = merge([weights[0], weights[2]])
+    assert apart.data_ptr() != merged.data_ptr()
+    assert torch.equal(apart, expected[[0, 1, 2, 5, 6]])
+    assert weights[2].data_ptr() == apart[3:].data_ptr()
