@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.command_line import Outcome
 
 from kvchat import paths
 from kvchat.config.modes import BUILT_IN
@@ -39,6 +40,42 @@ def kvchat(installed: Path, *args: str, **environ: str) -> subprocess.CompletedP
     )
 
 
+# Several commands in one process, which imports torch and transformers once.
+IN_TURN = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from kvchat.cli.main import main
+done = []
+for arguments in json.loads(sys.stdin.read()):
+    sys.argv[1:] = arguments
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code or 0
+    done.append([code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()])
+json.dump(done, sys.stdout)
+"""
+
+
+def in_turn(installed: Path, *commands: list[str], **environ: str) -> list[Outcome]:
+    """What each of the commands gives."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT))), **environ}
+    given, command = json.dumps(commands), [sys.executable, "-c", IN_TURN]
+    ran = subprocess.run(command, input=given, capture_output=True, text=True, timeout=600, env=env, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return [Outcome(*done) for done in json.loads(ran.stdout)]
+
+
+@pytest.fixture(scope="module")
+def answers(installed: Path) -> list[Outcome]:
+    """Answers in the mode, in full mode, and in full mode with a switch to the mode."""
+    asked = ["ask", PROMPT, "--json", *GREEDY]
+    recency, switch = ["--mode", "recency", "--param", "keep=32"], ["--switch-at", "4:recency,keep=2048"]
+    return in_turn(installed, [*asked, *recency], asked, [*asked, *switch])
+
+
 def settings(text: str) -> None:
     paths.config_file().parent.mkdir(exist_ok=True)
     paths.config_file().write_text(text)
@@ -65,34 +102,36 @@ def test_listing_modes_does_not_import_its_implementation(installed: Path) -> No
     assert result.stdout == "['kvchat_recency']\n"
 
 
-def test_it_answers(installed: Path) -> None:
-    result = kvchat(installed, "ask", PROMPT, "--mode", "recency", "--param", "keep=32", "--json", *GREEDY)
-    assert (result.returncode, result.stderr) == (0, "")
-    answer = json.loads(result.stdout)
+def test_it_answers(answers: list[Outcome]) -> None:
+    result = answers[0]
+    assert (result.code, result.err) == (0, "")
+    answer = json.loads(result.out)
     assert answer["mode"] == "recency"
     assert answer["text"].strip()
     stats = answer["stats"]
     assert stats["active_tokens"] == 36 < stats["prompt_tokens"]
 
 
-def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_as_full_does(installed: Path) -> None:
-    full, entered = (
-        json.loads(kvchat(installed, "ask", PROMPT, "--json", *GREEDY, *switch).stdout)
-        for switch in ((), ("--switch-at", "4:recency,keep=2048"))
-    )
+def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_as_full_does(
+    answers: list[Outcome],
+) -> None:
+    full, entered = (json.loads(answer.out) for answer in answers[1:])
     assert [(s["at"], s["mode"]) for s in entered["stats"]["switches"]] == [(4, "recency")]
     assert full["token_ids"] == entered["token_ids"]
 
 
 def test_it_has_its_section_of_the_settings(installed: Path) -> None:
     settings('[kv]\nmode = "recency"\n[kv.recency]\nkeep = 24\n')
-    shown = kvchat(installed, "config", "show", KVCHAT_KV_RECENCY_SINK="2").stdout.splitlines()
+    asked = ["ask", PROMPT, "--json", *GREEDY]
+    commands = [["config", "show"], asked, ["config", "schema"]]
+    show, ask, schema_of = in_turn(installed, *commands, KVCHAT_KV_RECENCY_SINK="2")
+    shown = show.out.splitlines()
     assert 'kv.mode = "recency"   # config.toml:2' in shown
     assert "kv.recency.keep = 24   # config.toml:4" in shown
     assert "kv.recency.sink = 2   # KVCHAT_KV_RECENCY_SINK" in shown
-    answer = json.loads(kvchat(installed, "ask", PROMPT, "--json", *GREEDY).stdout)
-    assert (answer["mode"], answer["stats"]["active_tokens"]) == ("recency", 28)
-    schema = json.loads(kvchat(installed, "config", "schema").stdout)
+    answer = json.loads(ask.out)
+    assert (answer["mode"], answer["stats"]["active_tokens"]) == ("recency", 26)
+    schema = json.loads(schema_of.out)
     assert schema["$defs"]["RecencyParameters"]["properties"]["keep"]["minimum"] == 1
     template = installed / "new.toml"
     assert kvchat(installed, "config", "init", KVCHAT_CONFIG=str(template)).returncode == 0

@@ -1,4 +1,8 @@
-"""``kvchat ask`` and the engine's process with the bundled model, as a person starts them."""
+"""``kvchat ask`` and the engine's process with the bundled model.
+
+In a process of its own, as a person starts it, where the process itself matters: what else it prints, signals, its
+ends. What an answer holds is asked in this process, which has imported torch and transformers already.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.command_line import Run
 from support.patience import PATIENCE_S
 from support.streams import read_event
 
@@ -26,21 +31,21 @@ def ask(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, input=stdin, capture_output=True, timeout=600, env=env)
 
 
-def test_a_question_is_answered_and_nothing_else_is_printed() -> None:
+def test_a_question_is_answered_and_nothing_else_is_printed(run: Run) -> None:
     plain = ask("What is the capital of France?", *GREEDY)
     assert (plain.returncode, plain.stderr) == (0, b"")
-    as_json = ask("--json", *GREEDY, stdin=b"What is the capital of France?\n")
-    assert (as_json.returncode, as_json.stderr) == (0, b"")
-    result = json.loads(as_json.stdout)
+    as_json = run("ask", "--json", *GREEDY, stdin=b"What is the capital of France?\n")
+    assert (as_json.code, as_json.err) == (0, "")
+    result = json.loads(as_json.out)
     assert plain.stdout.decode() == result["text"] + "\n"
     assert (result["mode"], result["finish_reason"]) == ("full", "eos")
     assert len(result["token_ids"]) == result["stats"]["generated_tokens"] > 0
 
 
-def test_the_same_seed_gives_the_same_text_and_switches_are_counted() -> None:
+def test_the_same_seed_gives_the_same_text_and_switches_are_counted(run: Run) -> None:
     flags = ("Tell me a story.", "--json", "--seed", "3", "--max-new-tokens", "24")
     switches = ("--switch-at", "8:speculative,budget=128", "--switch-at", "16:streaming")
-    one, two = (json.loads(ask(*flags, *switches).stdout) for _ in range(2))
+    one, two = (json.loads(run("ask", *flags, *switches).out) for _ in range(2))
     assert one["text"] == two["text"]
     assert [(s["at"], s["mode"]) for s in one["stats"]["switches"]] == [(8, "speculative"), (16, "streaming")]
 
@@ -54,11 +59,18 @@ def test_the_same_seed_gives_the_same_text_and_switches_are_counted() -> None:
     ],
     ids=["no such model", "budget below sinks and window", "1 MB paste"],
 )
-def test_what_cannot_be_done_is_said_in_one_line(args: list[str], stdin: bytes, code: int, said: str) -> None:
-    result = ask(*args, stdin=stdin)
-    assert (result.returncode, result.stdout) == (code, b"")
+def test_what_cannot_be_done_is_said_in_one_line(run: Run, args: list[str], stdin: bytes, code: int, said: str) -> None:
+    result = run("ask", *args, stdin=stdin)
+    assert (result.code, result.out) == (code, "")
+    assert result.err.startswith("kvchat: ")
+    assert said in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_a_process_that_refuses_says_one_line_and_has_the_exit_code() -> None:
+    result = ask("hi", "-m", "/no/such/model")
+    assert (result.returncode, result.stdout) == (2, b"")
     assert result.stderr.startswith(b"kvchat: ")
-    assert said in result.stderr.decode()
     assert result.stderr.count(b"\n") == 1
 
 

@@ -1,25 +1,25 @@
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from support.command_line import Run
 from support.environment import environ
 from support.fake_session import PIECES, FakeSession
 from support.patience import PATIENCE_S
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import chat, main
+from kvchat.cli import chat
 from kvchat.config.modes import registered
 from kvchat.engine.model import checkpoint
 from kvchat.errors import DoesNotFitError, EngineError
@@ -31,41 +31,12 @@ from kvchat.tui.plain import chat as plain
 ANSWER = "".join(PIECES)
 
 
-class Terminal(io.TextIOWrapper):
-    """Stdin of somebody at a keyboard who types nothing."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Outcome]
-
-
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
     monkeypatch.setitem(vars(kvchat), "open_session", session.open)
     monkeypatch.setattr(checkpoint, "locate", lambda name, progress: None)
     return session
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    def run(*args: str, stdin: bytes | None = None) -> Outcome:
-        stream = io.TextIOWrapper(io.BytesIO(stdin)) if stdin is not None else Terminal(io.BytesIO())
-        monkeypatch.setattr(sys, "stdin", stream)
-        monkeypatch.setattr(sys, "argv", ["kvchat", *args])
-        with pytest.raises(SystemExit) as caught:
-            main.main()
-        return Outcome(int(caught.value.code or 0), *capfd.readouterr())
-
-    return run
 
 
 def prompt(session: FakeSession) -> str:

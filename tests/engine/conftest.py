@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support import tiny_models
 from support.freeze_run import EARLY, ruled
 
-from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.model.load import LoadedModel, load_model, wrap
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +21,10 @@ def early_freezes() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model() -> LoadedModel:
     return load_model("bundled", "cpu", "float32", lambda stage: None)
+
+
+@pytest.fixture(scope="session")
+def small_model(model: LoadedModel) -> LoadedModel:
+    """A tiny random model with the bundled one's tokenizer, for long answers whose words do not matter."""
+    sizes = {"vocab_size": model.vocab, "max_position_embeddings": model.context, "eos_token_id": min(model.eos_ids)}
+    return wrap(tiny_models.fresh("llama", **sizes), model.tokenizer, "small")

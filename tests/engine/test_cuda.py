@@ -1,7 +1,7 @@
 """On a GPU: graphs and the side stream change no bit, in any mode, however late a recall arrives.
 
-They also run on the fake CUDA device (tests/support/fake_cuda) in fewer steps. ``generate/test_graphs.py`` makes the
-same comparisons on the CPU, with a tape for a graph and without streams.
+They also run on the fake CUDA device (tests/support/fake_cuda) in fewer steps and layers. ``generate/test_graphs.py``
+makes the same comparisons on the CPU, with a tape for a graph and without streams.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import GROWTH_HEADROOM, ModelRunner
+from kvchat.engine.model.load import LoadedModel
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
 
 pytestmark = pytest.mark.cuda
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Models that both of transformers' attentions compute alike.
 PEERS = ["llama", "qwen2-window"]
@@ -27,13 +29,18 @@ PEERS = ["llama", "qwen2-window"]
 
 def later_ids(steps: int, seed: int = 1) -> list[int]:
     """Return tokens to decode: fewer in Triton's interpreter."""
-    return token_ids(steps // 25 if os.environ.get("TRITON_INTERPRET") == "1" else steps, seed=seed)
+    return token_ids(steps // 25 if INTERPRETED else steps, seed=seed)
+
+
+def llama(dtype: torch.dtype) -> LoadedModel:
+    """Return the model to decode with; in Triton's interpreter one layer that may read everything and one behind it."""
+    return loaded("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
 
 
 @pytest.fixture(autouse=True)
 def small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter every slot that there is room for costs time."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         monkeypatch.setitem(GROWTH_HEADROOM, "cuda", 128)
 
 
@@ -63,7 +70,7 @@ def delayed(operation, dice: random.Random):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", PARAMS)
 def test_graphs_and_streams_change_no_bit(row, dtype):
-    model = loaded("llama", "cuda", dtype)
+    model = llama(dtype)
     one = ModelRunner(model, mode_of(model, row))
     other = eager(ModelRunner(model, mode_of(model, row)))
     for each in (one, other):
@@ -76,7 +83,7 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
 
 @pytest.mark.parametrize("row", ["speculative", "full-resident", "freeze"])
 def test_graphs_over_8_bit_pages_change_no_bit(row):
-    model = loaded("llama", "cuda", torch.float16)
+    model = llama(torch.float16)
     one = ModelRunner(model, mode_of(model, row))
     other = eager(ModelRunner(model, mode_of(model, row)))
     for each in (one, other):
@@ -91,7 +98,7 @@ def test_graphs_over_8_bit_pages_change_no_bit(row):
 
 @pytest.mark.parametrize("row", ["streaming", "speculative", "sync"])
 def test_pinned_messages_are_read_and_their_graphs_change_no_bit(row):
-    model, pins = loaded("llama", "cuda", torch.bfloat16), [*range(40, 47), *range(70, 90)]
+    model, pins = llama(torch.bfloat16), [*range(40, 47), *range(70, 90)]
     one = ModelRunner(model, mode_of(model, row))
     other = eager(ModelRunner(model, mode_of(model, row)))
     for each in (one, other):
@@ -105,7 +112,7 @@ def test_pinned_messages_are_read_and_their_graphs_change_no_bit(row):
 
 @pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "freeze"])
 def test_what_comes_late_is_waited_for(row):
-    model = loaded("llama", "cuda", torch.bfloat16)
+    model = llama(torch.bfloat16)
     one = late(ModelRunner(model, mode_of(model, row)))
     other = eager(ModelRunner(model, mode_of(model, row)))
     for each in (one, other):
@@ -115,7 +122,7 @@ def test_what_comes_late_is_waited_for(row):
 
 @pytest.mark.parametrize("row", PARAMS)
 def test_switches_between_steps_by_graph(row):
-    model = loaded("llama", "cuda", torch.bfloat16)
+    model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "full"))
     other = eager(ModelRunner(model, mode_of(model, "full")))
     for each in (one, other):
@@ -161,7 +168,7 @@ def own_logits(model, ids: list[int], attention: str) -> list[torch.Tensor]:
 
 
 def test_what_the_plan_foretells_is_what_is_allocated():
-    model = loaded("llama", "cuda", torch.bfloat16)
+    model = llama(torch.bfloat16)
     for row in PARAMS:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()

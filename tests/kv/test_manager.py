@@ -9,6 +9,7 @@ from itertools import permutations
 
 import pytest
 import torch
+from support.grids import pairwise, thinned
 from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
 from support.memory import tensors_of
@@ -179,9 +180,9 @@ def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new,
 # ---- truncation
 
 
-@pytest.mark.parametrize("to", [0, 3, 17, 100, 158, 159])
-@pytest.mark.parametrize("row", CORE)
+@pytest.mark.parametrize(("row", "to"), thinned(CORE, [0, 3, 17, 100, 158, 159], each=3))
 def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
+    """A mode's two core rows to three of the lengths each, to all in the long form; ``test_properties`` to any."""
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(135)
@@ -234,22 +235,20 @@ def step_alone(run: Run) -> None:
             run.kv.attention(i, *run.toy.qkv(i, [900], run.kv.total), run.toy.specs[i])
 
 
-CHANGES = [(TorchOps, "move_shared"), (CpuOps, "move_pages"), (TorchOps, "move_tokens"), (StepTimer, "end_step")]
+CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": TorchOps, "end_step": StepTimer}
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("where", CHANGES, ids=lambda where: where[1])
-@pytest.mark.parametrize("row", CORE)
-def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, where, early, monkeypatch):
+@pytest.mark.parametrize(("row", "name", "when"), pairwise(CORE, [*CHANGES], ["before", "after"]))
+def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when, monkeypatch):
+    """Every row at every change, before it or after it in turn; both in the long form."""
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(120)
     run.step(20)
-    owner, name = where
-    genuine = getattr(owner, name)
+    owner, genuine = CHANGES[name], getattr(CHANGES[name], name)
 
     def cut(*args):
-        if not early:
+        if when == "after":
             genuine(*args)
         raise KeyboardInterrupt
 

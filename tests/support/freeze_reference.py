@@ -149,12 +149,13 @@ class FreezeReference(FullReference):
         for layer, spec in enumerate(self.run.toy.specs):
             sight = total - (spec.window or total)
             pages = [page for page in range(g.pages(total)) if (page + 1) * g.page > sight]
+            tiles = self.run.keys[layer][:, pages[0] * g.page :].double().split(g.page, 1)
+            highest, lowest = (torch.stack(ends, 1) for ends in zip(*map(_ends, tiles), strict=True))
             for head in range(g.kv_heads):
                 share = torch.zeros(len(pages), dtype=torch.float64)
                 for q in self.run.query[layer][head * g.group : (head + 1) * g.group].double():
-                    keys = [self.run.keys[layer][head, page * g.page : (page + 1) * g.page].double() for page in pages]
-                    bounds = [torch.maximum(q * k.amax(0), q * k.amin(0)).sum() for k in keys]
-                    share += (spec.scaling * torch.stack(bounds)).softmax(0) / g.group
+                    bounds = torch.maximum(q * highest[head], q * lowest[head]).sum(1)
+                    share += (spec.scaling * bounds).softmax(0) / g.group
                 named |= {
                     j
                     for page, s in zip(pages, share.tolist(), strict=True)
@@ -187,3 +188,8 @@ class FreezeReference(FullReference):
             return shares.mean(0), seen.double()
         keys = self.run.keys[layer].double().repeat_interleave(self.run.toy.geometry.group, 0)
         return (keys @ query.double()[:, :, None])[:, :, 0].abs().mean(0) * seen, seen.double()
+
+
+def _ends(page: Tensor) -> tuple[Tensor, Tensor]:
+    """The element-wise maximum and minimum of a page's keys ``[H, n, d_k]``."""
+    return page.amax(1), page.amin(1)

@@ -25,7 +25,8 @@ ROWS = {
     "speculative-reuse": ("speculative", {"budget": 80, "sink": 0, "window": 16, "tau": -2.0}),
     "speculative-no-pages": ("speculative", {"budget": 64, "sink": 20, "window": 44}),
 }
-# The first row of each mode and the unusual settings, for tests that need not run on all rows.
+# The first row of each mode and the unusual settings, for tests that need not run on all rows. The core has two rows
+# of each mode, one at an even place and one at an odd one, so that ``grids.thinned`` lets a mode meet every cell.
 FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
 CORE = [*FIRST.values(), "full-resident", "streaming-slack", "speculative-odd", "sync-two", "freeze-budget"]
 MIXED = ("plain", "window", "softcap", "sinks", "unrotated")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,9 +40,8 @@ class Toy:
         """Project the tokens ``ids``, the first at position ``start``."""
         positions = torch.arange(start, start + len(ids))
         q, k, v = (content[layer][:, ids] for content in self.contents)
-        q, k = (rotated(x, self.rotations[layer], positions) for x in (q, k))
-        dtype = self.geometry.dtype
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+        both = rotated(torch.cat((q, k)), self.rotations[layer], positions).to(self.geometry.dtype)
+        return both[: len(q)], both[len(q) :], v.to(self.geometry.dtype)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -68,9 +68,12 @@ def toy(
     seed: int = 0,
 ) -> Toy:
     geometry = Geometry(len(kinds), kv_heads * group, kv_heads, d_k, d_v, dtype, page, unified=unified)
-    random = torch.Generator().manual_seed(seed)
     freq = 100.0 ** -(torch.arange(d_k // 4, dtype=torch.float64) / (d_k // 4))
     rotation = Rotation(freq, interleaved, offset=d_k // 4)
+
+    contents, drawn = _contents(len(kinds), geometry.q_heads, kv_heads, d_k, d_v, ids, seed)
+    random = torch.Generator()
+    random.set_state(drawn)
 
     def spec(kind: str) -> AttentionSpec:
         extra = dict(KINDS[kind])
@@ -78,16 +81,25 @@ def toy(
             extra["sinks"] = torch.randn(geometry.q_heads, generator=random).to(dtype)
         return AttentionSpec(d_k**-0.5, **extra)
 
-    def content(heads: int, d: int) -> Tensor:
-        return torch.randn(len(kinds), heads, ids, d, generator=random, dtype=torch.float64)
-
-    queries = content(geometry.q_heads, d_k)
-    stay = torch.linspace(0.6, 0.99, geometry.q_heads, dtype=torch.float64)[:, None]
-    for i in range(1, ids):
-        queries[:, :, i] = stay * queries[:, :, i - 1] + (1 - stay**2).sqrt() * queries[:, :, i]
-    contents = (queries, 1.5 * content(kv_heads, d_k), content(kv_heads, d_v))
     rotations = tuple(None if kind == "unrotated" else rotation for kind in kinds)
     return Toy(geometry, tuple(spec(kind) for kind in kinds), rotations, contents)
+
+
+@lru_cache(maxsize=8)  # neighboring tests ask for the same
+def _contents(
+    layers: int, q_heads: int, kv_heads: int, d_k: int, d_v: int, ids: int, seed: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The contents of q, k and v, and the state of the random numbers after them."""
+    random = torch.Generator().manual_seed(seed)
+
+    def content(heads: int, d: int) -> Tensor:
+        return torch.randn(layers, heads, ids, d, generator=random, dtype=torch.float64)
+
+    queries = content(q_heads, d_k)
+    stay = torch.linspace(0.6, 0.99, q_heads, dtype=torch.float64)[:, None]
+    for i in range(1, ids):
+        queries[:, :, i] = stay * queries[:, :, i - 1] + (1 - stay**2).sqrt() * queries[:, :, i]
+    return (queries, 1.5 * content(kv_heads, d_k), content(kv_heads, d_v)), random.get_state()
 
 
 def calibration(geometry: Geometry) -> Calibration:

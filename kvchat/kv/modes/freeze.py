@@ -189,6 +189,8 @@ class Freeze(Mode):
         if self.rule.recalls:
             self.bounds.reserve(self.state.capacity)
             self.bounds.tokens = tokens
+            if self.state.total == 1:  # a conversation that begins with a step: what its layers see is known after it
+                self._note_layers()
         needed = self._timers.awake(self.state.total) + 1
         self._exact = needed == tokens
         return self._fit(needed)

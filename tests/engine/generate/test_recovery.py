@@ -1,4 +1,4 @@
-"""Recovery in a session whose logits are scripted; K/V, sampling and text are the bundled model's."""
+"""Recovery in a session whose logits are scripted over a small random model; sampling and text are the real ones."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def spikes(*starts: int) -> set[int]:
     return {i for start in starts for i in (start, start + 1)}
 
 
-def test_each_level_comes_in_its_turn(model):
-    session = Scripted(model, "freeze", EAGER).script(spikes(40, 70, 100, 130))
+def test_each_level_comes_in_its_turn(small_model):
+    session = Scripted(small_model, "freeze", EAGER).script(spikes(40, 70, 100, 130))
     events, text = run(session)
     assert levels(events) == ["SR", "WR", "FR", "RR"]
     assert all(event.signal == "entropy" and event.value > 3 for event in events if isinstance(event, Recovered))
@@ -68,7 +68,7 @@ def test_each_level_comes_in_its_turn(model):
     finished, started = events[-1], events[0]
     assert isinstance(finished, Finished)
     assert isinstance(started, Started)
-    assert finished.text == text == model.tokenizer.decode(session.token_ids)
+    assert finished.text == text == small_model.tokenizer.decode(session.token_ids)
     assert session.text(started.prompt_tokens, session.total) == text
     assert session.total == started.prompt_tokens + 180
     assert (finished.stats.recoveries, finished.stats.withdrawn_tokens) == (4, 16)
@@ -76,20 +76,20 @@ def test_each_level_comes_in_its_turn(model):
     assert session.snapshot().extras["recovery"] == "RR"
 
 
-def test_a_full_reset_reads_everything_for_a_while(model):
-    session = Scripted(model, "freeze", EAGER).script(spikes(40, 60, 80))
+def test_a_full_reset_reads_everything_for_a_while(small_model):
+    session = Scripted(small_model, "freeze", EAGER).script(spikes(40, 60, 80))
     run(session)
     assert not any(session.all_read[20:42])
     assert all(session.all_read[82:146])
     assert not all(session.all_read[146:])
 
 
-def test_the_rewalk_takes_another_way(model):
+def test_the_rewalk_takes_another_way(small_model):
     """Tokens before the withdrawn ones stay, and the seed determines all of it."""
     sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=110)
-    first = Scripted(model, "full", {"recovery": True}).script(range(50, 400))
-    second = Scripted(model, "full", {"recovery": True}).script(range(50, 400))
-    plain = Scripted(model, "full", {}).script(range(50, 400))
+    first = Scripted(small_model, "full", {"recovery": True}).script(range(50, 400))
+    second = Scripted(small_model, "full", {"recovery": True}).script(range(50, 400))
+    plain = Scripted(small_model, "full", {}).script(range(50, 400))
     assert levels(run(first, sampling)[0]) == levels(run(second, sampling)[0]) == ["RR"]
     run(plain, sampling)
     assert first.token_ids == second.token_ids
@@ -97,24 +97,24 @@ def test_the_rewalk_takes_another_way(model):
     assert first.token_ids[50:60] != plain.token_ids[50:60]
 
 
-def test_off_by_a_setting_and_where_nothing_would_change(model):
+def test_off_by_a_setting_and_where_nothing_would_change(small_model):
     unsure, drawn = spikes(40, 50), replace(RANDOM, max_new_tokens=60)
-    assert levels(run(Scripted(model, "freeze", {"recovery": False}).script(unsure), drawn)[0]) == []
-    assert levels(run(Scripted(model, "streaming", {}).script(unsure), drawn)[0]) == []
+    assert levels(run(Scripted(small_model, "freeze", {"recovery": False}).script(unsure), drawn)[0]) == []
+    assert levels(run(Scripted(small_model, "streaming", {}).script(unsure), drawn)[0]) == []
     greedy = replace(drawn, temperature=0)
-    assert levels(run(Scripted(model, "full", {"recovery": True}).script(unsure), greedy)[0]) == []
+    assert levels(run(Scripted(small_model, "full", {"recovery": True}).script(unsure), greedy)[0]) == []
 
 
-def test_a_finished_answer_is_not_taken_back(model):
+def test_a_finished_answer_is_not_taken_back(small_model):
     """The rewalk is due with the last token."""
-    session = Scripted(model, "full", {"recovery": True}).script(spikes(40))
+    session = Scripted(small_model, "full", {"recovery": True}).script(spikes(40))
     assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=42))[0]) == []
-    session = Scripted(model, "full", {"recovery": True}).script(spikes(40))
+    session = Scripted(small_model, "full", {"recovery": True}).script(spikes(40))
     assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=43))[0]) == ["RR"]
 
 
-def test_speculative_widens_its_budget_for_a_while(model):
-    session = Scripted(model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40, 60))
+def test_speculative_widens_its_budget_for_a_while(small_model):
+    session = Scripted(small_model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40, 60))
     budgets = {}
 
     def between(generated: int) -> None:
@@ -125,8 +125,8 @@ def test_speculative_widens_its_budget_for_a_while(model):
     assert budgets[150] == 128
 
 
-def test_a_mode_entered_meanwhile_stays(model):
-    session = Scripted(model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40))
+def test_a_mode_entered_meanwhile_stays(small_model):
+    session = Scripted(small_model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40))
 
     def between(generated: int) -> None:
         if generated == 60:
@@ -183,7 +183,7 @@ def test_without_recovery_nothing_is_held_back():
     assert shown == ["a", "b"]
 
 
-def test_the_conversation_kept_inside_has_no_withdrawn_text(model):
-    session = Scripted(model, "full", {"recovery": True}).script(spikes(40))
+def test_the_conversation_kept_inside_has_no_withdrawn_text(small_model):
+    session = Scripted(small_model, "full", {"recovery": True}).script(spikes(40))
     text = "".join(session.chat("Hello.", Sampling(temperature=1.0, seed=1, max_new_tokens=80)))
-    assert text == model.tokenizer.decode(session.token_ids)
+    assert text == small_model.tokenizer.decode(session.token_ids)

@@ -1,0 +1,26 @@
+"""Commands run in this process: a process of its own takes seconds to import torch and transformers."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from support.command_line import Outcome, Run, Terminal
+
+from kvchat.cli import main
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command with these arguments; ``stdin`` None is a keyboard on which nothing is typed."""
+
+    def run(*args: str, stdin: bytes | None = None) -> Outcome:
+        stream = io.TextIOWrapper(io.BytesIO(stdin)) if stdin is not None else Terminal(io.BytesIO())
+        monkeypatch.setattr(sys, "stdin", stream)
+        monkeypatch.setattr(sys, "argv", ["kvchat", *args])
+        with pytest.raises(SystemExit) as caught:
+            main.main()
+        return Outcome(int(caught.value.code or 0), *capfd.readouterr())
+
+    return run

@@ -1,0 +1,31 @@
+"""Grids of parameters, thinned: the long form takes every cell.
+
+``KVCHAT_TEST_GRIDS=all python -m pytest -n auto tests/kv`` is the long form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+WHOLE = "KVCHAT_TEST_GRIDS" in os.environ
+
+
+def thinned(rows: Iterable[Any], others: Sequence[Any], each: int = 1) -> list[tuple[Any, Any]]:
+    """Pairs in which every row meets ``each`` of the others, and the rows take turns: with enough rows, all of them."""
+    if WHOLE:
+        return list(product(rows, others))
+    return [(row, others[(i * each + j) % len(others)]) for i, row in enumerate(rows) for j in range(each)]
+
+
+def pairwise(rows: Sequence[Any], columns: Sequence[Any], others: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    """Triples in which every row meets every column, and both of them meet every one of the others.
+
+    There must be as many rows and columns as others.
+    """
+    if WHOLE:
+        return list(product(rows, columns, others))
+    cells = product(enumerate(rows), enumerate(columns))
+    return [(row, column, others[(i + j) % len(others)]) for (i, row), (j, column) in cells]
