@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import kvchat
 from kvchat.cli.output import progress
 from kvchat.engine.model import checkpoint
+from kvchat.kv.memory.available import check_address_space
 from kvchat.protocol.messages import Load
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def opened(load: Load) -> Session:
         KvchatError: the model cannot be loaded.
     """
     _quiet()
+    check_address_space()
     try:
         checkpoint.locate(load.model, progress)  # refuses a wrong name before torch is imported, which takes seconds
         progress("Starting torch")

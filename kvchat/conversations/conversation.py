@@ -79,7 +79,10 @@ class Conversation:
         self.id = id or new_id()
         self.title = title
         self.created = time.time() if created is None else created
-        self.messages = {message.id: message for message in messages}
+        self.messages: dict[str, Message] = {}
+        self._below: dict[str | None, list[str]] = {}  # ids of the messages below each, in the order of ``messages``
+        for message in messages:
+            self._put(message)
         self._system = system
         self._leaf = leaf
         self._unsaved: set[str] = set()
@@ -118,8 +121,7 @@ class Conversation:
 
     def siblings(self, id: str) -> list[Message]:
         """The messages with the same parent, ``id`` among them."""
-        parent = self.messages[id].parent
-        return [message for message in self.messages.values() if message.parent == parent]
+        return [self.messages[sibling] for sibling in self._below[self.messages[id].parent]]
 
     def last_text(self) -> str:
         """The text of the leaf, empty before the first."""
@@ -157,7 +159,7 @@ class Conversation:
 
     def add(self, message: Message) -> Message:
         """Add or replace a message and end the path with it."""
-        self.messages[message.id] = message
+        self._put(message)
         self._unsaved.add(message.id)
         self.go_to(message.id)
         return message
@@ -173,10 +175,11 @@ class Conversation:
         question = self.leaf
         if question is None or question.role != "user":
             return ""
-        if any(message.parent == question.id for message in self.messages.values()):
+        if self._below.get(question.id):
             self.select(question.id)
             return ""
         del self.messages[question.id]
+        self._below[question.parent].remove(question.id)
         self._unsaved.discard(question.id)
         self._removed.add(question.id)
         self.go_to(question.parent)
@@ -250,6 +253,12 @@ class Conversation:
         self._is_header_unsaved = True
 
     # ---- helpers ---------------------------------------------------------------------------------
+
+    def _put(self, message: Message) -> None:
+        """Add a message to the tree, or replace it where it stands."""
+        if message.id not in self.messages:
+            self._below.setdefault(message.parent, []).append(message.id)
+        self.messages[message.id] = message
 
     def _whole(self) -> tuple[Turn, ...]:
         """The turns of the path with the system prompt before them."""

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from support.environment import environ
-from support.grids import WHOLE
 
 pytestmark = pytest.mark.slow
 
@@ -66,11 +65,15 @@ def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale() -> None:
     assert said[-1] == b"[full"
 
 
-@pytest.mark.parametrize("mebibytes", [700, 900, 1100] if WHOLE else [700, 1100])
+@pytest.mark.parametrize("mebibytes", [100, 400, 700, 1100])
 def test_too_little_memory_is_said_in_a_line(mebibytes: int) -> None:
-    """The least ends an import while the model is loaded, the most may be enough; what lies between: the long form."""
-    result = run("ask", "Hello!", "--max-new-tokens", "4", limit=mebibytes * 2**20, OMP_NUM_THREADS="1")
-    if result.returncode:  # where it is enough it answers
-        assert b"Traceback" not in result.stderr
-        assert result.stderr.startswith(b"kvchat: ")
-        assert result.stderr.count(b"\n") == 1
+    result = run("ask", "Hello!", limit=mebibytes * 2**20)
+    assert (result.returncode, result.stdout) == (3, b"")
+    assert result.stderr.startswith(b"kvchat: There is too little memory to start a model.")
+    assert result.stderr.count(b"\n") == 1
+
+
+def test_too_little_memory_for_the_engine_is_said_in_the_chat() -> None:
+    result = run("chat", "--plain", given=b"Hello!\n", limit=400 * 2**20)
+    assert b"There is too little memory to start a model." in result.stderr
+    assert b"restarted" not in result.stderr

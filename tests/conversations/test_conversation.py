@@ -154,3 +154,28 @@ def test_any_order_of_operations_alternates_and_loses_no_answer(steps):
         roles = [turn.role for turn in conversation.turns]
         assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2)
         assert ended <= set(conversation.messages)
+        for one in conversation.messages.values():
+            family = [other for other in conversation.messages.values() if other.parent == one.parent]
+            assert conversation.siblings(one.id) == family
+
+
+class Counting(dict):
+    """How many messages were looked at."""
+
+    looked = 0
+
+    def __getitem__(self, id):
+        self.looked += 1
+        return super().__getitem__(id)
+
+    def values(self):
+        self.looked += len(self)
+        return super().values()
+
+
+def test_finding_siblings_takes_no_longer_in_a_long_conversation():
+    conversation = said(*map(str, range(2000)))
+    conversation.messages = Counting(conversation.messages)
+    for message in conversation.path:
+        assert conversation.siblings(message.id) == [message]
+    assert conversation.messages.looked <= 5 * 2000

@@ -13,7 +13,7 @@ from support.grids import pairwise, thinned
 from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
 from support.memory import tensors_of
-from support.memory_faults import EVERYWHERE, MemoryRunsOut
+from support.memory_faults import PLACES, MemoryRunsOut
 from support.mode_rows import CORE, MIXED, ROWS
 from support.toy_model import toy
 
@@ -156,10 +156,10 @@ SOME_SWITCHES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if EVERYWHERE else SOME_SWITCHES)
+@pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if PLACES else SOME_SWITCHES)
 def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short):
     failed = 0
-    for at in range(1, 1000, EVERYWHERE or 9):
+    for at in range(1, 1000, 1 if PLACES else 9):
         run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1])
         run.prefill(60)
         run.step(3)

@@ -10,12 +10,12 @@ import difflib
 import time
 from pathlib import Path
 
+from support.patience import PATIENCE_S
 from textual.app import App
 from textual.geometry import Region
 from textual.screen import ModalScreen
 
-SETTLED_S = 5.0  # a screen that has been the same for so long is what it is
-PATIENCE_S = 60.0
+SETTLED_S = 5.0  # a screen that has been the same for so long is taken for right
 
 
 def screen_text(app: App[None]) -> str:
@@ -28,17 +28,17 @@ def screen_text(app: App[None]) -> str:
 
 
 async def difference(app: App[None], expected: Path, update: bool) -> str:
-    """Wait until the screen is as the file says; else how it differs once it has settled.
+    """Wait until the screen is as the file says; else how it differs when patience ends.
 
     With ``update`` the settled screen is written to the file.
     """
     wanted = expected.read_text("utf-8") if expected.exists() and not update else None
-    shown, since = screen_text(app), time.monotonic()
-    deadline = since + PATIENCE_S
-    while shown != wanted and time.monotonic() < min(since + SETTLED_S, deadline):
+    shown, deadline = screen_text(app), time.monotonic() + (SETTLED_S if update else PATIENCE_S)
+    while shown != wanted and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-        if (now := screen_text(app)) != shown:
-            shown, since = now, time.monotonic()
+        before, shown = shown, screen_text(app)
+        if update and shown != before:
+            deadline = time.monotonic() + SETTLED_S
     if update:
         expected.parent.mkdir(exist_ok=True)
         expected.write_text(shown, "utf-8")

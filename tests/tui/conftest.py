@@ -65,9 +65,11 @@ class Chat:
 
 
 @pytest.fixture
-def chat(config: AppConfig) -> Chat:
+async def chat(config: AppConfig) -> AsyncIterator[Chat]:
     view, client = FakeView(), FakeClient()
-    return Chat(ChatController(config, client, view), view, client)
+    chat = Chat(ChatController(config, client, view), view, client)
+    yield chat
+    await chat.controller.archive.close()
 
 
 @pytest.fixture

@@ -7,14 +7,19 @@ read before it is taken.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvchat.errors import DoesNotFitError
+from kvchat.units import size
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 # Left to the framework, kernels' workspaces and the screen: 6 % of what is free, at most this much.
 MARGIN = 768 * 2**20
+LEAST_ADDRESSES = 1280 * 2**20  # with which torch and the bundled model start on a CPU
 UNLIMITED = 2**60  # cgroup v1 writes "no limit" as the largest multiple of a page
 
 
@@ -42,6 +47,22 @@ def container_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> Limit | None:
     """The tightest memory limit over this process (cgroup v2 or v1), None where there is none or it cannot be read."""
     limits = [limit for limit in map(_limit, _groups(proc, cgroups)) if limit]
     return min(limits, key=lambda limit: limit.limit - limit.used, default=None)
+
+
+def check_address_space(limit: int | None = None) -> None:
+    """Refuse to start torch where ``RLIMIT_AS`` leaves it too little: it would abort, or say nothing of memory.
+
+    Raises:
+        DoesNotFitError
+    """
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
+    if soft != resource.RLIM_INFINITY and soft < LEAST_ADDRESSES:
+        raise DoesNotFitError(
+            "There is too little memory to start a model.",
+            f"A limit of this process (ulimit -v) allows {size(soft)} of addresses; torch and the smallest model need "
+            f"{size(LEAST_ADDRESSES)}.",
+            "Raise the limit, or lift it with ulimit -v unlimited.",
+        )
 
 
 def _available(proc: Path) -> int:

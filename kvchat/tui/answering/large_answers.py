@@ -14,11 +14,12 @@ from math import inf
 
 from kvchat.tui.answering.flush import lines
 
-MOST_WIDGETS = 100  # of an answer
+MOST_WIDGETS = 90  # of an answer
 MOST_OF_BLOCK = 64  # of a table or fence
 ENOUGH_OF_PART = 20  # a part ends at the next line where one may begin ...
-ENOUGH_FOR_GAP = 30  # ... or where it may begin with a larger gap above: headings, fences and quotes have a margin
-WIDGETS_OF_BLOCK = 2  # around a table's cells or a fence's code
+ENOUGH_FOR_GAP = 25  # ... or where it may begin with a larger gap above: headings, fences and quotes have a margin
+WIDGETS_OF_TABLE = 2  # around its cells
+WIDGETS_OF_FENCE = 3  # around its code; one of them scrolls
 LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
 CHARACTERS_OF_WIDGET = 800
 DEEPEST_INDENT = 80  # what is nested deeper than ``MOST_NESTED`` is dropped by the parser
@@ -67,7 +68,7 @@ def parts(text: str) -> list[Part]:
     spent = in_part = 0.0
     for block in _blocks(text):
         is_too_large = block.is_large and block.widgets > MOST_OF_BLOCK
-        widgets = WIDGETS_OF_BLOCK if is_too_large else block.widgets
+        widgets = WIDGETS_OF_TABLE if is_too_large else block.widgets
         fits = spent + widgets <= MOST_WIDGETS
         is_markdown = fits and not is_too_large
         is_full = is_markdown and in_part >= block.begins_at
@@ -99,8 +100,7 @@ def _blocks(text: str) -> Iterator[_Block]:
         if not goes_on:
             if block.text:
                 yield block
-            around = WIDGETS_OF_BLOCK if is_table or word.startswith(("```", "~~~")) else 0
-            block = _Block("", around, begins_at=_begins_at(line, was_blank))
+            block = _Block("", _around(word, is_table), begins_at=_begins_at(line, was_blank))
         block.text += line
         block.widgets += _widgets(line, word, bool(fence), is_table)
         if fence and word.startswith(fence) and not word.strip(fence[0]):
@@ -118,6 +118,13 @@ def _begins_at(line: str, was_blank: bool) -> float:
     if (_AFTER_BLANK if was_blank else _ANYWHERE).match(line):
         return ENOUGH_OF_PART
     return ENOUGH_FOR_GAP if was_blank and _WITH_GAP.match(line) else inf
+
+
+def _around(word: str, is_table: bool) -> int:
+    """How many widgets hold those of a block's lines, by the first of them."""
+    if is_table:
+        return WIDGETS_OF_TABLE
+    return WIDGETS_OF_FENCE if word.startswith(("```", "~~~")) else 0
 
 
 def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:

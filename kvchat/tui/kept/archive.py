@@ -33,11 +33,11 @@ class Archive:
     async def open(self) -> None:
         """Open the database; a problem is shown, and the conversations are kept in memory."""
         try:
-            self._store = await self._run(ConversationStore, self._path)
+            await self._run(self._use, self._path)
         except StoreError as error:
             text = f"{error} The conversations of this run are kept in memory only."
             self._view.toast(text, title="Conversations", severity="warning", timeout=20)
-            self._store = await self._run(ConversationStore, None)
+            await self._run(self._use, None)
 
     async def close(self) -> None:
         """Close the database; nothing is saved afterwards."""
@@ -45,6 +45,8 @@ class Archive:
         if store is not None:
             await self._run(store.close)
         self._thread.shutdown()
+        if self._store is not None:  # it was being opened meanwhile
+            self._store.close()
 
     async def save(self, conversation: Conversation) -> None:
         """Write what changed in it, and in others that could not be written before; a problem is shown once."""
@@ -87,6 +89,9 @@ class Archive:
     async def restore(self, id: str) -> None:
         """Bring a deleted conversation back."""
         await self._run(self._opened().restore, id)
+
+    def _use(self, path: Path | None) -> None:
+        self._store = ConversationStore(path)
 
     def _opened(self) -> ConversationStore:
         if self._store is None:

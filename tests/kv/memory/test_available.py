@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available, budget
 
 MiB = 2**20
@@ -79,3 +81,11 @@ def test_a_margin_is_left():
 def test_a_plan_reads_the_same(monkeypatch):
     monkeypatch.setattr(available, "host_free", lambda: 12345)
     assert budget.free_bytes(torch.device("cpu")) == 12345
+
+
+def test_an_address_space_too_small_for_torch_is_refused_with_both_sizes():
+    with pytest.raises(DoesNotFitError, match=r"ulimit -v\) allows 500 MiB .* need 1\.2 GiB") as refused:
+        available.check_address_space(500 * MiB)
+    assert refused.value.hint
+    available.check_address_space(available.LEAST_ADDRESSES)
+    available.check_address_space(resource.RLIM_INFINITY)

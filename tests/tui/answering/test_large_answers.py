@@ -64,7 +64,7 @@ def test_a_part_begins_where_a_reader_sees_no_other_gap():
 
 
 def test_an_ordinary_answer_is_markdown_to_its_end_in_parts_of_few_widgets():
-    rows = "".join(f"| {n} | b | c |\n" for n in range(20))
+    rows = "".join(f"| {n} | b | c |\n" for n in range(18))
     items, code = "- an item\n" * 25, "```py\nx = 1\n```\n"
     text = f"# Title\n\n{'Some words. ' * 40}\n\n{items}\n{code}\n{rows}\nEnd."
     assert markdown_of(text) == text

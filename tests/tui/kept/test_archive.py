@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 
 import pytest
 from support.fake_view import FakeView
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore, StoreError
+from kvchat.tui.kept import archive as archives
 from kvchat.tui.kept.archive import Archive
 
 
@@ -98,3 +100,26 @@ async def test_nothing_is_saved_after_closing(tmp_path, view):
     store = ConversationStore(tmp_path / "chats.db")
     assert store.latest() is None
     store.close()
+
+
+async def test_a_database_that_is_still_being_opened_is_closed_too(tmp_path, view, monkeypatch):
+    begun, go, closed = threading.Event(), threading.Event(), []
+
+    class Slow(ConversationStore):
+        def __init__(self, path):
+            begun.set()
+            go.wait()
+            super().__init__(path)
+
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(archives, "ConversationStore", Slow)
+    archive = Archive(tmp_path / "chats.db", view)
+    opening = asyncio.create_task(archive.open())
+    await asyncio.to_thread(begun.wait)
+    opening.cancel()
+    go.set()
+    await archive.close()
+    assert len(closed) == 1
