@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import files, units
+from kvchat.bench import input_file
 from kvchat.bench.identity import Experiment, Result, difference
 from kvchat.errors import KvchatError, UsageError
 
@@ -120,9 +121,7 @@ def load(file: Path) -> Result:
         UsageError: the file cannot be read, or is no result.
     """
     try:
-        result = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read.", f"{error.strerror}.") from None
+        result = json.loads(input_file.read(file))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is no result of kvchat bench.", f"It is no JSON: {error}.") from None
     if not _is_result(result):

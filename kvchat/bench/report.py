@@ -61,9 +61,18 @@ def compared(one: Path, other: Path) -> Table:
     if not pairs:
         raise UsageError(f"{one} and {other} have no row in common.")
     lines = tuple(line for place, (a, b) in pairs.items() for line in _lines(place, a, b))
-    note = difference({**before, "summary": ()}, {**after, "summary": ()})
-    notes = (f"They are different measurements: {note}.",) if note else ()
-    return Table(f"{before['experiment']}: {one.name} and {other.name}", HEADS, lines or (SAME,), notes)
+    return Table(
+        f"{before['experiment']}: {one.name} and {other.name}", HEADS, lines or (SAME,), _differences(before, after)
+    )
+
+
+def _differences(before: Result, after: Result) -> tuple[str, ...]:
+    """By what else than chance the figures may differ: the measurement, and the machine or model that it ran on."""
+    measurement, machine = difference(before, after), incompatible(before, after)
+    notes = [f"They are different measurements: {measurement}."] if measurement else []
+    if machine and machine != measurement:
+        notes.append(f"They do not stand side by side: {machine}.")
+    return tuple(notes)
 
 
 HEADS = ("row", "figure", "before", "after", "ratio")

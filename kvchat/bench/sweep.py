@@ -59,8 +59,9 @@ def grid(mode: str, given: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], 
     """What ``given`` names as ``KEY=VALUE,VALUE``, or the mode's usual grid.
 
     Raises:
-        UsageError: it is not of that form, or there is neither.
+        UsageError: there is no such mode, it is not of that form, or there is neither.
     """
+    parsed(mode)
     if not given and mode not in GRIDS:
         raise UsageError(f"There is nothing to vary in {mode}.", "", "Give --vary KEY=VALUE,VALUE.")
     found = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvchat.bench import input_file
 from kvchat.bench.datasets.json_lines import lines
 from kvchat.errors import UsageError
 
@@ -43,6 +44,17 @@ def passages(texts: Sequence[str], size: int, tokenizer: Any, joined: bool = Fal
     return found
 
 
+def check(texts: Sequence[str]) -> None:
+    """Refuse files that no text can be read from, before a model is loaded.
+
+    Raises:
+        UsageError: one cannot be read, or is empty.
+    """
+    for name in texts:
+        if not _read(Path(name)).strip():
+            raise UsageError(f"{name} is empty.", "", "Give a text to measure on.")
+
+
 def _passages(file: Path, size: int, tokenizer: Any, joined: bool) -> Iterator[Passage]:
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     size -= len(begin)
@@ -56,7 +68,4 @@ def _passages(file: Path, size: int, tokenizer: Any, joined: bool) -> Iterator[P
 def _read(file: Path) -> str:
     if file.suffix == ".jsonl":
         return BREAK.join(line.text("text") for line in lines(file))
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read.", f"{error}.") from None
+    return input_file.read(file)

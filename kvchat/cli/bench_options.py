@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvchat.bench.texts import check
 from kvchat.bench.variant import with_budgets
 from kvchat.protocol.messages import HostDtype
 
@@ -48,5 +49,11 @@ def baseline_names(baselines: str | None) -> tuple[str, ...] | None:
 
 
 def file_names(texts: list[Path] | None) -> tuple[str, ...]:
-    """Files as a result names them."""
-    return tuple(str(path) for path in texts or ())
+    """Files as a result names them.
+
+    Raises:
+        UsageError: one cannot be read, or is empty.
+    """
+    names = tuple(str(path) for path in texts or ())
+    check(names)
+    return names

@@ -42,6 +42,8 @@ class Run:
     ) -> None:
         if out and not out.absolute().parent.is_dir():
             raise UsageError(f"There is no folder {out.absolute().parent}.")
+        if out and out.is_dir():
+            raise UsageError(f"{out} is a folder.", "", "Give --out the name of a file.")
         if plot:
             plots.check(plot)
         self.choice = choice

@@ -37,8 +37,11 @@ def hide(seed: str, tokens: int, tokenizer: Any) -> Case:
 
 
 def passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:
-    """Sentences of ``text`` until they are ``tokens`` tokens."""
+    """Sentences of ``text``, plain ASCII, until they are ``tokens`` tokens."""
     read = ""
-    while len(tokenizer.encode(read)) < tokens:
-        read += " " * bool(read) + next(text)
+    while (missing := tokens - len(tokenizer.encode(read))) > 0:
+        counted = len(read)
+        # A character is at most one token: fewer characters than are missing need not be counted.
+        while len(read) <= counted or len(read) - counted < missing:
+            read += " " * bool(read) + next(text)
     return read

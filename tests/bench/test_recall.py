@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from kvchat.bench import recall
 from kvchat.bench.recall import Settings
+from kvchat.bench.recall_tasks import TASKS
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
@@ -43,3 +44,8 @@ def test_what_full_finds_streaming_loses_and_the_command_goes_on(tmp_path):
 def test_bad_input_is_refused_before_the_model_is_loaded(settings, message):
     with pytest.raises(UsageError, match=message):
         recall.run(settings)
+
+
+def test_the_help_names_every_task():
+    named = CliRunner().invoke(app, ["bench", "recall", "--help"]).stdout
+    assert {task for task in TASKS if task not in named} == set()

@@ -85,6 +85,16 @@ def test_a_comparison_names_each_figure_that_changed(write):
     assert "| all rows | all figures | equal | equal | 1.000 |" in run("compare", before, before).stdout
 
 
+def test_a_comparison_says_that_measurement_and_machine_differ(write):
+    threads = {**json.loads(write("a.json").read_text())["environment"], "threads": 99}
+    before, after = write("a.json"), write("b.json", settings={"tokens": 9}, environment=threads)
+    text = run("compare", before, after).stdout
+    assert "different measurements: settings.tokens is 8 in one and 9 in the other" in text
+    assert "do not stand side by side: environment.threads is" in text
+    alone = run("compare", before, write("c.json", environment=threads)).stdout
+    assert alone.count("environment.threads is") == 1
+
+
 def test_results_without_a_common_row_or_experiment_are_not_compared(write):
     one, other = write("a.json"), write("b.json", [agreement_row(variant="full")])
     assert "no row in common" in str(run("compare", one, other).exception)

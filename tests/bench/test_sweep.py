@@ -34,6 +34,7 @@ def test_every_usual_grid_is_one_that_the_mode_accepts(mode):
         ("freeze", ["K=1/4"], "of a mode with a budget"),
         ("sync", ["m=1/0"], 'share "1/0" is refused'),
         ("none", ["k=1"], 'no KV mode "none"'),
+        ("none", [], 'no KV mode "none"'),
     ],
 )
 def test_what_cannot_be_varied_is_refused(mode, given, message):

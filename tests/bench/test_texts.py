@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from kvchat.bench.texts import BOOKS, passages
+from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
 
@@ -50,5 +52,15 @@ def test_what_cannot_be_cut_is_refused(tokenizer, tmp_path):
     with pytest.raises(UsageError, match="too short to measure on"):
         passages([str(text)], 100, tokenizer)
     text.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="is not UTF-8"):
         passages([str(text)], 100, tokenizer)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b" \n", "is empty"), (b"\xff\xfe", "is not UTF-8")])
+@pytest.mark.parametrize("command", [["agreement"], ["perplexity"], ["paper", "freekv"]])
+def test_a_file_without_text_is_refused_before_a_model_is_loaded(command, content, message, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    ran = CliRunner().invoke(app, ["bench", *command, "--text", str(text), "--model", "none"])
+    assert isinstance(ran.exception, UsageError)
+    assert f"text.txt {message}" in str(ran.exception)

@@ -12,6 +12,7 @@ from kvchat import paths
 from kvchat.bench import long_run
 from kvchat.cli import bench_output
 from kvchat.cli.main import app
+from kvchat.errors import UsageError
 
 
 def test_without_a_file_rows_are_kept_until_the_result_is_complete(monkeypatch):
@@ -36,6 +37,12 @@ def test_without_a_file_rows_are_kept_until_the_result_is_complete(monkeypatch):
     assert not list(folder.iterdir())
     CliRunner().invoke(app, [*arguments, "--dtype", "bfloat16"])
     assert kept[2] != kept[0], "another measurement has a file of its own"
+
+
+def test_a_folder_is_no_file_to_keep_rows_in(tmp_path):
+    ran = CliRunner().invoke(app, ["bench", "recall", "--model", "none", "--out", str(tmp_path)])
+    assert isinstance(ran.exception, UsageError)
+    assert "is a folder. Give --out the name of a file" in str(ran.exception)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,16 @@ def test_the_bundled_profile_goes_by_memory(nvml: Install, memory: float, name: 
     assert all(o.startswith(f"profiles/{name}.toml:") and o.endswith("(matched: memory)") for o in origins)
 
 
+@pytest.mark.parametrize("memory", [2.0, 4.99, 5.99])
+def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml: Install, memory: float) -> None:
+    """After a prompt freeze held as much as full, and below 5 GiB nothing matched (audit, 11)."""
+    nvml(Device("Some GPU", memory, "8.6", 4, 16))
+    kv = resolved().settings.kv
+    assert kv.mode == "speculative"
+    budgets = {mode: getattr(kv, mode).budget for mode in ("speculative", "streaming", "freeze")}
+    assert all(budgets.values()), budgets
+
+
 def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
     assert resolved().origins == {}
     nvml(RTX)

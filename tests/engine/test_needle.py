@@ -6,6 +6,7 @@ import pytest
 
 from kvchat.engine import needle
 from kvchat.engine.session import Session
+from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError
 
 
@@ -21,6 +22,28 @@ def test_the_fact_is_told_once_and_early(model):
         assert 600 <= sum(read) < 800
         assert sum(read[before + 1 :]) > 100, "it does not stand right before the question"
         assert case.turns[-1].content.endswith("?")
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 30, 300])
+def test_a_passage_ends_with_the_sentence_that_makes_it_long_enough(model, tokens):
+    text, sentence, whole = sentences(7), sentences(7), ""
+    while len(model.tokenizer.encode(whole)) < tokens:
+        whole = f"{whole} {next(sentence)}".strip()
+    assert needle.passage(text, tokens, model.tokenizer) == whole
+    assert next(text) == next(sentence), "no sentence more is taken"
+
+
+def test_a_long_passage_is_counted_a_few_times_only(model):
+    class Counting:
+        counted = 0
+
+        def encode(self, text):
+            self.counted += 1
+            return model.tokenizer.encode(text)
+
+    counting = Counting()
+    needle.passage(sentences(0), 20_000, counting)
+    assert counting.counted < 100
 
 
 def test_a_text_longer_than_the_context_is_refused(model):

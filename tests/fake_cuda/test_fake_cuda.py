@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.fake_cuda.device import Refused, gpu
 from support.fake_cuda.races import Race
-from support.tiny_runner import loaded, mode_of, prefilled, token_ids
+from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
@@ -139,6 +139,21 @@ def test_a_conversation_gives_back_all_it_took():
     del one
     gc.collect()
     assert (gpu.allocated, gpu.pinned) == before
+
+
+@pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
+def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead(tau):
+    """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
+    model = loaded("llama", "cuda", torch.float32)
+    one = runner_of(model, "speculative", budget=128, sink=8, window=32, tau=tau)
+    prefilled(one, token_ids(300))
+    slots, transfer = one.kv.state.slots[-1], one.kv.state.transfer
+    one.step(1)
+    before = int(transfer.totals[1])
+    for token in token_ids(10, seed=1):
+        one.step(token)
+    tokens = (model.layers - 1) * model.kv_heads * slots.layout.pages * slots.geometry.page
+    assert int(transfer.totals[1]) - before == 10 * tokens
 
 
 @pytest.mark.parametrize("row", ["speculative", "freeze", "sync"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvchat.bench import input_file
 from kvchat.errors import UsageError
 
 
@@ -71,11 +72,7 @@ def lines(file: Path) -> Iterator[Line]:
     Raises:
         UsageError: it cannot be read, or a line is no JSON object.
     """
-    try:
-        texts = file.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read.", f"{error}.") from None
-    for number, text in enumerate(texts, 1):
+    for number, text in enumerate(input_file.read(file).split("\n"), 1):
         if text.strip():
             yield Line(file, number, _object(file, number, text))
 

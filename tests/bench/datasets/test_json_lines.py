@@ -16,7 +16,7 @@ from kvchat.errors import UsageError
         ('{"b": "1"}', r"rows\.jsonl, line 1 is refused.*no text 'a'"),
         ('{"a": true}', r"rows\.jsonl, line 1 is refused.*no text 'a'"),
         ('{"a": "1", "all": [1]}', r"line 1 is refused.*no list of texts 'all'"),
-        ("\xff", "cannot be read"),
+        ("\xff", "is not UTF-8"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(tmp_path, text, message):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvchat.bench.identity import VERSIONS, outdated
 from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.paper import asr_kf_egr
+from kvchat.bench.paper import asr_kf_egr, lazy_pruning
 from kvchat.bench.paper.studies import STUDIES, chosen
 from kvchat.bench.plot import paper as draw
 from kvchat.bench.summaries import tables
@@ -124,12 +124,22 @@ def test_within_the_cap_every_way_reads_everything(results):
     assert short["StreamingLLM"]["speedup"] > 0
 
 
+def test_a_short_warm_up_of_every_way_comes_before_the_trials(model, monkeypatch):
+    study, settings = chosen("lazy-pruning", ["cap=40", "long=48", "trials=2"])
+    read, decoded = [], lazy_pruning._decoded
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: model)
+    monkeypatch.setattr(lazy_pruning, "_decoded", lambda lab, ids, p: (read.append(len(ids)), decoded(lab, ids, p))[1])
+    study.run(settings, only=["table-1"])
+    assert read == 3 * [lazy_pruning.PROMPT + lazy_pruning.WARM_UP] + 2 * 3 * [lazy_pruning.PROMPT + 48]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["freekw"], 'Did you mean "freekv"'),
         (["freekv", "--set", "token=3"], 'Did you mean "tokens"'),
         (["freekv", "--set", "tokens=0"], "whole number above 0"),
+        (["lazy-pruning", "--set", "cap=4"], "cap=4 is refused"),
         (["freekv", "--part", "figure-3"], 'has no part "figure-3"'),
         (["freekv", "--part", "accuracy", "--plot", "x.svg"], "have no picture"),
     ],

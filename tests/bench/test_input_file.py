@@ -1,0 +1,29 @@
+"""Files that a person names: read, or refused by name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvchat.bench.input_file import read
+from kvchat.errors import UsageError
+
+
+def test_a_text_is_read(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("Schön.", "utf-8")
+    assert read(file) == "Schön."
+
+
+def test_what_is_no_text_is_refused_by_name_and_never_waited_for(tmp_path):
+    latin, pipe = tmp_path / "latin.txt", tmp_path / "pipe"
+    latin.write_bytes(b"Sch\xf6n.")
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match=r"latin\.txt is not UTF-8\. Byte 3 is 0xf6\."):
+        read(latin)
+    for place in (pipe, tmp_path):
+        with pytest.raises(UsageError, match=f"{place.name} cannot be read. It is no regular file"):
+            read(place)
+    with pytest.raises(UsageError, match="No such file"):
+        read(tmp_path / "none.txt")
