@@ -79,8 +79,8 @@ else:
 
 
 class SamplingSettings(Section):
-    temperature: float = Field(DEFAULTS.temperature, ge=0, le=100)
-    """0 always takes the likeliest token"""
+    temperature: float | None = Field(DEFAULTS.temperature, ge=0, le=100)
+    """0 always takes the likeliest token; unset takes the model's own, of its generation_config.json, or else 0.7"""
     top_k: int = Field(DEFAULTS.top_k, ge=0)
     """draw among the k likeliest tokens; 0 for all"""
     # A smaller share is lost in float32 when it is subtracted from 1.

@@ -72,7 +72,8 @@ def to_text(comparison: Comparison) -> str:
 def to_markdown(comparison: Comparison) -> str:
     """The question, the table, the verdict and the answers."""
     sampling = comparison.sampling
-    head = f"{comparison.model}, temperature {sampling.temperature:g}, seed {sampling.seed}"
+    drawn = "the model's own temperature" if sampling.temperature is None else f"temperature {sampling.temperature:g}"
+    head = f"{comparison.model}, {drawn}, seed {sampling.seed}"
     parts = [
         "# Comparison",
         comparison.question.strip(),

@@ -191,7 +191,8 @@ class Comparison:
             yield event
 
     def _sampler(self, sampling: Sampling) -> Sampler:
-        return Sampler(sampling, self._runner.model.vocab, self._runner.model.device)
+        model = self._runner.model
+        return Sampler(sampling, model.vocab, model.device, model.temperature)
 
     def _without_recovery(self, variant: Variant) -> ModeParameters:
         return self._switcher.merged(variant.mode, variant.params).model_copy(update={"recovery": False})

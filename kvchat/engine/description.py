@@ -31,4 +31,5 @@ def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher) -> Loade
         ),
         weights=model.weights,
         fast=model.fused,
+        temperature=model.temperature,
     )

@@ -22,7 +22,7 @@ from kvchat.engine.loader import EngineLoader, Loader, Session
 from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol import messages, wire
+from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import HideNeedle
 from kvchat.protocol.details import Watch
 from kvchat.protocol.messages import (
@@ -213,9 +213,9 @@ class Server:
     def _plan(self, command: Plan) -> None:
         """A refusal is no failure: an answer may have been asked for meanwhile."""
         try:
-            planned = messages.Planned(command.load.model, self._loader.plan(command, lambda stage: None))
+            planned = figures.Planned(command.load.model, self._loader.plan(command, lambda stage: None))
         except Exception as error:  # noqa: BLE001  # whatever a model's files lead to
-            planned = messages.Planned(command.load.model, None, str(_explained(error)))
+            planned = figures.Planned(command.load.model, None, str(_explained(error)))
         self._outbox.send(planned)
 
     def _work(self, begin: Callable[[Session], Iterator[Event]]) -> None:

@@ -162,6 +162,15 @@ class MemoryPlan:
     proposal: Proposal | None = None
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What loading ``model`` would take; None with the reason in ``refusal``."""
+
+    model: str
+    plan: MemoryPlan | None
+    refusal: str = ""
+
+
 # One letter a ribbon cell: the state of most of its tokens; recalled wins over all others.
 RIBBON = {
     "S": "sink",

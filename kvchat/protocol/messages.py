@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
 from kvchat.protocol.details import Details, Watch
-from kvchat.protocol.figures import Count, MemoryPlan, Params, Snapshot, Stats
+from kvchat.protocol.figures import Count, Params, Planned, Snapshot, Stats
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 
 HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
@@ -27,11 +27,14 @@ class Turn:
     pinned: bool = False
 
 
+TEMPERATURE = 0.7  # of a model that names none
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; temperature 0 is greedy."""
+    """How the next token is drawn; temperature 0 is greedy, None the model's own."""
 
-    temperature: float = 0.7
+    temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -175,6 +178,7 @@ class Loaded:
     """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers.
 
     ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
+    ``temperature`` is the model's own.
     """
 
     model: str
@@ -192,6 +196,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     weights: str = ""
     fast: str = ""
+    temperature: float = TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -321,15 +326,6 @@ class Peeked:
     start: Count
     end: Count
     text: str
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What loading ``model`` would take; None with the reason in ``refusal``."""
-
-    model: str
-    plan: MemoryPlan | None
-    refusal: str = ""
 
 
 @dataclass(frozen=True)

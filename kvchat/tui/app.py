@@ -11,7 +11,9 @@ from functools import partial
 from typing import ClassVar
 
 from textual.app import App
+from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
+from textual.command import CommandPalette
 from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.events import Event, InputEvent
@@ -106,6 +108,10 @@ class KvchatApp(App[None]):
         """Show a toast; control characters are marks, and markup is text unless asked for."""
         super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
 
+    def pop_screen(self) -> AwaitComplete:
+        """Close the screen on top, but never the chat: a key pressed twice closes its screen twice."""
+        return AwaitComplete() if self.screen is self.chat else super().pop_screen()
+
     def _handle_exception(self, error: Exception) -> None:
         """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""
         cause = error.error if isinstance(error, WorkerFailed) else error
@@ -178,6 +184,11 @@ class KvchatApp(App[None]):
         self.keys.clear()
         self.keys.update({id: key.lower() for id, key in keys.items()})
         self.set_keymap(self.keys)
+
+    def action_command_palette(self) -> None:
+        """Show the palette, unless one is open already, perhaps below another screen."""
+        if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
+            self.push_screen(CommandPalette())  # Textual's own has an id, which one that is just closing has too
 
     def action_help(self) -> None:
         """Show or close the help."""

@@ -67,7 +67,7 @@ async def set_value(chat: ChatController, argument: str) -> None:
     known = dict(arguments.parameters(chat.state))
     name = resolve(key, known, f"parameter of the sampling or the {chat.state.mode} mode")
     if not value.strip():
-        present = arguments.shown(arguments.present(chat.state, name))
+        present = arguments.told(chat.state, name)
         chat.view.toast(f"{name} is {present}. It takes {expected(known[name])}.")
     elif name in sampling.NAMES:
         chat.set_sampling(name, value.strip())

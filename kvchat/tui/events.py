@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvchat.errors import EngineError, KvchatError, UsageError
 from kvchat.protocol.comparing import Compared, Comparing
 from kvchat.protocol.details import Details
-from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
     Failed,
     Finished,
@@ -18,7 +18,6 @@ from kvchat.protocol.messages import (
     NeedleHidden,
     Noted,
     Peeked,
-    Planned,
     Prefilled,
     Preparing,
     Rebuilt,

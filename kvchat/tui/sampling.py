@@ -13,7 +13,8 @@ NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
 def change(sampling: Sampling, key: str, value: str) -> Sampling:
-    """``sampling`` with one parameter changed; ``none`` clears the seed and the stop strings.
+    """``sampling`` with one parameter changed; ``none`` clears the seed, the stop strings and the temperature,
+    which is the model's own then.
 
     Raises:
         UsageError: an unknown name or a value out of range.
@@ -36,4 +37,4 @@ def _value(sampling: Sampling, key: str, text: str) -> Any:
     """A stop string is added to those there are; ``\\n`` in it is a newline."""
     if key == "stop":
         return () if text.lower() == "none" else (*sampling.stop, text.replace("\\n", "\n"))
-    return None if key == "seed" and text.lower() == "none" else text
+    return None if key in ("seed", "temperature") and text.lower() in ("none", "auto") else text

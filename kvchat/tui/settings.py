@@ -18,6 +18,7 @@ from kvchat.errors import UsageError
 from kvchat.tui.actions import ACTIONS, keys_of
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
+from kvchat.tui.prompt import arguments
 
 HERE, SESSION, DEFAULT = "changed, not saved", "this session", "default"
 
@@ -124,6 +125,8 @@ class SettingsEditor:
             case ("kv", mode, name) if value is None and mode == self._chat.state.mode:
                 chosen = self._chat.state.params.get(name)
                 shown = shown if chosen is None else f"auto, now {chosen}"
+            case ("sampling", "temperature"):
+                shown = arguments.told(self._chat.state, "temperature")
             case ("ui", "theme"):
                 words = self._appearance.theme_names
         return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, _is_live(key))

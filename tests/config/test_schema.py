@@ -17,7 +17,7 @@ from kvchat.tui.sampling import change
 
 # Around each bound: what is refused and what is allowed.
 REFUSED = {
-    "temperature": ("-1e-9", "100.001", "nan", "inf", "'warm'", "None"),
+    "temperature": ("-1e-9", "100.001", "nan", "inf", "'warm'"),
     "top_k": ("-1", "1.5", "'x'", "None"),
     "top_p": ("0", "6e-8", "9.9e-7", "1.0000001", "-1", "nan"),
     "min_p": ("-1e-9", "1", "1.0", "1.5", "nan"),

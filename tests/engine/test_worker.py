@@ -22,7 +22,7 @@ from kvchat.engine.loader import Progress
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
 from kvchat.protocol.details import Details, Watch
-from kvchat.protocol.figures import Gpu, MemoryPlan, ModeNeed, Proposal, Snapshot
+from kvchat.protocol.figures import Gpu, MemoryPlan, ModeNeed, Planned, Proposal, Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -36,7 +36,6 @@ from kvchat.protocol.messages import (
     Peek,
     Peeked,
     Plan,
-    Planned,
     Resume,
     Resumed,
     Started,

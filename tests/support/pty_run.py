@@ -11,30 +11,44 @@ import termios
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from support.patience import PATIENCE_S
 
 
 class PtyRun:
-    """``written`` are the bytes that reached the terminal; stdin, stdout and stderr are the terminal unless given."""
+    """``written`` are the bytes that reached the terminal; stdin, stdout and stderr are the terminal unless given.
+
+    ``folder`` is the program's working folder.
+    """
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], width: int = 220, height: int = 160, **streams: int
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        width: int = 220,
+        height: int = 160,
+        folder: Path | None = None,
+        **streams: int,
     ) -> None:
         self.written = b""
         self._terminal, child = os.openpty()
-        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        self.resize(width, height)
         environ = {name: value for name, value in environ.items() if name not in ("COLUMNS", "LINES")}
         streams = {"stdin": child, "stdout": child, "stderr": child, **streams}
-        self.process = subprocess.Popen(command, env=environ, start_new_session=True, **streams)
+        self.process = subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, **streams)
         os.close(child)
+
+    def resize(self, width: int, height: int) -> None:
+        """Change the size in cells; a program whose terminal it is gets SIGWINCH."""
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def until(self, text: str) -> None:
         """Read until a text has been written."""
         deadline = time.monotonic() + PATIENCE_S
         while text.encode() not in self.written:
             assert time.monotonic() < deadline, f"{text} did not come in {self.written[-3000:]!r}"
-            assert self._read() or self.process.poll() is None, f"it ended before {text}: {self.written[-3000:]!r}"
+            assert self.read(0.1) or self.process.poll() is None, f"it ended before {text}: {self.written[-3000:]!r}"
 
     def type(self, keys: bytes) -> None:
         """Type bytes."""
@@ -45,8 +59,8 @@ class PtyRun:
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end: {self.written[-3000:]!r}"
-            self._read()
-        while self._read():
+            self.read(0.1)
+        while self.read(0.1):
             pass
         return self.process.returncode
 
@@ -57,8 +71,9 @@ class PtyRun:
             self.process.wait()
         os.close(self._terminal)
 
-    def _read(self) -> bytes:
-        if not select.select([self._terminal], [], [], 0.1)[0]:
+    def read(self, wait_s: float) -> bytes:
+        """Read what has been written, waiting so long for the first of it."""
+        if not select.select([self._terminal], [], [], wait_s)[0]:
             return b""
         data = b""
         with suppress(OSError):  # the terminal of an ended program

@@ -86,6 +86,14 @@ async def test_changes_count_at_once_where_that_is_possible(at, chat):
     assert at.editor.unsaved == 8
 
 
+async def test_a_temperature_left_to_the_model_is_told(at, chat):
+    assert (at[TEMPERATURE].text, at[TEMPERATURE].shown) == ("", "auto")
+    await chat.load(temperature=0.3)
+    assert (at[TEMPERATURE].text, at[TEMPERATURE].shown) == ("", "auto, now 0.3")
+    at.editor.change(TEMPERATURE, "0")
+    assert (at[TEMPERATURE].text, at[TEMPERATURE].shown) == ("0.0", "0.0")
+
+
 async def test_what_pages_are_kept_in_counts_at_once_and_for_models_loaded_later(at, chat):
     key = ("kv", "host_dtype")
     at.editor.change(key, "int8")

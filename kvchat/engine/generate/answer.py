@@ -87,7 +87,7 @@ class AnswerLoop(Released):
 
     def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
-        sampler = Sampler(sampling, self._model.vocab, self._model.device)
+        sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.temperature)
         self._switcher.check_prompt(len(prompt.ids))
         self.token_ids = []
         self._switcher.narrow()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvchat.config.schema import checked_sampling
 from kvchat.errors import EngineError
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import TEMPERATURE, Sampling
 
 GREEDY_BELOW = 1e-5  # a temperature that leaves one token in float32
 NO_TOKEN = -1  # drawn from logits that are not finite
@@ -35,10 +35,16 @@ class Sampler:
     On a CPU a greedy call costs about 10 µs at 8,192 logits; top-p costs a sort of the tokens that might be kept.
     """
 
-    def __init__(self, sampling: Sampling, vocab: int, device: torch.device | str) -> None:
-        """Raises UsageError: a setting is out of range."""
+    def __init__(
+        self, sampling: Sampling, vocab: int, device: torch.device | str, temperature: float = TEMPERATURE
+    ) -> None:
+        """``temperature`` is for a ``sampling`` that names none.
+
+        Raises UsageError: a setting is out of range.
+        """
         self.sampling = sampling = checked_sampling(sampling)
-        self.greedy = sampling.temperature < GREEDY_BELOW
+        self.temperature = temperature if sampling.temperature is None else sampling.temperature
+        self.greedy = self.temperature < GREEDY_BELOW
         self.generator = torch.Generator(device)
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._forks = 0
@@ -71,7 +77,7 @@ class Sampler:
 
         ``scores`` [vocab] are logits less their maximum, so the largest weight is 1. Not for greedy sampling.
         """
-        scores, tokens = scores / self.sampling.temperature, None
+        scores, tokens = scores / self.temperature, None
         if 0 < self.sampling.top_k < len(scores):
             scores, tokens = scores.topk(self.sampling.top_k)
         weights = scores.exp()

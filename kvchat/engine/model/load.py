@@ -25,8 +25,10 @@ from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weights_memory import lay_out
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
+from kvchat.protocol.messages import TEMPERATURE
 from kvchat.units import size
 
+MAX_TEMPERATURE = 2.0  # a model's own; more is a mistake in its file
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
 
 
@@ -35,7 +37,8 @@ class LoadedModel:
     """A model on its device, its tokenizer and its observed properties.
 
     ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization, ``fused`` the
-    kinds of modules that are fused. ``reads_chunks`` is that of ``RecurrentState``.
+    kinds of modules that are fused. ``reads_chunks`` is that of ``RecurrentState``. Answers are drawn at
+    ``temperature`` where nobody asks for another.
     """
 
     model: Any
@@ -58,6 +61,7 @@ class LoadedModel:
     weights: str = ""
     fused: str = ""
     reads_chunks: bool = True
+    temperature: float = TEMPERATURE
 
 
 def load_model(
@@ -228,6 +232,7 @@ def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, p
         notes=_notes(model, tokenizer, seen, pinned),
         weight_bytes=quantization.weight_bytes(model),
         weights=quantization.describe(model),
+        temperature=_temperature(model),
     )
 
 
@@ -239,6 +244,14 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         eos = getattr(holder, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list | tuple) else [eos])
     return frozenset(ids - {None})
+
+
+def _temperature(model: Any) -> float:
+    """What the model's makers sample at, where their file says it."""
+    named = getattr(model.generation_config, "temperature", None)
+    if isinstance(named, int | float) and 0 < named <= MAX_TEMPERATURE:
+        return float(named)
+    return TEMPERATURE
 
 
 def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, ...]:

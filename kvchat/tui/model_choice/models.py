@@ -10,7 +10,8 @@ from typing import Any
 from kvchat.catalog import models as catalog
 from kvchat.config.schema import checked_model
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Planned, Stop
+from kvchat.protocol.figures import Planned
+from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Stop
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.model_choice.downloads import Download

@@ -19,6 +19,8 @@ from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.plain_text import PlainText
 
 if TYPE_CHECKING:
+    from textual.css.query import DOMQuery
+
     from kvchat.tui.widgets.answer_body import AnswerBody
 
 COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
@@ -115,7 +117,7 @@ class Answer(Vertical):
         thought, said = thinking.split(visible(self.text))
         self._show_thought(thought, is_open=False)
         async with self._drawing:
-            await self._body.show(said, is_final=True)
+            await self._show_body(said, is_final=True)
         if not self.is_attached:  # it has gone meanwhile with its conversation
             return
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
@@ -143,8 +145,7 @@ class Answer(Vertical):
                 self.styles.height = self.size.height
             self.collapsed = collapsed
             await self.recompose()
-            if not collapsed and self.is_attached:
-                await self._body.show(thinking.split(visible(self.text))[1], is_final=True)
+            if not collapsed and await self._show_body(thinking.split(visible(self.text))[1], is_final=True):
                 self.styles.height = "auto"
                 self._weigh()
 
@@ -171,14 +172,16 @@ class Answer(Vertical):
         async with self._drawing:
             if self.finished:
                 return
-            await self._body.show(said, is_final=False)
-            if self.is_attached:
-                self._show_tail(self._body.tail)
+            if body := await self._show_body(said, is_final=False):
+                self._show_tail(body.tail)
 
-    @property
-    def _body(self) -> AnswerBody:
-        body: AnswerBody = self.query_one("AnswerBody")  # type: ignore[assignment]
-        return body
+    async def _show_body(self, said: str, is_final: bool) -> AnswerBody | None:
+        """Draw the blocks; None where the answer goes meanwhile with its conversation, its widgets before it."""
+        bodies: DOMQuery[AnswerBody] = self.query("AnswerBody")  # type: ignore[assignment]
+        if not bodies:
+            return None
+        await (body := bodies.first()).show(said, is_final)
+        return body if self.is_attached else None
 
     def _show_thought(self, thought: str, is_open: bool) -> None:
         if not thought:

@@ -15,7 +15,7 @@ from transformers import (
 
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import TEMPERATURE, Sampling
 
 VOCAB = 512
 
@@ -28,7 +28,7 @@ def reference(sampling: Sampling, scores: Tensor, ids: list[int]) -> Tensor:
     """The distribution [vocab] after transformers' own processors."""
     steps = [
         RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty) if sampling.repetition_penalty != 1 else None,
-        TemperatureLogitsWarper(sampling.temperature),
+        TemperatureLogitsWarper(TEMPERATURE if sampling.temperature is None else sampling.temperature),
         TopKLogitsWarper(sampling.top_k) if sampling.top_k else None,
         TopPLogitsWarper(sampling.top_p) if sampling.top_p < 1 else None,
         MinPLogitsWarper(sampling.min_p) if sampling.min_p else None,
@@ -79,6 +79,13 @@ def test_the_distribution_is_that_of_transformers(sampling, spread):
         made, wanted = distribution(sampler, scores), reference(sampling, scores, seen)
         assert torch.equal(made > 0, wanted > 0)
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_a_model_has_a_temperature_of_its_own_where_none_is_asked_for():
+    scores, own = logits(0), Sampler(Sampling(), VOCAB, "cpu", temperature=0.3)
+    torch.testing.assert_close(distribution(own, scores), reference(Sampling(temperature=0.3), scores, []))
+    assert Sampler(Sampling(), VOCAB, "cpu", temperature=0.0).greedy
+    assert not Sampler(Sampling(temperature=1.0), VOCAB, "cpu", temperature=0.0).greedy
 
 
 def test_tokens_are_drawn_by_their_probability():

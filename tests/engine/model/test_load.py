@@ -16,6 +16,7 @@ from kvchat.engine.model.load import load_model
 from kvchat.engine.model.resumable import DownloadProgress
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
+from kvchat.protocol.messages import TEMPERATURE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -80,6 +81,12 @@ def test_a_local_folder(folder, no_network, dtype, expected):
 def test_every_end_token_counts(folder):
     edit_json(folder / "generation_config.json", eos_token_id=[7, 8])
     assert load_model(str(folder), "cpu", "auto", silent).eos_ids == {7, 8, 2, 4}
+
+
+@pytest.mark.parametrize(("said", "expected"), [(0.3, 0.3), (None, TEMPERATURE), (1e9, TEMPERATURE), (0, TEMPERATURE)])
+def test_the_temperature_is_the_one_of_the_models_makers(folder, said, expected):
+    edit_json(folder / "generation_config.json", temperature=said, do_sample=True)
+    assert load_model(str(folder), "cpu", "auto", silent).temperature == expected
 
 
 def test_the_revision_follows_the_files(folder):

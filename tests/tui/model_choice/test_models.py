@@ -10,8 +10,8 @@ from support.app_driver import wait_for
 
 from kvchat.catalog import models as catalog
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot
-from kvchat.protocol.messages import Failed, Load, Loading, Plan, Planned, Stop
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot
+from kvchat.protocol.messages import Failed, Load, Loading, Plan, Stop
 from kvchat.tui.model_choice import model_commands
 from kvchat.tui.state import Phase
 

@@ -104,7 +104,7 @@ async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
 async def test_every_command_is_listed_or_refused_in_words(config):
     _, session = await piped(config, "/help\n/settings\n/settings\n")
     assert re.search(r"^/mode NAME key=value\.\.\.: switch the KV mode", session.said, re.MULTILINE)
-    assert "sampling.temperature = 0.7 (default)" in session.said
+    assert "sampling.temperature = auto, now 0.7 (default)" in session.said
     listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
     own = session.plain._own
     assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}

@@ -56,7 +56,7 @@ def test_present_values_are_marked_and_ranges_told():
     assert [one.label for one in modes.suggestions if one.is_present] == ["streaming"]
     assert modes.usage.startswith("/mode NAME")
     rows = {one.label: one.doc for one in command_offers.offer("/set ", NOW).suggestions}
-    assert rows["temperature 0.5"] == "a number from 0 to 100: 0 always takes the likeliest token"
+    assert rows["temperature 0.5"].startswith("a number from 0 to 100: 0 always takes the likeliest token; unset ")
     assert rows["budget 512"].startswith("a whole number of at least 64: ")
     assert [one.is_present for one in command_offers.offer("/theme ", NOW).suggestions] == [False, True]
 

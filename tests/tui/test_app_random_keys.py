@@ -1,0 +1,41 @@
+"""Random keys, lines, clicks, pastes and sizes: no exception, no process left, memory bounded, all screens seen.
+
+``KVCHAT_TEST_KEYS=1200`` types for so many seconds, also over the bundled model and into a recording.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from support import start_app
+from support.environment import environ
+from support.random_keys import SCREENS, RandomKeys
+
+SECONDS = float(os.environ.get("KVCHAT_TEST_KEYS", "0"))
+SEED = int(os.environ.get("KVCHAT_TEST_SEED", "1"))
+MAX_MIB = 400
+PROGRAMS = {
+    "fake engine": None,
+    "bundled model": (sys.executable, "-m", "kvchat"),
+    "recording": (sys.executable, "-m", "kvchat", "replay"),
+}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+
+
+@pytest.mark.parametrize("program", PROGRAMS if SECONDS else ["fake engine"])
+def test_random_keys_end_nothing(tmp_path: Path, program: str) -> None:
+    folder = tmp_path / "working folder"
+    folder.mkdir()
+    environment = environ(HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path / "state"), XDG_CACHE_HOME=str(tmp_path))
+    typed = RandomKeys(PROGRAMS[program] or start_app.command(tmp_path), environment, folder, SEED)
+    typed.press(3, SECONDS)
+    told = f"{typed.keys} keys, {typed.runs} runs, {max(typed.memory)} MiB at most, {sorted(typed.seen)}"
+    print(f"{program}: {told}")  # noqa: T201  # what a long run was
+    assert max(typed.memory) < MAX_MIB
+    assert not [log for log in tmp_path.rglob("*log*") if log.is_file() and "Traceback" in log.read_text()]
+    if SECONDS > 300:
+        assert typed.seen == set(SCREENS)
