@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ def test_they_lie_in_order_and_keep_their_values(dtype):
     assert all(torch.equal(*pair) for pair in zip(plain.parameters(), laid_out.parameters(), strict=True))
     at = addresses(laid_out)
     assert at[0][0] % HUGE_PAGE == 0
-    assert all(begin + size == following for (begin, size), (following, _) in zip(at, at[1:], strict=False))
+    assert all(begin + size == following for (begin, size), (following, _) in itertools.pairwise(at))
 
 
 def test_no_more_than_a_piece_is_there_twice(monkeypatch):
