@@ -146,7 +146,6 @@ def test_whole_takes_what_is_an_integer():
         None,
         {"temperature": 0},
         Sampling(temperature="hot"),
-        Sampling(temperature=None),
         Sampling(top_k=1.5),
         Sampling(stop=5),
         Sampling(stop=(1,)),
