@@ -106,7 +106,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self, conversation: Any) -> None:
         """Begin to render ``conversation``, by which the limit is set."""
-        self._forget()
+        self.forget()
         self.limit = LIMIT
         self.limit += 2 * self.weight(conversation)
 
@@ -178,11 +178,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         weight = self._weigh(collection)
         self._remembered += weight + 1
         if self._remembered > HELD * self.limit:
-            self._forget()
+            self.forget()
         self._weights[id(collection)] = collection, weight
         return weight
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of what was weighed."""
         self._weights.clear()
         self._remembered = 0
 

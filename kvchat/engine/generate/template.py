@@ -45,13 +45,16 @@ class ChatTemplate:
         code = _compile(source)
         template = Template.from_code(self._environment, code, self._environment.make_globals(None))
         self._environment.begin(messages)
-        return template.render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            **self._tokenizer.special_tokens_map,
-        )
+        try:
+            return template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        finally:
+            self._environment.forget()
 
 
 @lru_cache(KEPT_CODE)
