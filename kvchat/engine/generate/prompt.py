@@ -168,6 +168,12 @@ class PromptEncoder:
         messages = [{"role": turn.role, "content": self._content(turn, in_parts, edges)} for turn in turns]
         try:
             return self._template.render(messages)
+        except LimitExceededError as error:
+            raise UsageError(
+                "The model's chat template is stopped: no conversation needs what it does.",
+                f"{error}.",
+                "Choose another model.",
+            ) from error
         except Exception as error:  # templates are programs from elsewhere and raise whatever they like
             raise UsageError(
                 "The model's chat template refuses this conversation.",

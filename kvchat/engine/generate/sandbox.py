@@ -251,7 +251,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _refuse_above_limit(self, weight: int) -> None:
         if weight > self.limit:
-            raise LimitExceededError(f"it makes something of more than {self.limit:,} characters, items or digits")
+            raise LimitExceededError(f"It makes something of more than {self.limit:,} characters, items or digits")
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:

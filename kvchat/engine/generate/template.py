@@ -41,7 +41,7 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise TypeError(f"it is no text but {type(source).__name__}")
         if len(source) > SOURCE:
-            raise LimitExceededError(f"it has {len(source):,} characters itself")
+            raise LimitExceededError(f"It has {len(source):,} characters itself")
         code = _compile(source)
         template = Template.from_code(self._environment, code, self._environment.make_globals(None))
         self._environment.begin(messages)
