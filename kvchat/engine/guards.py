@@ -80,9 +80,11 @@ def whole(value: Any, name: str) -> int:
     """The whole number that ``value`` is: of Python, numpy or a tensor.
 
     Raises:
-        UsageError: it is a fraction, a text or anything else.
+        UsageError: it is a fraction, a text, true or false, or anything else.
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):
         given = f"{type(value).__name__} {value!r}"[:80]

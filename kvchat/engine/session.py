@@ -301,15 +301,16 @@ class Session(Released, Comparisons, StoredText, Reports):
         return self._loop.step(whole(token, "A token id"))
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens`` stored tokens; where no more are stored nothing happens.
+        """Forget all but the first ``tokens`` stored tokens; with all that are stored nothing happens.
 
         Raises:
-            UsageError: a negative number, or none.
+            UsageError: no whole number, a negative one, or more than are stored.
         """
         tokens = whole(tokens, "The number of tokens")
-        if tokens < 0:
+        if not 0 <= tokens <= self.total:
             raise UsageError(
-                "A conversation cannot be truncated to less than nothing.", f"Given: {tokens}.", "Give 0 or more."
+                f"A conversation of {self.total:,} tokens cannot be truncated to {tokens:,}.",
+                hint=f"Give 0 to {self.total:,}, the number of tokens to keep.",
             )
         self._ask()
         self._loop.truncate(tokens)

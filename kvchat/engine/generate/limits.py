@@ -39,9 +39,9 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
     def watch() -> None:
         while not done.wait(POLL_S):
             if time.monotonic() > ends:
-                reasons.append(f"it takes more than {seconds:g} s")
+                reasons.append(f"It takes more than {seconds:g} s")
             elif (resident_bytes() or 0) > largest:
-                reasons.append(f"it takes more than {nbytes // 2**20} MiB of memory")
+                reasons.append(f"It takes more than {nbytes // 2**20} MiB of memory")
             if reasons:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, ctypes.py_object(_StoppedError))
                 return

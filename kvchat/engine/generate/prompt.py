@@ -14,15 +14,15 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvchat.engine.generate.limits import LimitExceededError, limited
+from kvchat.engine.generate.limits import LimitExceededError
 from kvchat.engine.generate.stored import Stored, common_prefix
+from kvchat.engine.generate.template import ChatTemplate
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_CHARACTERS = 3.0, 2**29, 2**20  # a template takes milliseconds
 ROLES = ("system", "user", "assistant")
 
 # Unicode noncharacters: they never occur in real text and are taken out of what is given.
@@ -60,6 +60,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self._anchor = _find_anchor(tokenizer)
         self._control = control_ids(tokenizer)
         self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
@@ -165,23 +166,20 @@ class PromptEncoder:
 
     def _apply_template(self, turns: Sequence[Turn], in_parts: bool, edges: bool = False) -> str:
         messages = [{"role": turn.role, "content": self._content(turn, in_parts, edges)} for turn in turns]
-
-        def render() -> str:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return text
-
         try:
-            text = limited(render, TEMPLATE_S, TEMPLATE_BYTES)
-            added = len(text) - sum(len(turn.content) for turn in turns)
-            if added > TEMPLATE_CHARACTERS:
-                raise LimitExceededError(f"it adds {added:,} characters")
+            return self._template.render(messages)
+        except LimitExceededError as error:
+            raise UsageError(
+                "The model's chat template is stopped: no conversation needs what it does.",
+                f"{error}.",
+                "Choose another model.",
+            ) from error
         except Exception as error:  # templates are programs from elsewhere and raise whatever they like
             raise UsageError(
                 "The model's chat template refuses this conversation.",
                 f"Its message: {str(error)[:500] or type(error).__name__}.",
                 "Turns that alternate between user and assistant, starting with user, suit every template.",
             ) from error
-        return text
 
     def _content(self, turn: Turn, in_parts: bool, edges: bool = False) -> str | list[dict[str, str]]:
         text = self._escape(turn.content)
@@ -252,7 +250,9 @@ class PromptEncoder:
             return True
         try:
             return PROBE in self._apply_template(turns, in_parts)
-        except UsageError:
+        except UsageError as error:
+            if isinstance(error.__cause__, LimitExceededError):
+                raise  # another conversation would take as long
             return False
 
     # ---- ids ------------------------------------------------------------------------------------

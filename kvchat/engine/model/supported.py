@@ -14,6 +14,7 @@ from kvchat.engine.model.recurrent_state import ATTENTION, BOTH, RECURRENT, atte
 from kvchat.errors import ModelError
 
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
+MOST_LAYERS, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; positions are int32
 
 
 def model_class(config: Any) -> tuple[Any, Any]:
@@ -43,11 +44,30 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return "It keeps a recurrent state in a way of its own, which cannot be rolled back to an earlier token"
     if not attending_layers(config):
         return "No layer of it attends, so there are no K/V to keep"
-    if not getattr(text, "max_position_embeddings", None):
+    if not (context := getattr(text, "max_position_embeddings", None)):
         return "Its configuration does not tell how many tokens it can read"
+    if context > MOST_TOKENS:
+        return f"Its configuration tells that it can read {context:,} tokens; kvchat counts to {MOST_TOKENS:,}"
     if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
         return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     return None
+
+
+def check_layers(config: dict[str, Any], name: str) -> None:
+    """Refuse a config.json that names more layers than there can be, in whatever words.
+
+    Raises:
+        ModelError: it does.
+    """
+    for key, value in config.items():
+        if isinstance(value, dict):
+            check_layers(value, name)
+        elif isinstance(value, int) and "layer" in key and value > MOST_LAYERS:
+            raise ModelError(
+                f"{name} cannot be loaded.",
+                f"Its config.json says {key} = {value:,}, and no model has more than {MOST_LAYERS:,} layers.",
+                "Download the model again.",
+            )
 
 
 def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> None:

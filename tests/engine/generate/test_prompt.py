@@ -205,6 +205,11 @@ def test_an_unknown_role_is_refused_with_the_nearest(encoder):
         encoder.encode([Turn("usr", "Hi")], Stored())
 
 
+def test_a_template_that_makes_too_much_ends_the_first_try(tokenizer):
+    with pytest.raises(UsageError, match=r"template is stopped.*It makes something of more than .* another model"):
+        with_template(tokenizer, "{{ 'x' * 10 ** 10 }}")
+
+
 def test_a_template_that_raises_is_quoted(tokenizer):
     encoder = with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
     with pytest.raises(UsageError, match="Roles must alternate"):

@@ -1,0 +1,62 @@
+"""The chat template of a model: a program from elsewhere, limited in time, in memory and in what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Template
+
+from kvchat.engine.generate.limits import LimitExceededError, limited
+from kvchat.engine.generate.sandbox import BoundedEnvironment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS, BYTES = 2.0, 2**27  # a template takes milliseconds, and a few times the conversation
+SOURCE = 2**18  # characters; the longest in use have a tenth of that
+KEPT_CODE = 4
+
+
+class ChatTemplate:
+    """The template of ``tokenizer``; it gives what ``apply_chat_template`` of the tokenizer gives."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._environment = BoundedEnvironment()
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation, at whose end the model answers.
+
+        Raises:
+            LimitExceededError: the template takes too long, or makes too much.
+            Exception: whatever the template raises.
+        """
+        return limited(lambda: self._rendered(list(messages)), SECONDS, BYTES)
+
+    def _rendered(self, messages: list[Mapping[str, Any]]) -> str:
+        source = self._tokenizer.get_chat_template()
+        if not isinstance(source, str):
+            raise TypeError(f"it is no text but {type(source).__name__}")
+        if len(source) > SOURCE:
+            raise LimitExceededError(f"It has {len(source):,} characters itself")
+        code = _compile(source)
+        template = Template.from_code(self._environment, code, self._environment.make_globals(None))
+        self._environment.begin(messages)
+        try:
+            return template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        finally:
+            self._environment.forget()
+
+
+@lru_cache(KEPT_CODE)
+def _compile(source: str) -> CodeType:
+    return BoundedEnvironment().compile(source)
