@@ -22,11 +22,12 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.screens.closing import ClosesOnce
 
 MARK = "▶"  # before the first token that another answer does not have
 
 
-class CompareScreen(ModalScreen[None]):
+class CompareScreen(ClosesOnce, ModalScreen[None]):
     """Shows one comparison from its beginning on. Esc stops it, then closes it; w writes the result to files."""
 
     CSS = """
