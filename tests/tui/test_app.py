@@ -98,6 +98,17 @@ async def test_a_palette_below_another_screen_stays_the_only_one(running):
         assert [type(screen) for screen in app.screen_stack[-2:]] == [Palette, SettingsScreen]
 
 
+async def test_a_palette_opens_while_another_is_still_closing(running):
+    async with running() as (app, _pilot, until):
+        app.action_command_palette()
+        await until(lambda: opened(app, Palette))
+        closing = app.screen
+        closing.dismiss()
+        app.action_command_palette()
+        assert closing.is_attached
+        await until(lambda: opened(app, Palette) and not closing.is_attached)
+
+
 async def test_an_engine_that_cannot_be_started_is_told(running, config):
     async with running(replace(config, engine_command=("/nonexistent/engine",)), ready=False) as (app, _pilot, until):
         await until(lambda: app.chat.query(Problem))
