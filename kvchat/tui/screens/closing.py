@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from textual.await_complete import AwaitComplete
-from textual.command import CommandPalette
+from textual.command import Command, CommandList, CommandPalette
 from textual.screen import Screen
 
 if TYPE_CHECKING:
@@ -23,4 +23,8 @@ class ClosesOnce(Closing):
 
 
 class Palette(ClosesOnce, CommandPalette):
-    """The command palette."""
+    """The command palette; what is found when it is closed already is shown nowhere."""
+
+    def _refresh_command_list(self, command_list: CommandList, commands: list[Command], clear_current: bool) -> None:
+        if self in self.app.screen_stack:
+            super()._refresh_command_list(command_list, commands, clear_current)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from support.app_driver import finished, opened, press, typed
+from textual.command import CommandInput, CommandList
 
+from kvchat.tui.screens.closing import Palette
 from kvchat.tui.screens.settings import SettingsScreen
 
 
@@ -36,3 +38,15 @@ async def test_a_screen_below_another_closes_neither(running, below):
         app.screen.dismiss()
         screen.dismiss()
         await until(lambda: app.screen is app.chat and not screen.is_attached)
+
+
+async def test_what_a_closed_palette_still_finds_ends_nothing(running):
+    async with running() as (app, _pilot, until):
+        app.action_command_palette()
+        await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
+        closing, commands = app.screen, app.screen.query_one(CommandList)
+        closing.dismiss()
+        await until(lambda: not closing.is_attached)
+        closing._refresh_command_list(commands, [], True)
+        typed(app, "hello")
+        await until(lambda: finished(app))
