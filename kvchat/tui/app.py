@@ -11,9 +11,7 @@ from functools import partial
 from typing import ClassVar
 
 from textual.app import App
-from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
-from textual.command import CommandPalette
 from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.events import Event, InputEvent
@@ -32,6 +30,7 @@ from kvchat.tui.config import AppConfig
 from kvchat.tui.palette import CommandProvider
 from kvchat.tui.prompt.words import resolve
 from kvchat.tui.screens.chat import ChatScreen
+from kvchat.tui.screens.closing import Palette
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
@@ -108,10 +107,6 @@ class KvchatApp(App[None]):
         """Show a toast; control characters are marks, and markup is text unless asked for."""
         super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
 
-    def pop_screen(self) -> AwaitComplete:
-        """Close the screen on top, but never the chat: a key pressed twice closes its screen twice."""
-        return AwaitComplete() if self.screen is self.chat else super().pop_screen()
-
     def _handle_exception(self, error: Exception) -> None:
         """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""
         cause = error.error if isinstance(error, WorkerFailed) else error
@@ -187,8 +182,8 @@ class KvchatApp(App[None]):
 
     def action_command_palette(self) -> None:
         """Show the palette, unless one is open already, perhaps below another screen."""
-        if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
-            self.push_screen(CommandPalette())  # Textual's own has an id, which one that is just closing has too
+        if not any(isinstance(screen, Palette) for screen in self.screen_stack):
+            self.push_screen(Palette())  # Textual's own has an id, which one that is just closing has too
 
     def action_help(self) -> None:
         """Show or close the help."""

@@ -6,12 +6,11 @@ A missing reading is drawn ``n/a``.
 from __future__ import annotations
 
 from kvchat.config.modes import mode_names
-from kvchat.protocol.figures import Gpu, Params, Snapshot
+from kvchat.protocol.figures import Gpu, Params, Price, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.units import MISSING, count, figure, percent, size
 
 Rows = list[tuple[str, str]]
-WIDTH = 32  # of a line in the column, beside a scrollbar
 READ_BY_HEAD, HELD_BY_HEAD = "read by layer and head", "on the device by layer and head"
 FETCH_TIMES, GPU_HISTORY = "fetch times", "GPU history"
 
@@ -23,6 +22,10 @@ EXPLANATIONS = {
     "fetched a token": "copied from host to device for one token, and the median time that took",
     "of the context": "stored tokens, as a share of what the model can attend to",
     "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
+    "may read": "tokens that a token may attend to in each KV head: the budget",
+    "parameters": "/settings lists those of all modes with what they mean and what they are now, and changes them",
+    "next mode": "the one that the key for the next mode switches to",
+    "to switch": "what is copied from host to device for it, and the time that is likely to take",
     "in all": "fetched since the model was loaded",
     "already there": "of what was chosen, the share that was on the device already",
     "corrections": "choices replaced before attention because the query had turned",
@@ -47,31 +50,25 @@ EXPLANATIONS = {
 }
 
 
-def mode_rows(snapshot: Snapshot) -> Rows:
-    """The mode's parameters in force; more than four share lines, so that the column fits 40 lines."""
-    shown = {name: value for name, value in snapshot.params.items() if name != "pin_system" or value}
-    rows = [(name, _value(value)) for name, value in shown.items()]
-    return [*((packed(rows) if len(rows) > 4 else rows) or [("parameters", "none")]), *price_rows(snapshot)]
+def mode_rows(s: Snapshot) -> Rows:
+    """What the mode may read, where its parameters are to be seen, and what switching to the next mode would cost."""
+    budget = s.params.get("budget")
+    limit = [("may read", f"{count(budget)} tokens")] if isinstance(budget, int) else []
+    return [*limit, ("parameters", "in /settings"), *price_rows(s)]
 
 
-def packed(rows: Rows) -> Rows:
-    """Put each row on the first line that has room for it, labels before values."""
-    lines: Rows = []
-    for label, value in rows:
-        joined = [(f"{labels} · {label}", f"{values} · {value}") for labels, values in lines]
-        fits = (i for i, (labels, values) in enumerate(joined) if len(labels) + 1 + len(values) <= WIDTH)
-        if (line := next(fits, None)) is None:
-            lines.append((label, value))
-        else:
-            lines[line] = joined[line]
-    return lines
-
-
-def price_rows(snapshot: Snapshot) -> Rows:
-    """What switching to the next mode would cost."""
+def price_rows(s: Snapshot) -> Rows:
+    """The next mode, and what switching to it would move."""
     modes = mode_names()
-    after = modes[(modes.index(snapshot.mode) + 1) % len(modes)] if snapshot.mode in modes else ""
-    return [(f"next → {price.mode}", describe_price(price)) for price in snapshot.prices if price.mode == after]
+    after = modes[(modes.index(s.mode) + 1) % len(modes)] if s.mode in modes else ""
+    price = next((price for price in s.prices if price.mode == after), None)
+    return [("next mode", after), ("to switch", _moving(price))] if price else []
+
+
+def _moving(price: Price) -> str:
+    if price.refusal:
+        return describe_price(price)
+    return f"moves {describe_price(price) if price.moved_bytes else 'nothing'}"
 
 
 def context_rows(s: Snapshot) -> Rows:
@@ -143,7 +140,7 @@ def extra_rows(extras: Params) -> Rows:
 
 def _value(value: object) -> str:
     if value is None:
-        return "auto"
+        return MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

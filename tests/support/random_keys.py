@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -167,6 +168,7 @@ class RandomKeys:
 
     def _takes_a_word(self) -> bool:
         self._begin_if_ended()
+        self._go_on_if_stopped()
         self._program.resize(120, 40)
         for _ in range(6):
             self._type(self._key("escape"))
@@ -180,6 +182,12 @@ class RandomKeys:
             if mark.encode() in self._tail:
                 return True
         return False
+
+    def _go_on_if_stopped(self) -> None:
+        """A Ctrl+Z typed while an editor has the terminal stops it, and there is no shell whose fg lets it go on."""
+        process = self._program.process
+        if Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].startswith("T"):
+            process.send_signal(signal.SIGCONT)
 
     def _begin_if_ended(self) -> bool:
         """Start it first, and again when it has ended; whether it was started."""

@@ -6,16 +6,16 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from support.app_driver import drawn, finished, opened, press, prompt, toasts, typed
 from support.hostile import MARKUP, forbidden_in, hostile
 from support.patience import PATIENCE_S
-from textual.command import CommandInput, CommandList, CommandPalette
+from textual.command import CommandInput, CommandList
 from textual.widgets import Static
 
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Load
 from kvchat.tui.screens import chat
+from kvchat.tui.screens.closing import Palette
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase
@@ -90,29 +90,23 @@ async def test_help_and_palette(running):
 
 async def test_a_palette_below_another_screen_stays_the_only_one(running):
     async with running() as (app, _pilot, until):
-        for _ in range(2):
-            app.action_command_palette()
-            await until(lambda: isinstance(app.screen, CommandPalette))
-            app.action_settings()
-            await until(lambda: isinstance(app.screen, SettingsScreen))
-            app.action_command_palette()
-            assert [type(screen) for screen in app.screen_stack[-2:]] == [CommandPalette, SettingsScreen]
-            app.screen.dismiss()
-            app.screen.dismiss()
-            assert app.screen is app.chat
+        app.action_command_palette()
+        await until(lambda: isinstance(app.screen, Palette))
+        app.action_settings()
+        await until(lambda: isinstance(app.screen, SettingsScreen))
+        app.action_command_palette()
+        assert [type(screen) for screen in app.screen_stack[-2:]] == [Palette, SettingsScreen]
 
 
-@pytest.mark.parametrize("key", ["f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p"])
-async def test_a_screen_that_closes_twice_does_not_take_the_chat_with_it(running, key):
+async def test_a_palette_opens_while_another_is_still_closing(running):
     async with running() as (app, _pilot, until):
-        press(app, key)
-        await until(lambda: app.screen is not app.chat and app.screen.focused)
+        app.action_command_palette()
+        await until(lambda: opened(app, Palette))
         closing = app.screen
-        for _ in range(3):
-            closing.dismiss()
-        await until(lambda: app.screen is app.chat and not closing.is_attached)
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        closing.dismiss()
+        app.action_command_palette()
+        assert closing.is_attached
+        await until(lambda: opened(app, Palette) and not closing.is_attached)
 
 
 async def test_an_engine_that_cannot_be_started_is_told(running, config):

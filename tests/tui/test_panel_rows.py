@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from kvchat.config.modes import registered
-from kvchat.protocol.figures import Gpu, Snapshot
+from kvchat.protocol.figures import Gpu, Price, Snapshot
 from kvchat.tui.panel_rows import (
     EXPLANATIONS,
     FETCH_TIMES,
     GPU_HISTORY,
     HELD_BY_HEAD,
     READ_BY_HEAD,
-    WIDTH,
     Rows,
     context_rows,
     extra_rows,
@@ -32,23 +30,17 @@ def as_dict(rows: Rows) -> dict[str, str]:
     return dict(rows)
 
 
-def test_few_parameters_stand_alone_and_many_are_paired():
-    assert mode_rows(snapshot()) == [("parameters", "none")]
-    assert mode_rows(snapshot(params={"budget": None, "tau": 0.8})) == [("budget", "auto"), ("tau", "0.8")]
-
-
-def test_many_parameters_share_lines_that_fit():
-    assert mode_rows(snapshot(params={"a": 1, "b": True, "c": 3, "d": 4, "e": 5})) == [
-        ("a · b · c · d", "1 · yes · 3 · 4"),
-        ("e", "5"),
+def test_a_mode_says_what_it_may_read_and_what_the_next_one_moves():
+    prices = (Price("freeze", 2**20, seconds=0.004), Price("sync", 2**30))
+    shown = snapshot(params={"budget": None, "resident": None, "recovery": False}, prices=prices)
+    assert mode_rows(shown) == [
+        ("parameters", "in /settings"),
+        ("next mode", "freeze"),
+        ("to switch", "moves 1.0 MiB · 4 ms"),
     ]
-    for mode, cls in registered().items():
-        params = cls(pin_system=True).model_dump()
-        rows = mode_rows(snapshot(mode=mode, params=params))
-        assert sorted(" · ".join(label for label, _ in rows).split(" · ")) == (sorted(params) or ["parameters"])
-        assert all(len(label) + 1 + len(value) <= WIDTH for label, value in rows)
-        assert len(rows) <= 8
-        assert ("pin_system", "no") not in mode_rows(snapshot(mode=mode, params=cls().model_dump()))
+    assert as_dict(mode_rows(snapshot(params={"budget": 1024})))["may read"] == "1,024 tokens"
+    for price, text in ((Price("freeze", seconds=0.004), "moves nothing"), (Price("freeze", refusal="x"), "refused")):
+        assert as_dict(mode_rows(snapshot(prices=(price,))))["to switch"] == text
 
 
 def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
@@ -92,12 +84,12 @@ def test_without_a_gpu_one_line_says_so():
 def test_every_label_is_explained():
     full = snapshot(
         params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
-        recall_ms_p95=2.0, gpu=Gpu("H200"), kv_parked_bytes=1,
+        recall_ms_p95=2.0, gpu=Gpu("H200"), kv_parked_bytes=1, prices=(Price("freeze"),),
     )  # fmt: skip
-    shown = [context_rows(full), context_rows(snapshot(total=1)), recall_rows(full)]
+    shown = [context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}
     assert labels | DETAILS == set(EXPLANATIONS)
 
 
 def test_extras_are_shown_as_they_come():
-    assert extra_rows({"pages a step": 1.5, "note": "x"}) == [("pages a step", "1.5"), ("note", "x")]
+    assert extra_rows({"pages a step": 1.5, "calm": True}) == [("pages a step", "1.5"), ("calm", "yes")]

@@ -22,12 +22,13 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.screens.closing import ClosesOnce
 
 MARK = "▶"  # before the first token that another answer does not have
 
 
-class CompareScreen(ModalScreen[None]):
-    """Shows one comparison from its beginning on. Esc stops it, then closes it; w writes the result to files."""
+class CompareScreen(ClosesOnce, ModalScreen[None]):
+    """Shows one comparison, ``shown``, from its beginning on. Esc stops it, then closes it; w writes it to files."""
 
     CSS = """
     CompareScreen { align: center middle; }
@@ -52,7 +53,7 @@ class CompareScreen(ModalScreen[None]):
     def __init__(self, comparisons: Comparisons, shown: RunningComparison) -> None:
         super().__init__()
         self._comparisons = comparisons
-        self._shown = shown
+        self.shown = shown
         self._is_composed = False
 
     def compose(self) -> ComposeResult:
@@ -60,7 +61,7 @@ class CompareScreen(ModalScreen[None]):
             box.border_title = "compare"
             yield Static(id="question", markup=False)
             with Container(id="answers"):
-                for variant in self._shown.variants:
+                for variant in self.shown.variants:
                     with VerticalScroll() as column:
                         column.border_title = visible(label(variant))
                         yield Static(markup=False)
@@ -69,13 +70,12 @@ class CompareScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self._is_composed = True
-        self.show(self._shown)
+        self.show()
 
-    def show(self, shown: RunningComparison) -> None:
-        """Draw a comparison as it is now."""
-        self._shown = shown
+    def show(self) -> None:
+        """Draw the comparison as it is now."""
         if self._is_composed:  # the engine may report while some of the widgets are still to come
-            self.draw(shown)
+            self.draw(self.shown)
 
     def draw(self, shown: RunningComparison) -> None:
         """Update the widgets."""
@@ -98,19 +98,19 @@ class CompareScreen(ModalScreen[None]):
 
     def action_leave(self) -> None:
         """Stop the comparison; close it when it is over."""
-        if self._shown.is_over:
+        if self.shown.is_over:
             self.dismiss()
         else:
             self._comparisons.stop()
 
     def action_write(self) -> None:
         """Write the result beside each other as Markdown and as JSON, into the present folder."""
-        if self._shown.result is None:
+        if self.shown.result is None:
             return
         name = time.strftime("comparison-%Y%m%d-%H%M%S")
         try:
             for ending in comparison.FORMATS:
-                comparison.write(self._shown.result, Path(f"{name}{ending}"))
+                comparison.write(self.shown.result, Path(f"{name}{ending}"))
         except KvchatError as error:
             self.app.notify(str(error), severity="warning")
         else:

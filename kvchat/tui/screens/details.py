@@ -14,6 +14,7 @@ from textual.widgets import Static
 
 from kvchat.protocol.details import Details
 from kvchat.tui.controller import ChatController
+from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
 from kvchat.tui.widgets.head_map import HeadMap
 from kvchat.tui.widgets.recall_histogram import RecallHistogram
@@ -22,7 +23,7 @@ WATCHER = "screen"
 Part = HeadMap | RecallHistogram | GpuHistoryPlot
 
 
-class DetailsScreen(ModalScreen[None]):
+class DetailsScreen(ClosesOnce, ModalScreen[None]):
     """The parts of the detail column, each to be focused: the line at the end says what is under the cursor."""
 
     CSS = """

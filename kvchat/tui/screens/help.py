@@ -18,10 +18,11 @@ from textual.widgets import Static
 from kvchat.config.modes import ModeInfo
 from kvchat.tui.actions import ACTIONS, COMMANDS, describe_keys
 from kvchat.tui.panel_rows import EXPLANATIONS
+from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.widgets.panels import legend
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(ClosesOnce, ModalScreen[None]):
     """Scrolls; Esc, q or the key of help closes it."""
 
     CSS = """

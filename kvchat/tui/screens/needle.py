@@ -46,11 +46,12 @@ class NeedleScreen(CompareScreen):
 
 
 def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> None:
-    """Show a comparison or a needle in the screen for it, which is opened once."""
-    if isinstance(app.screen, CompareScreen):
-        app.screen.show(shown)
-    else:
-        app.push_screen((CompareScreen if shown.fact is None else NeedleScreen)(comparisons, shown))
+    """Show a comparison or a needle in its own screen, which is opened once and may lie below another."""
+    for screen in app.screen_stack:
+        if isinstance(screen, CompareScreen) and screen.shown is shown:
+            screen.show()
+            return
+    app.push_screen((CompareScreen if shown.fact is None else NeedleScreen)(comparisons, shown))
 
 
 def task(shown: RunningComparison) -> Content:

@@ -9,6 +9,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 
+from kvchat.tui.screens.closing import ClosesOnce
+
 Found = TypeVar("Found")
 
 
@@ -44,7 +46,7 @@ class FoundList(OptionList, can_focus=False):
     """What was found; the keys that move in it come through the field."""
 
 
-class SearchScreen(ModalScreen[None], Generic[Found]):
+class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):
     """``shown`` are the things in the list, by the ids of their options."""
 
     AUTO_FOCUS = "Input"

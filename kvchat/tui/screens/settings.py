@@ -17,6 +17,7 @@ from textual.widgets.option_list import Option
 from kvchat.config.sources import Key, dotted
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
 
 W = TypeVar("W", bound=Widget)
@@ -26,7 +27,7 @@ HINTS = "↑↓ choose · ⏎ change · ^D default · ^S keep in the file · Esc
 EDIT_HINTS = "⏎ take it · Esc leave it"
 
 
-class SettingsScreen(ModalScreen[None]):
+class SettingsScreen(ClosesOnce, ModalScreen[None]):
     """What is typed narrows the list; Enter or a click changes the chosen setting in the line below the list."""
 
     CSS = """

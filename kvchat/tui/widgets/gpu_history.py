@@ -16,7 +16,7 @@ from kvchat.units import BARS, MISSING, figure, size
 
 LABEL_WIDTH, VALUE_WIDTH = 7, 20
 UNREAD = "·"  # the sign of a moment without a reading
-NO_GPU = "no GPU: there is nothing for NVML to read"
+NO_GPU = "no GPU, so there is no history"
 NO_READING = "NVML gives no reading of this GPU"
 
 

@@ -65,7 +65,7 @@ class Rowed(Widget):
 
 
 class KvColumn(VerticalScroll):
-    """What this answer reads, the mode's parameters and own numbers, read and stored tokens, fetching and memory.
+    """What this answer reads, what the mode may read and counts itself, read and stored tokens, fetching and memory.
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
     """
@@ -138,7 +138,7 @@ class DetailColumn(VerticalScroll, can_focus=False):
     def on_mount(self) -> None:
         self.query_one("#legend").border_title = " ribbon "
         self.query_one("#events").border_title = " events "
-        self.query_one("#extra-rows", Rowed).rows = [("own numbers", MISSING)]
+        self.query_one("#extra-rows", Rowed).display = False
 
     def on_show(self) -> None:
         self.post_message(self.Shown())
@@ -149,7 +149,9 @@ class DetailColumn(VerticalScroll, can_focus=False):
     def show(self, state: ChatState) -> None:
         """Draw the mode's own numbers and the details."""
         s, details = state.snapshot, state.details or Details(0)
-        self.query_one("#extra-rows", Rowed).rows = extra_rows(s.extras if s else {}) or [("own numbers", MISSING)]
+        own = self.query_one("#extra-rows", Rowed)
+        own.rows = extra_rows(s.extras if s else {})
+        own.display = bool(own.rows)
         self.query_one(HeadMap).details = details
         self.query_one(RecallHistogram).show(details.recall, s)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, s)

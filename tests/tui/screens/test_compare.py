@@ -49,10 +49,10 @@ async def test_what_is_reported_while_the_screen_is_composed_is_drawn_when_it_is
         screen = CompareScreen(app.controller.comparisons, shown_now)
         app.push_screen(screen)
         while not screen.is_mounted:
-            screen.show(shown_now)
+            screen.show()
             await asyncio.sleep(0)
         shown_now.note(Comparing(1, "so far", 1))
-        screen.show(shown_now)
+        screen.show()
         await until(lambda: "so far" in shown(app, "#answers Static"))
 
 

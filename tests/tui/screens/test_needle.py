@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.app_driver import press, typed
+from support.app_driver import finished, opened, press, typed
 from textual.widgets import Static
 
 from kvchat.protocol.comparing import Compared, Comparing, Variant
@@ -11,7 +11,9 @@ from kvchat.protocol.figures import Run, Stats
 from kvchat.protocol.messages import Sampling
 from kvchat.tui.comparing.needle_rows import FOUND, MISSED, WAITING, needle_rows, verdict
 from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.screens.compare import CompareScreen
 from kvchat.tui.screens.needle import NeedleScreen
+from kvchat.tui.screens.settings import SettingsScreen
 
 MODES = ("full", "streaming", "sync", "freeze")
 
@@ -27,6 +29,26 @@ async def test_every_mode_has_a_row_and_esc_closes(running, size):
         assert not app.controller.state.conversation.messages
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
+
+
+async def test_a_needle_over_a_comparison_has_a_screen_of_its_own(running):
+    async with running() as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        press(app, "f8")
+        await until(lambda: opened(app, CompareScreen) and app.screen.shown.is_over)
+        await app.chat.run_command("/needle 512")
+        await until(lambda: isinstance(app.screen, NeedleScreen) and app.screen.shown.is_over)
+        assert [type(screen) for screen in app.screen_stack[-2:]] == [CompareScreen, NeedleScreen]
+
+
+async def test_a_needle_below_another_screen_is_shown_on(running):
+    async with running() as (app, _pilot, until):
+        await app.chat.run_command("/needle 512")
+        app.action_settings()
+        needle = app.controller.comparisons.running
+        await until(lambda: opened(app, SettingsScreen) and needle.is_over)
+        assert [type(screen) for screen in app.screen_stack[-2:]] == [NeedleScreen, SettingsScreen]
 
 
 def text(app, selector: str) -> str:

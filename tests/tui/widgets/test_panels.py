@@ -18,7 +18,7 @@ async def test_the_next_modes_price_is_shown_before_f6(running):
         typed(app, "hello there")
         await until(lambda: finished(app))
         rows = app.chat.query_one("#mode-rows", Rowed)
-        await until(lambda: dict(rows.rows).get("next → freeze") == "3.0 MiB · 4 ms")
+        await until(lambda: dict(rows.rows).get("to switch") == "moves 3.0 MiB · 4 ms")
         typed(app, "/mode")
         await until(lambda: any("(3.0 MiB · 4 ms)" in text for text in texts(app.chat.query(Note))))
 

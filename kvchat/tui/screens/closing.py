@@ -1,0 +1,30 @@
+"""Screens over the chat close themselves only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from textual.await_complete import AwaitComplete
+from textual.command import Command, CommandList, CommandPalette
+from textual.screen import Screen
+
+if TYPE_CHECKING:
+    Closing: TypeAlias = Screen[None]
+else:
+    Closing = object  # Textual looks for a screen's styles in its first base only
+
+
+class ClosesOnce(Closing):
+    """Textual closes the screen on top, whichever asks; a key pressed twice reaches one twice before it is gone."""
+
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close, unless another screen is on top: this one has been closed, or lies below."""
+        return super().dismiss(result) if self.is_active else AwaitComplete()
+
+
+class Palette(ClosesOnce, CommandPalette):
+    """The command palette; what is found when it is closed already is shown nowhere."""
+
+    def _refresh_command_list(self, command_list: CommandList, commands: list[Command], clear_current: bool) -> None:
+        if self in self.app.screen_stack:
+            super()._refresh_command_list(command_list, commands, clear_current)

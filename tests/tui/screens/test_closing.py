@@ -1,0 +1,52 @@
+"""Screens close themselves, once."""
+
+from __future__ import annotations
+
+import pytest
+from support.app_driver import finished, opened, press, typed
+from textual.command import CommandInput, CommandList
+
+from kvchat.tui.screens.closing import Palette
+from kvchat.tui.screens.settings import SettingsScreen
+
+
+@pytest.mark.parametrize("key", ["f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p"])
+async def test_a_screen_that_closes_twice_does_not_take_the_chat_with_it(running, key):
+    async with running() as (app, _pilot, until):
+        press(app, key)
+        await until(lambda: app.screen is not app.chat and app.screen.focused)
+        closing = app.screen
+        for _ in range(3):
+            closing.dismiss()
+        await until(lambda: app.screen is app.chat and not closing.is_attached)
+        typed(app, "hello")
+        await until(lambda: finished(app))
+
+
+@pytest.mark.parametrize("below", ["f1", "f9", "ctrl+o", "shift+f7", "ctrl+p"])
+async def test_a_screen_below_another_closes_neither(running, below):
+    async with running() as (app, _pilot, until):
+        press(app, below)
+        await until(lambda: app.screen is not app.chat and app.screen.focused)
+        screen = app.screen
+        app.action_settings()
+        await until(lambda: opened(app, SettingsScreen))
+        for _ in range(2):
+            screen.dismiss()
+        assert app.screen_stack[-2:] == [screen, app.screen]
+        assert isinstance(app.screen, SettingsScreen)
+        app.screen.dismiss()
+        screen.dismiss()
+        await until(lambda: app.screen is app.chat and not screen.is_attached)
+
+
+async def test_what_a_closed_palette_still_finds_ends_nothing(running):
+    async with running() as (app, _pilot, until):
+        app.action_command_palette()
+        await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
+        closing, commands = app.screen, app.screen.query_one(CommandList)
+        closing.dismiss()
+        await until(lambda: not closing.is_attached)
+        closing._refresh_command_list(commands, [], True)
+        typed(app, "hello")
+        await until(lambda: finished(app))
