@@ -26,6 +26,7 @@ from kvchat.tui.widgets.timeline import Timeline
 from kvchat.units import BARS, MISSING
 
 MAX_EVENTS = 200
+EVENT_LENGTH = 400  # characters; a library's error may be of any length
 COLUMN_ROWS = 8
 CALM = "calm"
 
@@ -158,7 +159,8 @@ class DetailColumn(VerticalScroll, can_focus=False):
 
     def log_event(self, text: str) -> None:
         """One line in the event log, newest first."""
-        self._events = [f"{time.strftime('%H:%M:%S')}  {text}", *self._events][:MAX_EVENTS]
+        line = text if len(text) <= EVENT_LENGTH else text[:EVENT_LENGTH] + "…"
+        self._events = [f"{time.strftime('%H:%M:%S')}  {line}", *self._events][:MAX_EVENTS]
         self.query_one("#events", Static).update("\n".join(self._events))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from support.app_driver import finished, press, texts, typed
+from textual.widgets import Static
 
 from kvchat.config.modes import registered
 from kvchat.tui.widgets.bars import StatusBar
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.panels import KvColumn, Rowed
+from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, Rowed
 from kvchat.tui.widgets.timeline import Timeline
 
 
@@ -74,3 +75,12 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
         await until(lambda: column.display and own.region.height == 3 and own.region.bottom <= column.region.bottom)
         await pilot.resize_terminal(200, 60)
         await until(lambda: not own.display and app.chat.query_one("#extra-rows", Rowed).display)
+
+
+async def test_an_event_of_any_length_is_a_line_of_the_log(running):
+    async with running(size=(200, 60)) as (app, _pilot, until):
+        log = app.chat.query_one("#events", Static)
+        app.chat.log_event("x" * 10**6)
+        app.chat.log_event("the next")
+        await until(lambda: "the next" in str(log.content))
+        assert len(str(log.content)) < EVENT_LENGTH + 1000
