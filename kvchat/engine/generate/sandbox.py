@@ -30,16 +30,8 @@ REPEATING = frozenset(
     {
         *("batch", "center", "expandtabs", "indent", "join", "ljust", "rjust", "round", "slice", "to_bytes", "tojson"),
         *("translate", "truncate", "urlize", "wordwrap", "xmlattr", "zfill"),
-        *(
-            "lstrip",
-            "rfind",
-            "rindex",
-            "rpartition",
-            "rsplit",
-            "rstrip",
-            "strip",
-            "trim",
-        ),  # search character by character
+        # They search character by character.
+        *("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"),
     }
 )
 SCOPES = frozenset({"_loop_vars", "_block_vars"})  # what jinja adds to the arguments of a call
