@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvchat import files, units
-from kvchat.bench import input_file
+from kvchat import files, text_file, units
 from kvchat.bench.identity import Experiment, Result, difference
 from kvchat.errors import KvchatError, UsageError
 
@@ -121,7 +120,7 @@ def load(file: Path) -> Result:
         UsageError: the file cannot be read, or is no result.
     """
     try:
-        result = json.loads(input_file.read(file))
+        result = json.loads(text_file.read(file))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is no result of kvchat bench.", f"It is no JSON: {error}.") from None
     if not _is_result(result):

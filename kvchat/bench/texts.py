@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvchat.bench import input_file
+from kvchat import text_file
 from kvchat.bench.datasets.json_lines import lines
 from kvchat.errors import UsageError
 
@@ -68,4 +68,4 @@ def _passages(file: Path, size: int, tokenizer: Any, joined: bool) -> Iterator[P
 def _read(file: Path) -> str:
     if file.suffix == ".jsonl":
         return BREAK.join(line.text("text") for line in lines(file))
-    return input_file.read(file)
+    return text_file.read(file)

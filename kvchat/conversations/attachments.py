@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvchat import text_file
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.units import size
 
@@ -48,8 +49,7 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        detail = f"Byte {error.start:,} is 0x{raw[error.start]:02x}."
-        raise UsageError(f"The file {path} is not UTF-8.", detail, "Convert it to UTF-8.") from None
+        raise text_file.no_text(f"The file {path}", error) from None
 
 
 def fenced(name: str, text: str) -> str:

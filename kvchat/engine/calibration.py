@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat import files, paths
+from kvchat import files, paths, text_file
 from kvchat.engine.model import attention_hook, dense_attention
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.synthetic_text import sentences
@@ -185,11 +185,7 @@ def file_samples(model: LoadedModel, files: Iterable[Path]) -> list[Sample]:
     """
     samples = []
     for file in files:
-        try:
-            text = file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{file} cannot be read.", str(error)) from error
-        samples += samples_of(model.tokenizer.encode(text, add_special_tokens=False))
+        samples += samples_of(model.tokenizer.encode(text_file.read(file), add_special_tokens=False))
     return samples
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvchat.bench import input_file
+from kvchat import text_file
 from kvchat.errors import UsageError
 
 
@@ -72,7 +72,7 @@ def lines(file: Path) -> Iterator[Line]:
     Raises:
         UsageError: it cannot be read, or a line is no JSON object.
     """
-    for number, text in enumerate(input_file.read(file).split("\n"), 1):
+    for number, text in enumerate(text_file.read(file).split("\n"), 1):
         if text.strip():
             yield Line(file, number, _object(file, number, text))
 

@@ -17,11 +17,9 @@ import numpy as np
 from kvchat.kv.memory.device_slots import EMPTY
 
 Array = np.ndarray[Any, Any]
+Loop = Callable[..., Any]
 
 TINY = 1e-30  # a query of zeros has turned
-
-
-Loop = Callable[..., Any]
 
 
 def _compiled(signature: str, fastmath: bool = False) -> Callable[[Loop], Loop]:

@@ -45,52 +45,48 @@ class CpuOps(TorchOps):
         return attended, None
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-        if not (self._loops and bounds.dtype == torch.float32):  # numpy knows no bfloat16
+        if not ((loops := _loops()) and bounds.dtype == torch.float32):  # numpy knows no bfloat16
             return super().page_scores(query, bounds, scaling)
         scores = torch.empty((len(bounds), len(query) // len(bounds), bounds.shape[1]))
-        self._loops.page_scores(query.contiguous().numpy(), bounds.numpy(), scaling, scores.numpy())
+        loops.page_scores(query.contiguous().numpy(), bounds.numpy(), scaling, scores.numpy())
         return scores
 
     def needs_correction(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
-        if not (self._loops and query.dtype == torch.float32):
+        if not ((loops := _loops()) and query.dtype == torch.float32):
             return super().needs_correction(query, before, tau)
         turned = torch.empty(self.geometry.kv_heads, dtype=torch.bool)
-        self._loops.needs_correction(query.contiguous().numpy(), before.numpy(), tau, turned.numpy())
+        loops.needs_correction(query.contiguous().numpy(), before.numpy(), tau, turned.numpy())
         return turned
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
-        if not self._loops:
+        if not (loops := _loops()):
             return super().choose(scores, candidates, resident, flagged)
         first, last = candidates.first, int(candidates.last)
         if last < first:
             return torch.full_like(resident, EMPTY)
         placed = torch.empty_like(resident)
-        self._loops.choose(scores.float().numpy(), first, last, resident.numpy(), placed.numpy())
+        loops.choose(scores.float().numpy(), first, last, resident.numpy(), placed.numpy())
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-        if not self._loops:
+        if not (loops := _loops()):
             super().open_pages(slots, layers, first, last)
             return
         pages, table = slots.pages[layers].numpy(), slots.table[layers].numpy()
-        self._loops.open_pages(pages, table, self.geometry.page, first, int(last))
+        loops.open_pages(pages, table, self.geometry.page, first, int(last))
 
     def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
-        if not self._loops:
+        if not (loops := _loops()):
             super().move_pages(slots, layer, placed, resident, counters)
             return
         blocks = self.host.block_index(placed, slots.heads_of(layer)[:, None])
         source, target = (rows.view(torch.uint8).numpy() for rows in (self.host.blocks(layer), slots.blocks(layer)))
         target = target.reshape(2, len(placed), -1, target.shape[1])
         where = blocks.numpy(), self.host.value_blocks, placed.numpy(), resident.numpy()
-        moved = self._loops.move_pages(source, target, *where)
+        moved = loops.move_pages(source, target, *where)
         counted, p = counters.numpy(), self.geometry.page
         counted[0] += moved * p
         counted[1] += np.count_nonzero(placed.numpy() != EMPTY) * p
-
-    @property
-    def _loops(self) -> ModuleType | None:
-        return _loops()
 
 
 @cache

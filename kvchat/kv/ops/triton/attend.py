@@ -50,6 +50,16 @@ def _folded(logit, v, is_open, highest, total, attended):
     return higher, total * shrunk + tl.sum(weight, 1), attended
 
 
+@triton.jit
+def _store_part(sums, extremes, index, in_group, highest, total, attended, D_V: tl.constexpr, COLS_V: tl.constexpr):
+    """The softmax over one part, for ``_join``: of each query head in the group, at its ``index``."""
+    col = tl.arange(0, COLS_V)
+    inside = in_group[:, None] & (col < D_V)[None, :]
+    tl.store(sums + index[:, None] * D_V + col[None, :], attended, mask=inside)
+    tl.store(extremes + index * 2, highest, mask=in_group)
+    tl.store(extremes + index * 2 + 1, total, mask=in_group)
+
+
 @triton.jit(do_not_specialize=["blocks", "parts", "window"], do_not_specialize_on_alignment=["heads"])
 def _attend_part(
     query,
@@ -118,10 +128,7 @@ def _attend_part(
             at = logits + (row * GROUP + g)[:, None] * n + slot[None, :]
             tl.store(at, weighed, mask=in_group & (slot < n)[None, :])
         highest, total, attended = _folded(logit, v, is_open, highest, total, attended)
-    index = (row * GROUP + g) * parts + part
-    tl.store(sums + index[:, None] * D_V + col_v[None, :], attended, mask=in_group & in_v)
-    tl.store(extremes + index * 2, highest, mask=g < GROUP)
-    tl.store(extremes + index * 2 + 1, total, mask=g < GROUP)
+    _store_part(sums, extremes, (row * GROUP + g) * parts + part, g < GROUP, highest, total, attended, D_V, COLS_V)
     if row < TABLES:
         heads_of_table = tl.num_programs(0) // TABLES
         tl.atomic_add(active, (tl.sum(opened, 0) * heads_of_table).to(tl.int64), sem="relaxed")
@@ -186,9 +193,7 @@ def _attend_spilled(
         logit = _logits(q, k, scale, cap, CAPPED)
         highest, total, attended = _folded(logit, v, is_open, highest, total, attended)
     index = (row * GROUP + g) * parts + first + part
-    tl.store(sums + index[:, None] * D_V + col_v[None, :], attended, mask=in_group & in_v)
-    tl.store(extremes + index * 2, highest, mask=g < GROUP)
-    tl.store(extremes + index * 2 + 1, total, mask=g < GROUP)
+    _store_part(sums, extremes, index, g < GROUP, highest, total, attended, D_V, COLS_V)
     tl.atomic_add(active, tl.sum(opened, 0).to(tl.int64), sem="relaxed")
 
 

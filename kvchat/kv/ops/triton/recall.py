@@ -102,12 +102,17 @@ def _move_pages(
             head = tl.load(heads + row) if PICKED else row
             source = (tl.load(placed + which).to(tl.int64) * KV_HEADS + head) * (2 * PAGE * D)
             target = (row.to(tl.int64) * (n // PAGE) + which % k) * (PAGE * D)
-            at = (item % pieces) * PIECE + tl.arange(0, PIECE)
-            inside = at < PAGE * D
-            keys = tl.load(host + source + at, mask=inside)
-            values = tl.load(host + source + PAGE * D + at, mask=inside)
-            tl.store(slots + target + at, keys, mask=inside)
-            tl.store(v_slots + target + at, values, mask=inside)
+            _copy_piece(host + source, slots + target, v_slots + target, item % pieces, PAGE * D, PIECE)
+
+
+@triton.jit
+def _copy_piece(page, keys, values, piece, SIZE: tl.constexpr, PIECE: tl.constexpr):
+    """Copy one piece of an exact page, whose ``SIZE`` elements of K lie before as many of V."""
+    at = piece * PIECE + tl.arange(0, PIECE)
+    inside = at < SIZE
+    k, v = tl.load(page + at, mask=inside), tl.load(page + SIZE + at, mask=inside)
+    tl.store(keys + at, k, mask=inside)
+    tl.store(values + at, v, mask=inside)
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from kvchat.bench.input_file import read
 from kvchat.errors import UsageError
+from kvchat.text_file import read
 
 
 def test_a_text_is_read(tmp_path):

@@ -1,4 +1,4 @@
-"""Files that a person names to be read: whatever is wrong with one is said by its name."""
+"""Text files that a person names: whatever is wrong with one is said by its name."""
 
 from __future__ import annotations
 
@@ -20,5 +20,10 @@ def read(file: Path) -> str:
     except OSError as error:
         raise UsageError(f"{file} cannot be read.", f"{error.strerror}.") from None
     except UnicodeDecodeError as error:
-        detail = f"Byte {error.start:,} is 0x{error.object[error.start]:02x}."
-        raise UsageError(f"{file} is not UTF-8.", detail, "Convert it to UTF-8.") from None
+        raise no_text(str(file), error) from None
+
+
+def no_text(name: str, error: UnicodeDecodeError) -> UsageError:
+    """What is said of a file whose bytes are no text; ``name`` is how it is called."""
+    detail = f"Byte {error.start:,} is 0x{error.object[error.start]:02x}."
+    return UsageError(f"{name} is not UTF-8.", detail, "Convert it to UTF-8.")
