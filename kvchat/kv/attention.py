@@ -65,8 +65,28 @@ class Weights:
         total.addmv_(rows.t(), number / len(rows) / shares)
 
 
+class Products(NamedTuple):
+    """The two products of one token's attention."""
+
+    scores: Callable[[Tensor, Tensor], Tensor]  # query [H, G, d_k], keys [H, n, d_k] -> [H, G, n]
+    sums: Callable[[Tensor, Tensor], Tensor]  # weights [H, G, n], values [H, n, d_v] -> [H, G, d_v]
+
+
+def _scores(query: Tensor, keys: Tensor) -> Tensor:
+    return torch.bmm(query, keys.transpose(1, 2))
+
+
+TORCH = Products(_scores, torch.bmm)
+
+
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, spec: AttentionSpec, sinks: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    products: Products = TORCH,
 ) -> tuple[Tensor, Tensor]:
     """One token's attention over slots, or over what is stored.
 
@@ -77,13 +97,14 @@ def attend(
         bias: ``[H or 1, 1, n]``, 0 where the slot may be read, else -inf; None where all may.
         spec: scaling and soft cap of the layer.
         sinks: learned sink logits ``[H, G]``, where the layer has them.
+        products: what multiplies.
 
     Returns:
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
-    scores = _capped(torch.bmm(query * spec.scaling, keys.transpose(1, 2)), spec)
+    scores = _capped(products.scores(query * spec.scaling, keys), spec)
     weights = _softmax(scores if bias is None else scores.add_(bias), sinks)
-    return torch.bmm(weights.to(values.dtype), values), weights
+    return products.sums(weights.to(values.dtype), values), weights
 
 
 class Part(NamedTuple):

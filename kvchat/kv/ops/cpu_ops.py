@@ -1,31 +1,51 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and asking costs no wait.
 
-What a tensor holds may be looked at, so what does not change is skipped, and choosing and moving a layer's pages are
-loops that numba compiles (``compiled``): speculative mode (budget 512) takes 0.85 of the CPU time at 8,192 tokens that
-it took with the same steps in numpy (alternating, one thread of an AMD EPYC). Without numba they are torch's. Attention
-stays with torch: a plain loop took as long over 8,192 tokens. Tensors are shared with numpy, not copied.
+What a tensor holds may be looked at, so what does not change is skipped. Choosing and moving a layer's pages and the
+products of attention over many tokens are loops that numba compiles (``compiled``), without numba they are torch's.
+Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention import TORCH, Products, Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
+
+MANY = 2048  # tokens from which on loops are faster on two threads; fewer never ask for numba
+
+
+def _scores(query: Tensor, keys: Tensor) -> Tensor:
+    if not (loops := _attention_loops(keys)):
+        return TORCH.scores(query, keys)
+    scores = torch.empty((*query.shape[:2], keys.shape[1]))
+    loops.attention_scores(query.contiguous().numpy(), _memory(keys), *keys.stride()[:2], scores.numpy())
+    return scores
+
+
+def _sums(weights: Tensor, values: Tensor) -> Tensor:
+    if not (loops := _attention_loops(values)):
+        return TORCH.sums(weights, values)
+    heads, group, n = weights.shape
+    sums = torch.empty((heads, -(-n // loops.TOKENS), group, values.shape[2]))
+    loops.attention_sums(weights.numpy(), _memory(values), *values.stride()[:2], sums.numpy())
+    return sums.sum(1)
 
 
 class CpuOps(TorchOps):
     """``TorchOps`` that may ask."""
 
     asks = True
+    products = Products(_scores, _sums)
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
@@ -40,7 +60,7 @@ class CpuOps(TorchOps):
         first = 0 if spec.window is None else max(0, end - spec.window)
         keys, values = self.host.by_head(layer)[:, :, first:end].unbind()
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        attended, _ = attend(grouped, keys[..., : g.d_k], values[..., : g.d_v], None, spec, sinks)
+        attended, _ = attend(grouped, keys[..., : g.d_k], values[..., : g.d_v], None, spec, sinks, self.products)
         slots.active += g.kv_heads * (end - first)
         return attended, None
 
@@ -91,9 +111,23 @@ class CpuOps(TorchOps):
 
 @cache
 def _loops() -> ModuleType | None:
-    """The compiled loops; None where numba does not run. Asked for only by modes that choose pages: it takes 0.5 s."""
+    """The compiled loops; None where numba does not run. Asked for only where they are used: it takes 0.5 s."""
     try:
         from kvchat.kv.ops import compiled
     except ImportError:  # numba refuses versions of numpy and Python that it does not know
         return None
     return compiled
+
+
+def _attention_loops(rows: Tensor) -> ModuleType | None:
+    """The loops where they suit K or V ``rows [H, n, d]``; numpy knows no bfloat16."""
+    if rows.shape[1] < MANY or rows.dtype != torch.float32 or not (loops := _loops()):
+        return None
+    loops.use_threads(torch.get_num_threads())
+    return loops
+
+
+def _memory(rows: Tensor) -> np.ndarray[Any, Any]:
+    """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other."""
+    last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
+    return rows.as_strided((last + 1,), (1,)).numpy()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import Partial, Weights, attend
+from kvchat.kv.attention import TORCH, Partial, Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
@@ -30,6 +30,7 @@ class TorchOps:
 
     name = "torch"
     asks = False
+    products = TORCH
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         self.geometry = geometry
@@ -86,7 +87,8 @@ class TorchOps:
             return self._attend_spilled(
                 slots, layer, Partial(grouped, self.geometry.d_v, spec, sinks), bias, spec
             ), None
-        attended, weights = attend(grouped, slots.keys(layer), slots.values(layer), bias, spec, sinks)
+        keys, values = slots.keys(layer), slots.values(layer)
+        attended, weights = attend(grouped, keys, values, bias, spec, sinks, self.products)
         return attended, Weights(weights) if needs_weights else None
 
     def _of_slots(

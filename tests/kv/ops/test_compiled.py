@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numba
 import numpy as np
 import pytest
@@ -41,3 +43,19 @@ def test_a_page_moves_only_where_another_one_lies():
     placed, resident = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]])
     assert compiled.move_pages(source, target, placed, 3, placed, resident) == 1
     assert target[:, 0].tolist() == [[[99, 99], [0, 1], [99, 99]], [[99, 99], [6, 7], [99, 99]]]
+
+
+def test_where_openmp_is_missing_or_another_one_loops_have_one_thread(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert not compiled._has_threads()
+    monkeypatch.setitem(sys.modules, "numba.np.ufunc.omppool", None)
+    assert not compiled._has_threads()
+
+
+@pytest.mark.skipif(not compiled.HAS_THREADS, reason="no OpenMP here")
+def test_a_loop_asks_for_no_more_threads_than_there_are():
+    compiled.use_threads(10_000)
+    assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS
+    compiled.use_threads(1)
+    assert numba.get_num_threads() == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.random_kv import SHAPES, geometry_of
 
+from kvchat.kv.attention import TORCH
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import cpu_ops, verify
 from kvchat.kv.ops.cpu_ops import CpuOps
@@ -19,6 +20,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loops", ["compiled", "without numba"])
 def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monkeypatch):
+    monkeypatch.setattr(cpu_ops, "MANY", 1)
     if loops != "compiled":
         monkeypatch.setattr(cpu_ops, "_loops", lambda: None)
     expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
@@ -42,3 +44,28 @@ def test_choices_are_the_references_however_few_candidates_there_are(first, last
             stays = (placed[:, :, None] == resident[:, None]) & (placed >= 0)[:, :, None]
             assert bool((stays.any(2) == (stays & torch.eye(5, dtype=torch.bool)).any(2)).all())  # in its slot
             resident = placed
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n", [2048, 2049, 2561, 3071])
+@pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 1), (4, 2, 64), (2, 7, 20), (3, 1, 80)])
+def test_the_products_of_attention_over_many_tokens_are_torchs(heads, group, d, n, threads):
+    """Of a room of which only some tokens, and of each only some numbers, are read."""
+    assert n >= cpu_ops.MANY
+    draw = torch.Generator().manual_seed(n)
+    rows = torch.randn((heads, n + 9, d + 3), generator=draw)[:, 5 : 5 + n, :d]
+    query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, n))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        scores, sums = CpuOps.products.scores(query, rows), CpuOps.products.sums(weights, rows)
+    finally:
+        torch.set_num_threads(before)
+    exact = TORCH.scores(query.double(), rows.double()), TORCH.sums(weights.double(), rows.double())
+    torch.testing.assert_close((scores.double(), sums.double()), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_few_tokens_never_ask_for_numba(monkeypatch):
+    monkeypatch.setattr(cpu_ops, "_loops", lambda: pytest.fail("asked"))
+    rows = torch.ones((2, cpu_ops.MANY - 1, 8))
+    assert CpuOps.products.scores(rows[:, :3], rows).shape == (2, 3, cpu_ops.MANY - 1)
