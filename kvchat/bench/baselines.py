@@ -1,16 +1,18 @@
 """Baselines: transformers' own caches and llama.cpp, decoding after the same context as kvchat's modes.
 
 transformers' caches are filled from the host pool, so that they need not read the prompt, and the model runs as
-transformers wrote it: sdpa attention, and none of kvchat's fused forwards.
+transformers wrote it: sdpa attention, none of kvchat's fused forwards, and on a CPU weights in ordinary memory.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +47,11 @@ def build(name: str, model: LoadedModel, state: KVState, ids: Sequence[int], spa
 def default_baselines(device: torch.device, random_weights: bool) -> tuple[str, ...]:
     """Baselines that suit the device; ``generate`` would read a prompt of random tokens in every round."""
     return ("dynamic",) if device.type == "cpu" and random_weights else DEFAULTS[device.type]
+
+
+def in_ordinary_memory(model: LoadedModel) -> LoadedModel:
+    """``model`` with its weights where transformers would have them: on a CPU a copy, kvchat's lie in huge pages."""
+    return model if model.device.type != "cpu" else replace(model, model=copy.deepcopy(model.model))
 
 
 @contextmanager

@@ -86,6 +86,7 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
     floor = floor_ms(model, measured)
     frame.report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
     runner = ModelRunner(model, _smallest(settings, model, 0))
+    plain = baselines.in_ordinary_memory(model) if chosen else model
 
     def rows(cell: Cell) -> list[Row]:
         context = cell["context"]
@@ -93,7 +94,7 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
         heads = _calibration(settings, model, ids)
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
-        others = [baselines.build(name, model, runner.kv.state, ids, spare) for name in chosen]
+        others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
         rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
         return rounds.rows(_tokens(settings, model, context))
 

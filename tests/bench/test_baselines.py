@@ -9,6 +9,7 @@ from support.shape_runner import filled
 from kvchat.bench import baselines
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.engine.model.load import load_model
 from kvchat.kv.modes import build
 
 
@@ -41,3 +42,18 @@ def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
         assert tiny_shape.model.config._attn_implementation == "kvchat"
     finally:
         del layer.forward
+
+
+def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory():
+    """kvchat's lie one behind the other, in huge pages, which no user of transformers has."""
+    bundled = load_model("bundled", "cpu", "float32", lambda stage: None)
+    plain = baselines.in_ordinary_memory(bundled)
+    ours, theirs = dict(bundled.model.named_parameters()), dict(plain.model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    storages = {weight.untyped_storage().data_ptr() for weight in theirs.values()}
+    assert len(storages) == len(theirs)
+    assert not storages & {weight.untyped_storage().data_ptr() for weight in ours.values()}
+    ids = torch.tensor([[3, 4, 5]])
+    with baselines.as_written(plain.model), baselines.as_written(bundled.model):
+        assert torch.allclose(plain.model(ids).logits, bundled.model(ids).logits, atol=1e-4)
