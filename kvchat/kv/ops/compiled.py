@@ -152,27 +152,33 @@ def needs_correction(query: Array, before: Array, tau: float, turned: Array) -> 
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _add_softmax(scores: Array, first: int, weights: Array) -> None:
-    """Add the softmax over ``scores`` from ``first`` on to ``weights``, as many."""
-    highest, total = scores[first], np.float32(0)
-    for i in range(len(weights)):
-        highest = max(highest, scores[first + i])
-    for i in range(len(weights)):
-        total += math.exp(scores[first + i] - highest)
-    for i in range(len(weights)):
-        weights[i] += math.exp(scores[first + i] - highest) / total
+def _add_softmax(scores: Array, weights: Array, powers: Array) -> None:
+    """Add the softmax over ``scores`` to ``weights``; ``powers``, as long, is overwritten."""
+    highest, total = scores[0], np.float32(0)
+    for score in scores:
+        highest = max(highest, score)
+    for i in range(len(scores)):
+        powers[i] = math.exp(scores[i] - highest)
+        total += powers[i]
+    for i in range(len(scores)):
+        weights[i] += powers[i] / total
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _take_best(weights: Array, first: int, wanted: Array) -> None:
-    """The numbers, counted from ``first``, of the highest weights; they are used up. EMPTY where there are no more."""
-    for rank in range(len(wanted)):
-        best, wanted[rank] = 0, EMPTY
-        for i in range(len(weights)):
-            if weights[i] > weights[best]:
-                best = i
-        if rank < len(weights):
-            wanted[rank], weights[best] = first + best, EMPTY
+def _find_best(weights: Array, first: int, wanted: Array, best: Array) -> None:
+    """The numbers, counted from ``first``, of the highest ``weights`` and these; EMPTY where there are no more."""
+    found = 0
+    for i in range(len(weights)):
+        if found < len(wanted):
+            found += 1
+        elif weights[i] <= best[-1]:
+            continue
+        rank = found - 1
+        while rank > 0 and weights[i] > best[rank - 1]:
+            wanted[rank], best[rank] = wanted[rank - 1], best[rank - 1]
+            rank -= 1
+        wanted[rank], best[rank] = first + i, weights[i]
+    wanted[found:] = EMPTY
 
 
 @numba.njit  # type: ignore[untyped-decorator]
@@ -199,13 +205,13 @@ def choose(scores: Array, first: int, last: int, resident: Array, placed: Array)
     """``TorchOps.choose`` among the pages ``first`` to ``last`` (at least one), all heads, into ``placed [H, k]``."""
     heads, group, _ = scores.shape
     k, pages = resident.shape[1], last - first + 1
-    weights, wanted, kept = np.empty(pages, np.float32), np.empty(k, np.int64), np.empty(k, np.bool_)
+    weights, powers, best = np.empty(pages, np.float32), np.empty(pages, np.float32), np.empty(k, np.float32)
+    wanted, kept = np.empty(k, np.int64), np.empty(k, np.bool_)
     for head in range(heads):
-        for i in range(pages):
-            weights[i] = 0
+        weights[:] = 0
         for g in range(group):
-            _add_softmax(scores[head, g], first, weights)
-        _take_best(weights, first, wanted)
+            _add_softmax(scores[head, g, first : last + 1], weights, powers)
+        _find_best(weights, first, wanted, best)
         _place(wanted, resident[head], kept, placed[head])
 
 

@@ -82,7 +82,7 @@ class CpuOps(TorchOps):
         if not (loops := _loops()):
             return super().choose(scores, candidates, resident, flagged)
         first, last = candidates.first, int(candidates.last)
-        if last < first:
+        if last < first or not resident.numel():
             return torch.full_like(resident, EMPTY)
         placed = torch.empty_like(resident)
         loops.choose(scores.float().numpy(), first, last, resident.numpy(), placed.numpy())
