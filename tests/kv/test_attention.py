@@ -56,7 +56,8 @@ def test_every_kernel_is_dense_attention(heads, group, n, start, window, softcap
     q, k, v = drawn(heads, group, n, start, *width, dtype)
     plain = softcap is None and not sinks
     kernels = [None, Kernel.SCORES] + [Kernel.MASKED] * plain
-    kernels += [Kernel.FLASH] * (plain and (window is None or window >= start + n))
+    unbounded = plain and (window is None or window >= start + n)
+    kernels += [Kernel.FLASH] * unbounded + [Kernel.SPLIT] * (unbounded and width[0] == width[1])
     wanted = expected(q, k, v, start, spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MASK_BLOCK", block)
@@ -99,7 +100,7 @@ def test_a_block_reads_only_the_keys_that_some_query_of_it_sees(monkeypatch):
     monkeypatch.setitem(attention.ROWS, "cpu", 40)
     q, k, v = drawn(1, 1, 100, 500, 8, 8, torch.float32)
     attend_prefill(q, k, v, 500, spec_of(64, None, False, 1))
-    attend_prefill(q, k, v, 500, spec_of(None, None, False, 1))
+    attend_prefill(q, k, v, 500, spec_of(None, None, False, 1), Kernel.MASKED)
     assert seen == [(40, 103), (40, 103), (20, 83), (40, 540), (40, 580), (20, 600)]
 
 
