@@ -8,10 +8,12 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from rich.segment import Segments
 from textual.app import App
 from textual.binding import BindingType
+from textual.color import BLACK
 from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.events import Event, InputEvent
@@ -35,6 +37,12 @@ from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
+
+# They would end the process at once; a crash inside a library (SIGSEGV and the like) cannot be left by a handler.
+ENDING = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU),
+)
 
 
 def run(config: AppConfig) -> int:
@@ -65,7 +73,7 @@ class KvchatApp(App[None]):
         self._no_color = NoColor()
         self._readable_dim = ReadableDim(themes.DIM)
         self.config = config
-        self._signals: list[signal.Signals] = []
+        self._handlers: dict[signal.Signals, Any] = {}  # of the signals that ``_leave_on_signals`` took
         self.client = EngineClient(config.engine_command, config.log_file, config.recorder)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
         self.keys: dict[str, str] = {}
@@ -114,14 +122,23 @@ class KvchatApp(App[None]):
         if not (is_closing and isinstance(cause, NoMatches | MountError)):
             super()._handle_exception(error)
 
+    def _print_error_renderables(self) -> None:
+        """The traceback of what ended the application: an error's text may come from anywhere."""
+        for shown in self._exit_renderables:
+            if isinstance(shown, Segments):
+                shown.segments = self._visible_text.apply(shown.segments, BLACK)
+        super()._print_error_renderables()
+
     async def on_event(self, event: Event) -> None:
         """As Textual does it; what the user does ends a pause."""
         if isinstance(event, InputEvent):
             self._collector.note_use()
         await super().on_event(event)
 
+    def on_load(self) -> None:
+        self._leave_on_signals()  # the next thing done is to take the terminal
+
     def on_mount(self) -> None:
-        self._leave_on_signals()
         if self.config.recorder:
             self.config.recorder.report = partial(self.notify, title="Recording", severity="warning", timeout=12)
         for theme in self.themes.values():
@@ -147,8 +164,10 @@ class KvchatApp(App[None]):
         await self.client.close()
         if self.config.recorder:
             self.config.recorder.close()
-        for number in self._signals:
-            signal.signal(number, signal.SIG_DFL)
+        if self._driver:
+            self._driver.close()  # waits until what gives the terminal back is written
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _leave_on_signals(self) -> None:
         """Leave as by a key when a signal ends the application: the terminal is restored, the engine ended.
@@ -164,10 +183,9 @@ class KvchatApp(App[None]):
             loop.call_soon_threadsafe(self.exit, None, 128 + number)
 
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                if signal.getsignal(number) is signal.SIG_DFL:  # under nohup SIGHUP is ignored
-                    signal.signal(number, leave)
-                    self._signals.append(number)
+            for number in ENDING:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # as SIGHUP is under nohup
+                    self._handlers[number] = signal.signal(number, leave)
 
     def rebind(self, keys: Mapping[str, str]) -> None:
         """Change keys, given by the id of their action; those not named get their default again.

@@ -7,6 +7,8 @@ import errno
 import re
 import sys
 import termios
+import time
+from collections.abc import Callable
 
 from rich.segment import Segment
 from textual.color import Color
@@ -16,6 +18,7 @@ from textual.filter import LineFilter, dim_style
 from kvchat.foreign_text import MARKS, visible
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
+STALLED_S, KEY_BYTES = 5.0, 16  # a network may stall a paste too; what it then brings is longer than a key
 _HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
 
 
@@ -60,22 +63,34 @@ class InputDecoder:
     """Decodes what the terminal sends: bytes that are not UTF-8 as U+FFFD, ESC inside a paste as a visible mark.
 
     Textual's own decoder would end the application, and its parser would take the ESC for keys.
+
+    A paste whose end got lost would swallow every key from then on: what comes after ``STALLED_S``, is no longer than a
+    key and does not end the paste is a key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._clock = clock
+        self._read_at = 0.0
         self._is_paste = False
         self._emitted = ""  # the last characters outside a paste, where one may begin
         self._held = ""  # of a paste, where it may end
 
     def decode(self, data: bytes, final: bool = False) -> str:
         """Return the text of the bytes read; what may be half an end of a paste comes with the next ones."""
-        text, self._held = self._held + self._utf8.decode(data, final), ""
-        parts = []
+        text, parts = self._utf8.decode(data, final), []
+        if self._is_key_in_stalled_paste(data, self._held + text):
+            parts.append(_marked(self._held) + PASTE_END)
+            self._is_paste, self._held = False, ""
+        text, self._held = self._held + text, ""
         while text:
             part, text = self._pasted(text) if self._is_paste else self._typed(text)
             parts.append(part)
         return "".join(parts)
+
+    def _is_key_in_stalled_paste(self, data: bytes, text: str) -> bool:
+        pause, self._read_at = self._clock() - self._read_at, self._clock()
+        return self._is_paste and pause > STALLED_S and len(data) <= KEY_BYTES and PASTE_END not in text
 
     def _typed(self, text: str) -> tuple[str, str]:
         before, start, rest = (self._emitted + text).partition(PASTE_START)
@@ -89,7 +104,11 @@ class InputDecoder:
         self._is_paste = not end
         if not end and (half := _HALF_END.search(paste)):
             paste, self._held = paste[: half.start()], half[0]
-        return paste.replace("\x1b", MARKS[0x1B]) + end, rest
+        return _marked(paste) + end, rest
+
+
+def _marked(paste: str) -> str:
+    return paste.replace("\x1b", MARKS[0x1B])
 
 
 def has_vanished() -> bool:

@@ -56,6 +56,15 @@ async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no
     assert app.return_code == 0
 
 
+async def test_what_ended_the_application_is_told_without_control_characters(running, capsys):
+    async with running() as (app, _pilot, until):
+        app.panic(hostile("reason"))
+        await until(lambda: not app.is_running)
+    told = capsys.readouterr().err
+    assert "«reason»" in told
+    assert not forbidden_in(told.encode())
+
+
 async def test_what_comes_from_the_engine_while_the_widgets_go_is_no_failure(running):
     async with running() as (app, _pilot, _until):
 

@@ -13,6 +13,8 @@ from support.environment import environ
 from support.patience import PATIENCE_S, wait_until
 from support.pty_run import PtyRun
 
+from kvchat.tui.app import ENDING
+
 # What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
 
@@ -28,22 +30,44 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def application(tmp_path: Path):
-    ignored = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background jobs ignore it, and hand that on
-    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
-    signal.signal(signal.SIGQUIT, ignored)
-    run.until(start_app.READY)
+def started(tmp_path: Path):
+    heard = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGQUIT, signal.SIGINT)}
+    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))  # a shell's background jobs ignore them
+    for number, handler in heard.items():
+        signal.signal(number, handler)
     yield run
     run.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+@pytest.fixture
+def application(started: PtyRun):
+    started.until(start_app.READY)
+    return started
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
 def test_a_signal_restores_the_terminal_and_ends_the_engine(application: PtyRun, number: signal.Signals) -> None:
     (engine,) = children(application.process.pid)
     application.process.send_signal(number)
     assert application.finish() == 128 + number
     assert not [off for off in RESTORED if off not in application.written]
     wait_until(lambda: not is_alive(engine))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_sent_again_and_again_restores_the_terminal(application: PtyRun, number: signal.Signals) -> None:
+    while application.process.poll() is None:
+        application.process.send_signal(number)
+        application.read(0.02)
+    application.finish()
+    assert not [off for off in RESTORED if off not in application.written]
+
+
+def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started: PtyRun) -> None:
+    started.until("\x1b[?1049h")
+    started.process.send_signal(signal.SIGTERM)
+    assert started.finish() == 128 + signal.SIGTERM
+    assert not [off for off in RESTORED if off not in started.written]
 
 
 def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun) -> None:

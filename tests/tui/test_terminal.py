@@ -170,6 +170,26 @@ def test_a_paste_is_decoded_the_same_in_pieces_of_any_size(size: int) -> None:
     assert text == "a\x1b[A\x1b[200~one␛[2J\x1b[201~b\ufffd\x1b\x1b[200~␛ü␛[20\x1b[201~\x1b[C"
 
 
+def test_a_key_after_a_paste_whose_end_got_lost_is_a_key():
+    now = [0.0]
+    decoder = InputDecoder(lambda: now[0])
+
+    def read(data: bytes, after_s: float = 0.0) -> str:
+        now[0] += after_s
+        return decoder.decode(data)
+
+    read(b"\x1b[200~pasted \x1b[20")
+    assert read(b"\x11", 5.1) == "␛[20\x1b[201~\x11"
+    assert read("ü".encode()) == "ü"
+
+    read(b"\x1b[200~pasted ")
+    assert read(b"q\r", 4.9) == "q\r"
+    assert read(b"slowly, in a piece\r", 60.0) == "slowly, in a piece\r"
+    assert read(b"end\x1b[201~", 60.0) == "end\x1b[201~"
+    read(b"\x1b[200~\x1b[20")
+    assert read(b"1~", 60.0) == "\x1b[201~"
+
+
 def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> None:
     terminal.sees("● ready")
     terminal("load-buffer", "-", stdin=b"one\r\ntwo\x1b[31mred\x07\rthree")
