@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,15 @@ from support.pty_run import PtyRun
 
 from kvchat.tui.app import ENDING
 
+F4 = b"\x1bOS"
 # What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
+
+
+def kept(written: bytes) -> list[bytes]:
+    """What was not switched off last."""
+    switched_on = {off: off[:-1] + (b"l" if off.endswith(b"h") else b"h") for off in RESTORED}
+    return [off for off, on in switched_on.items() if written.rfind(off) <= written.rfind(on)]
 
 
 def children(pid: int) -> list[int]:
@@ -50,7 +59,7 @@ def test_a_signal_restores_the_terminal_and_ends_the_engine(application: PtyRun,
     (engine,) = children(application.process.pid)
     application.process.send_signal(number)
     assert application.finish() == 128 + number
-    assert not [off for off in RESTORED if off not in application.written]
+    assert not kept(application.written)
     wait_until(lambda: not is_alive(engine))
 
 
@@ -60,14 +69,14 @@ def test_a_signal_sent_again_and_again_restores_the_terminal(application: PtyRun
         application.process.send_signal(number)
         application.read(0.02)
     application.finish()
-    assert not [off for off in RESTORED if off not in application.written]
+    assert not kept(application.written)
 
 
 def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started: PtyRun) -> None:
     started.until("\x1b[?1049h")
     started.process.send_signal(signal.SIGTERM)
     assert started.finish() == 128 + signal.SIGTERM
-    assert not [off for off in RESTORED if off not in started.written]
+    assert not kept(started.written)
 
 
 def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun) -> None:
@@ -76,3 +85,22 @@ def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRu
     application._terminal = os.open(os.devnull, os.O_RDWR)
     application.process.wait(PATIENCE_S)
     wait_until(lambda: not is_alive(engine))
+
+
+def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path: Path) -> None:
+    editor = "import sys, time; print('editing', flush=True); time.sleep(3600)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(editor)}"
+    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color", VISUAL=command, TMPDIR=str(tmp_path)))
+    try:
+        run.until(start_app.READY)
+        run.type(F4)
+        run.until("editing")
+        started = children(run.process.pid)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish() == 128 + signal.SIGTERM
+    finally:
+        run.close()
+    assert len(started) == 2
+    assert not [pid for pid in started if is_alive(pid)]
+    assert not list(tmp_path.glob("*.md"))
+    assert not kept(run.written)

@@ -9,9 +9,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from textual.app import App, SuspendNotSupported
 
@@ -20,10 +21,14 @@ from kvchat.errors import UsageError
 DEFAULTS = ("nano", "vim", "vi", "emacs")
 
 
-def edit(text: str) -> str:
+Editor = subprocess.Popen[bytes]
+LEFT_BY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -> str:
     """``text`` as the editor left it; it blocks until the editor ends, which has the terminal meanwhile.
 
-    The text lies in a file of mode 0600 that is removed afterwards.
+    The text lies in a file of mode 0600 that is removed afterwards. ``started`` gets the editor's process.
 
     Raises:
         UsageError: there is no editor, it fails, or what it left is no text.
@@ -34,7 +39,9 @@ def edit(text: str) -> str:
     try:
         with open(descriptor, "wb") as file:
             file.write(text.encode("utf-8", "replace"))
-        code = subprocess.run([*command, name], check=False).returncode
+        editor = subprocess.Popen([*command, name])
+        started(editor)
+        code = editor.wait()
         if code:
             raise UsageError(f"The editor {command[0]} ended with exit code {code}.", "The text is as it was.")
         return path.read_bytes().decode().removesuffix("\n")
@@ -55,9 +62,9 @@ async def edit_suspended(app: App[None], text: str) -> str:
         UsageError: as ``edit``, or this terminal cannot be left.
     """
     try:
-        with app.suspend(), app.batch_update(), _interrupts_left_to_editor():
+        with app.suspend(), app.batch_update(), _signals_passed_on() as started:
             # An error would not let Textual take the terminal back.
-            edited = (await asyncio.gather(asyncio.to_thread(edit, text), return_exceptions=True))[0]
+            edited = (await asyncio.gather(asyncio.to_thread(edit, text, started), return_exceptions=True))[0]
     except SuspendNotSupported:
         raise UsageError("An editor cannot be run in this terminal.", hint="Write in the prompt.") from None
     if isinstance(edited, BaseException):
@@ -66,13 +73,27 @@ async def edit_suspended(app: App[None], text: str) -> str:
 
 
 @contextmanager
-def _interrupts_left_to_editor() -> Iterator[None]:
-    """Ctrl+C reaches both processes; only the editor is meant. Only in the main thread."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+def _signals_passed_on() -> Iterator[Callable[[Editor], object]]:
+    """What ends the application ends the editor before it; Ctrl+C is meant for the editor, which gets it anyway.
+
+    Only in the main thread. What is yielded takes the editor.
+    """
+    editors: list[Editor] = []
+    before = {number: leave for number in LEFT_BY if callable(leave := signal.getsignal(number))}
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for editor in editors:
+            editor.terminate()
+        before[signal.Signals(number)](number, frame)
+
+    interrupted = signal.signal(signal.SIGINT, lambda number, frame: None)
+    for number in before:
+        signal.signal(number, pass_on)
     try:
-        yield
+        yield editors.append
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in {**before, signal.SIGINT: interrupted}.items():
+            signal.signal(number, handler)
 
 
 def _command() -> list[str]:
