@@ -1,6 +1,6 @@
 """Writing files whole or not at all: a full disk or a crash leaves what was there before.
 
-Files are made with mode 0600, missing folders with 0700.
+No pipe is waited for. Files are made with mode 0600, missing folders with 0700.
 """
 
 from __future__ import annotations
@@ -12,6 +12,18 @@ import tempfile
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+
+
+def read(path: Path) -> bytes:
+    """The bytes of the regular file at ``path``.
+
+    Raises:
+        OSError: it cannot be read, or is something that need not have an end, such as a pipe or a device.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "It is no regular file", str(path))
+        return file.read()
 
 
 def write(path: Path, data: bytes) -> None:
@@ -45,10 +57,19 @@ def append(path: Path, data: bytes) -> None:
         OSError: it cannot be written whole; the file is as it was.
     """
     with open_log(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if os.write(file.fileno(), data) < len(data):
-            os.ftruncate(file.fileno(), size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        append_to(file, data)
+
+
+def append_to(file: FileIO, data: bytes) -> None:
+    """Add ``data`` at the end of a file of ``open_log``.
+
+    Raises:
+        OSError: it cannot be written whole; the file is as it was.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if (file.write(data) or 0) < len(data):
+        file.truncate(size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def open_log(path: Path) -> FileIO:
@@ -58,7 +79,9 @@ def open_log(path: Path) -> FileIO:
         OSError: it cannot be opened.
     """
     make_folder(path.parent)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    os.set_blocking(descriptor, True)  # only to open a pipe that nobody reads would wait for ever
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(PermissionError):  # another user's file keeps its mode
             os.fchmod(descriptor, 0o600)

@@ -89,6 +89,20 @@ def test_a_device_is_written_to_and_stays_one() -> None:
         files.append(Path("/dev/full"), b"x")
 
 
+def test_what_need_not_have_an_end_is_neither_read_nor_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(OLD)
+    assert files.read(path) == OLD
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="no regular file"):
+            files.read(place)
+    with pytest.raises(OSError, match="directory"):
+        files.read(tmp_path)
+    with pytest.raises(OSError, match="No such device"):
+        files.open_log(tmp_path / "pipe")
+
+
 def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / ("n" * 255)
     files.write(path, OLD)

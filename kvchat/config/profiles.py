@@ -197,16 +197,15 @@ def save(measured: Measured, device: str = "auto") -> Path:
         UsageError: the file cannot be written, or the existing one is not TOML.
     """
     import tomlkit
-    from tomlkit.exceptions import ParseError
 
     gpu = read_gpu(device)
     file = paths.user_profiles_dir() / f"{_slug(gpu)}.toml"
     try:
-        document = tomlkit.parse(file.read_text("utf-8")) if file.exists() else tomlkit.document()
+        document = tomlkit.parse(files.read(file)) if file.exists() else tomlkit.document()
         document["match"] = {key: value for key, value in _match_of(gpu).items() if value is not None}
         document["measured"] = {key: value for key, value in measured.model_dump().items() if value not in (None, "")}
         files.write(file, tomlkit.dumps(document).encode())
-    except (OSError, ParseError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of TOML, UTF-8 and numbers of thousands of digits
         raise UsageError(f"The profile {file} cannot be written.", f"{error}.") from None
     return file
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvchat import paths
+from kvchat import files, paths
 from kvchat.config.schema import Settings
 from kvchat.config.validation_errors import field_at, reason
 from kvchat.errors import UsageError
@@ -92,7 +92,7 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     """
     name = name or path.name
     try:
-        text = path.read_bytes().decode()
+        text = files.read(path).decode()
         values = flatten(tomli.loads(text))
     except FileNotFoundError:
         return SettingsSource()
@@ -104,6 +104,8 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
         line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
         where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"
         raise UsageError(where, _excerpt(line, error.colno - 1)) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, hundreds of brackets
+        raise UsageError(f"{name}: {error}.\n  {path}") from None
     lines = text.split("\n")
     numbers = _line_numbers(lines)
     return SettingsSource(

@@ -227,15 +227,17 @@ def representatives(calibration: Calibration, rule: str) -> list[tuple[int, ...]
 def find(revision: str, problem: Callable[[UsageError], object] = lambda error: None) -> Calibration | None:
     """The calibration of a model's revision: the person's own, else the one shipped, else None.
 
-    A damaged file is left out; ``problem`` is called with its refusal.
+    A file that is damaged or closed to us is left out; ``problem`` is called with its refusal.
     """
     for folder in (paths.calibration_dir(), paths.bundled_calibration_dir()):
         file = folder / f"{revision}.json"
         try:
-            if file.is_file():
+            if file.exists():
                 return load(file)
         except UsageError as error:
             problem(error)
+        except OSError as error:
+            problem(UsageError(f"{file} cannot be read.", f"{error.strerror}."))
     return None
 
 
@@ -267,7 +269,7 @@ def load(file: Path) -> Calibration:
         UsageError: the file is damaged.
     """
     try:
-        fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        fields: dict[str, Any] = json.loads(files.read(file))
         similarity = tuple(tuple(tuple(map(float, row)) for row in layer) for layer in fields.pop("similarity"))
         retrieval = tuple(tuple(map(float, layer)) for layer in fields.pop("retrieval"))
         turning = tuple(tuple(tuple(map(float, head)) for head in layer) for layer in fields.pop("turning", ()))

@@ -44,13 +44,13 @@ class Recorder:
         self.report: Callable[[str], None] = lambda reason: None
         self._clock, self._began = clock, clock()
         self._bytes, self._ended = 0, False
-        if path.exists():
-            raise UsageError(f"{path} exists.", hint="Record to another file.")
         try:
+            if path.exists():
+                raise UsageError(f"{path} exists.", hint="Record to another file.")
             self._file = files.open_log(path)
-            self._write({"format": FORMAT, "version": VERSION, "kvchat": version})
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written.", f"{error.strerror}.") from None
+            self._begin({"format": FORMAT, "version": VERSION, "kvchat": version})
+        except (OSError, ValueError) as error:  # NUL in a name is a value
+            raise UsageError(f"{path} cannot be written.", f"{getattr(error, 'strerror', error)}.") from None
 
     def note_command(self, command: Command) -> None:
         """Record a question; other commands are seen by what comes of them."""
@@ -74,9 +74,18 @@ class Recorder:
         self._ended = True
         self._file.close()
 
+    def _begin(self, header: dict[str, object]) -> None:
+        try:
+            self._write(header)
+        except OSError:
+            self.close()
+            self.path.unlink()
+            raise
+
     def _write(self, value: Any) -> None:
         line = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
-        self._bytes += self._file.write(line) or 0
+        files.append_to(self._file, line)
+        self._bytes += len(line)
 
     def _end(self, reason: str) -> None:
         self.close()

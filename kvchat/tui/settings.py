@@ -213,7 +213,7 @@ def _parsed(key: Key, text: str) -> Any:
     if text.startswith("["):
         try:
             return sources.typed(key, tomli.loads(f"typed = {text}")["typed"])
-        except tomli.TOMLDecodeError:
+        except (tomli.TOMLDecodeError, RecursionError):
             pass
     return sources.typed(key, text.replace("\\n", "\n"))
 

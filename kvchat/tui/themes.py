@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+import tomli
 from rich.console import Console
 from textual.color import Color, ColorParseError
 from textual.theme import BUILTIN_THEMES, Theme
 
+from kvchat import files
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.paths import bundled_themes_dir
 
@@ -61,12 +62,12 @@ def load(path: Path) -> Theme:
         UsageError: the file cannot be read, is no TOML or has a wrong field or color; it names file and reason.
     """
     try:
-        fields = {"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}
+        fields = {"name": path.stem, **tomli.loads(files.read(path).decode())}
         _check(fields)
         return _complete(Theme(**fields))
     except OSError as error:
         raise _refused(path, error.strerror or str(error)) from None
-    except (ValueError, TypeError) as error:  # TOML and UTF-8 errors are ValueErrors
+    except (ValueError, TypeError, RecursionError) as error:  # TOML and UTF-8 errors are ValueErrors
         raise _refused(path, str(error)) from None
 
 

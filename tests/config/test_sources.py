@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -132,10 +133,19 @@ def test_unreadable_files_are_refused(config: Path) -> None:
     config.write_bytes(b"[kv]\n\xff")
     with pytest.raises(UsageError, match=r"config.toml: byte 5 is not UTF-8\."):
         sources.load(environ={})
-    config.unlink()
-    config.mkdir()
-    with pytest.raises(UsageError, match="cannot be read"):
-        sources.load(environ={})
+    for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        config.unlink()
+        make(config)
+        with pytest.raises(UsageError, match="cannot be read"):
+            sources.load(environ={})
+        if config.is_dir():
+            config.rmdir()
+            config.touch()
+
+
+@pytest.mark.parametrize("text", [f"a = {'[' * 5000}", f"a = 1{'0' * 5000}", f"a{'.a' * 5000} = 1"])
+def test_a_file_that_no_parser_takes_is_refused_by_name(config: Path, text: str) -> None:
+    assert refusal(config, text).startswith("config.toml: ")
 
 
 def test_variables_that_look_like_settings_must_be_some() -> None:

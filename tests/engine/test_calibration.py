@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +149,18 @@ def test_a_damaged_file_is_a_note_and_the_shipped_calibration_holds(model, text)
     problems = []
     assert find(model.revision, problems.append) == load(paths.bundled_calibration_dir() / file.name)
     assert [str(file) in str(problem) for problem in problems] == [True]
+
+
+def test_what_is_no_file_or_cannot_be_seen_is_a_note_and_the_shipped_calibration_holds(model, monkeypatch):
+    file = paths.calibration_dir() / f"{model.revision}.json"
+    file.parent.mkdir(parents=True)
+    os.mkfifo(file)
+    problems = []
+    shipped = load(paths.bundled_calibration_dir() / file.name)
+    assert find(model.revision, problems.append) == shipped
+    monkeypatch.setattr(paths, "calibration_dir", lambda: file.parent / ("n" * 300))  # as a folder closed to us
+    assert find(model.revision, problems.append) == shipped
+    assert [str(file.name) in str(problem) for problem in problems] == [True, True]
 
 
 @pytest.mark.slow

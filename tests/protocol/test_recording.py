@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 import stat
 
 import pytest
@@ -68,6 +69,29 @@ def test_a_recording_ends_where_it_is_long_enough_and_says_so(tmp_path, monkeypa
     assert len(told) == 1
     assert "as long as" in told[0]
     assert 10 < len(read(tmp_path / "long")) < 60
+
+
+def test_a_full_disk_ends_the_recording_behind_a_whole_event(tmp_path):
+    recorder, told = Recorder(tmp_path / "full", "1", Clock()), []
+    recorder.report = told.append
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    try:
+        for _ in range(100):
+            recorder.note(Text("word " * 5, 1))
+        with pytest.raises(UsageError, match="cannot be written"):
+            Recorder(tmp_path / "begun", "1" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert len(told) == 1
+    assert read(tmp_path / "full")
+    assert not (tmp_path / "begun").exists()
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "a\0b"])
+def test_an_impossible_name_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match="cannot be written"):
+        Recorder(tmp_path / name, "1")
 
 
 def damaged(good: bytes) -> dict[str, bytes]:

@@ -115,6 +115,8 @@ async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, conf
         ('primary = "#123456"\nprimari = "#fff"', 'Did you mean "primary"'),
         ('primary = "#123456"\n[variables]\nribbon-sink = "reddish"', 'ribbon-sink = "reddish" is no color'),
         ('primary = "#123456"\nvariables = 3', "variables is no table"),
+        (f"a{'.a' * 5000} = 1", "more than the allowed"),
+        (f"a = {'[' * 5000}", "more than the allowed"),
     ],
 )
 def test_a_bad_theme_names_file_and_reason(tmp_path, text, reason):

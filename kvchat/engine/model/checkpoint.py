@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvchat import units
+from kvchat import files, units
 from kvchat.engine.model.hub import Progress, download
 from kvchat.errors import ModelError
 from kvchat.paths import bundled_model_dir
@@ -101,7 +101,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ModelError: it is no JSON object.
     """
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(files.read(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
     if not isinstance(content, dict):
