@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sqlite3
 import time
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from kvchat import files, paths
 from kvchat.conversations.conversation import Changes, Conversation, Message
@@ -104,10 +107,8 @@ class ConversationStore:
             ).fetchall()
         if header is None:
             raise UsageError(f'There is no conversation "{id}".', hint="It may have been deleted meanwhile.")
-        messages = [
-            Message(**{**row, "stats": _stats(row["stats"]), "pinned": bool(row["pinned"])}) for row in map(dict, rows)
-        ]
-        return Conversation(messages=messages, **dict(header))
+        with self._errors("read"):
+            return Conversation(messages=map(_message, rows), **_header(header))
 
     def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back for a day."""
@@ -177,16 +178,19 @@ class ConversationStore:
     def _errors(self, done: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # of an error that names what is damaged
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise StoreError(
                 f"The conversations in {self.path} cannot be {done}.", f"{reason.capitalize()}.", _hint(reason)
             ) from error
 
 
+ROLES = ("user", "assistant")
+_STATS = TypeAdapter(Stats)
 _MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned"
 _SUMMARY = (
-    "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
+    "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
+    " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
     " FROM conversation AS c"
 )
 _SEARCH = (
@@ -203,6 +207,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
     db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         db.row_factory = sqlite3.Row
+        db.text_factory = lambda text: text.decode("utf-8", "replace")
         for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             db.execute(f"PRAGMA {pragma}")
         _migrate(db)
@@ -235,7 +240,7 @@ def _version(db: sqlite3.Connection) -> int:
 def _hint(reason: str) -> str:
     if "newer" in reason:
         return "Update kvchat, or set KVCHAT_DATA_DIR to another folder."
-    if "malformed" in reason or "not a database" in reason:
+    if any(damage in reason for damage in ("malformed", "not a database", "codec can't decode")):
         return "Move the file away, or restore it from a backup: kvchat never deletes it."
     if "locked" in reason:
         return "Another program uses it; it is tried again."
@@ -248,13 +253,37 @@ def _row(conversation: str, message: Message) -> tuple[Any, ...]:
     return (conversation, *(_storable(values[name]) for name in _MESSAGE.split(", ")))
 
 
+def _message(row: sqlite3.Row) -> Message:
+    """The message of a row, in which only its figures may be damaged."""
+    texts = all(isinstance(row[name], str) for name in ("id", "role", "text", "ending", "receipt"))
+    if not texts or not row["id"] or row["role"] not in ROLES or not isinstance(row["parent"], str | None):
+        raise sqlite3.DatabaseError("a message in it is malformed")
+    values = {**dict(row), "created": _time(row), "stats": _stats(row["stats"]), "pinned": bool(row["pinned"])}
+    return Message(**values)
+
+
+def _header(row: sqlite3.Row) -> dict[str, Any]:
+    if not isinstance(row["title"], str) or not all(isinstance(row[name], str | None) for name in ("system", "leaf")):
+        raise sqlite3.DatabaseError("what it says of the conversation is malformed")
+    return {**dict(row), "created": _time(row)}
+
+
+def _time(row: sqlite3.Row) -> float:
+    created = row["created"]
+    if not isinstance(created, int | float) or not math.isfinite(created):
+        raise sqlite3.DatabaseError("a time in it is malformed")
+    return created
+
+
 def _stats(text: str | None) -> Stats | None:
-    """Stats of another version: unknown figures are left out."""
+    """Stats of another version: unknown figures are left out, and all of them where one is damaged."""
     if not text:
         return None
     known = {field.name for field in dataclasses.fields(Stats)}
-    values = {name: value for name, value in json.loads(text).items() if name in known}
-    return Stats(**{**values, "switches": tuple(values.get("switches", ()))})
+    try:
+        return _STATS.validate_python({name: value for name, value in json.loads(text).items() if name in known})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _storable(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sqlite3
@@ -190,6 +191,46 @@ def test_a_damaged_file_is_refused_and_left_alone(path, content):
     with pytest.raises(StoreError, match="Move the file away"):
         ConversationStore(path)
     assert path.read_bytes() == content
+
+
+NO_UTF8 = b"\xff"
+
+
+@pytest.mark.parametrize("stats", ["x", "3", '{"switches": 3}', '{"prompt_tokens": "many"}', "[" * 3000, NO_UTF8])
+def test_damaged_figures_are_left_out(store, stats):
+    made = saved(store, "one")
+    store._db.execute("UPDATE message SET stats = ?", (stats,))
+    assert [message.stats for message in store.load(made.id).messages.values()] == [None] * len(made.messages)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("message.text", NO_UTF8), ("message.parent", NO_UTF8), ("message.created", "soon"), ("message.id", "")),
+        *(("message.created", math.inf), ("conversation.system", NO_UTF8), ("conversation.title", NO_UTF8)),
+    ],
+)
+def test_a_damaged_conversation_is_refused_and_the_others_are_not(store, column, value):
+    damaged, whole = saved(store, "one"), saved(store, "two")
+    table, name = column.split(".")
+    which = "id" if table == "conversation" else "conversation"
+    store._db.execute("DROP TRIGGER message_changed")
+    store._db.execute(
+        f"UPDATE {table} SET {name} = ? WHERE rowid = (SELECT rowid FROM {table} WHERE {which} = ?)",
+        (value, damaged.id),
+    )
+    with pytest.raises(StoreError, match="malformed"):
+        store.load(damaged.id)
+    assert store.load(whole.id).title == "two"
+    assert {summary.id for summary in store.recent()} == {damaged.id, whole.id}
+
+
+def test_a_damaged_name_of_a_table_is_refused(store, path):
+    store._db.execute("PRAGMA writable_schema = ON")
+    store._db.execute("UPDATE sqlite_schema SET sql = CAST(X'ff' || sql AS TEXT) WHERE name = 'message'")
+    store.close()
+    with pytest.raises(StoreError, match="Move the file away"):
+        ConversationStore(path)
 
 
 def test_a_newer_database_is_refused_and_left_alone(store, path):

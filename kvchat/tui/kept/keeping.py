@@ -6,7 +6,7 @@ import asyncio
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
-from kvchat.errors import UsageError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.messages import Command, Forget
 from kvchat.tui.answering.answers import Answers
 from kvchat.tui.kept.archive import Archive
@@ -27,12 +27,19 @@ class KeptConversations:
     _deleted: list[str]
 
     async def open_archive(self, resume: bool = False) -> Summary | None:
-        """Open the database, and with ``resume`` the latest conversation; the latest one before that."""
+        """Open the database, and with ``resume`` the latest conversation; the latest one before that.
+
+        A damaged one is told and left alone.
+        """
         await self.archive.open()
-        latest = await self.archive.latest()
-        if resume and latest is not None:
-            await self.open(latest.id)
-        elif resume:
+        try:
+            latest = await self.archive.latest()
+            if resume and latest is not None:
+                await self.open(latest.id)
+        except KvchatError as error:
+            self.view.toast(str(error), title="Conversations", severity="warning", timeout=20)
+            return None
+        if resume and latest is None:
             self.view.toast("There is no earlier conversation to go on with.", severity="warning")
         return latest
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.app_driver import answers, finished, notes, press, receipts, texts, toasts, typed
 
+from kvchat.conversations.conversation import Conversation, Message
 from kvchat.conversations.store import ConversationStore
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.messages import Question
@@ -20,6 +21,19 @@ def config(config, tmp_path):
 
 def questions(app):
     return texts(app.chat.query(Question))
+
+
+async def test_a_damaged_conversation_is_told_and_the_application_goes_on(running, config):
+    store = ConversationStore(config.database)
+    damaged = Conversation(title="one")
+    damaged.add(Message(parent=None, role="user", text="one"))
+    store.save(damaged.take_changes())
+    store._db.execute("UPDATE conversation SET title = X'ff'")
+    store.close()
+    async with running(replace(config, resume=True)) as (app, _pilot, until):
+        await until(lambda: "malformed" in toasts(app))
+        typed(app, "hello")
+        await until(lambda: finished(app))
 
 
 async def test_a_conversation_survives_the_application(running, config):
