@@ -28,17 +28,18 @@ def passages(texts: Sequence[str], size: int, tokenizer: Any, joined: bool = Fal
     """Cut the files ``texts`` (none: the shipped books) into passages of ``size`` ids.
 
     A line of three asterisks separates parts, an empty line paragraphs; a single line break is a space. A row of
-    ``.jsonl`` is a part, its field ``text``. No passage goes beyond a part, unless the parts are ``joined``.
+    ``.jsonl`` is a part, its field ``text``. No passage goes beyond a part, unless the parts are ``joined``, as they
+    are where none of a file's is long enough.
 
     Raises:
         UsageError: a file cannot be read, or no text is long enough.
     """
     files = [Path(name) for name in texts] or sorted(BOOKS.glob("*.txt"))
-    found = [passage for file in files for passage in _passages(file, size, tokenizer, joined)]
+    found = [passage for file in files for passage in _of_file(file, size, tokenizer, joined)]
     if not found:
         raise UsageError(
             "The text is too short to measure on.",
-            f"A passage has {size:,} tokens; none of the texts has that many in one piece.",
+            f"A passage has {size:,} tokens; none of the texts has that many.",
             "Give a longer text, or fewer tokens.",
         )
     return found
@@ -55,14 +56,19 @@ def check(texts: Sequence[str]) -> None:
             raise UsageError(f"{name} is empty.", "", "Give a text to measure on.")
 
 
-def _passages(file: Path, size: int, tokenizer: Any, joined: bool) -> Iterator[Passage]:
+def _of_file(file: Path, size: int, tokenizer: Any, joined: bool) -> list[Passage]:
+    text = _read(file)
+    by_part = [] if joined else [*_cut(file.stem, text.split(BREAK), size, tokenizer)]
+    return by_part or [*_cut(file.stem, [text.replace(BREAK, "\n")], size, tokenizer)]
+
+
+def _cut(name: str, parts: Sequence[str], size: int, tokenizer: Any) -> Iterator[Passage]:
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     size -= len(begin)
-    text = _read(file)
-    for part in [text.replace(BREAK, "\n")] if joined else text.split(BREAK):
+    for part in parts:
         ids = tokenizer.encode(re.sub(r"(?<!\n)\n(?!\n)", " ", part.strip()), add_special_tokens=False)
         for start in range(0, len(ids) - size + 1, size):
-            yield Passage(file.stem, (*begin, *ids[start : start + size]))
+            yield Passage(name, (*begin, *ids[start : start + size]))
 
 
 def _read(file: Path) -> str:

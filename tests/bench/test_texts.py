@@ -40,8 +40,9 @@ def test_passages_do_not_cross_parts_and_lines_are_joined(tokenizer, tmp_path):
     assert {passage.ids[0] for passage in found} == {tokenizer.bos_token_id}
 
 
-def test_joined_parts_give_longer_passages(tokenizer):
-    found = passages((), 3000, tokenizer, joined=True)
+@pytest.mark.parametrize("joined", [True, False])
+def test_joined_parts_give_longer_passages_also_where_no_part_is_long_enough(tokenizer, joined):
+    found = passages((), 3000, tokenizer, joined)
     assert {passage.text for passage in found} == {path.stem for path in BOOKS.glob("*.txt")}
     assert {len(passage.ids) for passage in found} == {3000}
 
