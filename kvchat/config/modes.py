@@ -136,6 +136,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
 class FreezeParameters(PaperParameters):
     name: ClassVar[str] = "freeze"
     title: ClassVar[str] = "irrelevant tokens leave for growing times and return (ASR-KF-EGR)"
+    version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
     published: ClassVar[Mapping[str, Any]] = {"score": "always", "recovery": False}
 
@@ -174,7 +175,7 @@ class SyncParameters(BudgetParameters, PaperParameters):
     m: int = Field(5, ge=1)
     """steps between two selections of the dynamic tokens"""
     offload: bool = True
-    """false keeps all K/V on the device and only masks it"""
+    """false keeps all K/V on the device, as much memory as full takes, and only masks it"""
 
 
 # These mean the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.

@@ -15,6 +15,9 @@ The default profile departs from it; what each departure is for and costs:
       page to which it gives more than half of the weight over all pages, by their bounds as in speculative mode; its
       tokens are read from the next step on, with their flags forgotten. Costs the page bounds on the device (a 32nd of
       the K/V), one product with them a step, and some hundred tokens read.
+    * A token that scores above 32 tau is being copied: the 16 tokens from it on are read from the next step on, their
+      flags forgotten too. Scored one by one, the last digits of a number freeze while its first are looked at, and the
+      answer ends there: 27 of 40 facts asked over turns without this, 38 with it, at the same number of tokens read.
     * Score ``prob_rel``: the softmax probability, renormalized without the sinks, times the number of tokens read but
       sinks, mean over heads and over the layers that can see the token; 1 is an equal share.
     * c halves when a token scores above tau: what was relevant again is not put away at once. Eq. 3's history window W,

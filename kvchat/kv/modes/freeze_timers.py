@@ -18,6 +18,8 @@ SINK = 4
 # What a score of 0 counts for a token that waits under a budget, so that it is not forgotten.
 MIN_RETURN_SCORE = 0.01
 NAMED_SCORE = 1e9  # above all others, until the token is scored
+SOUGHT = 32  # times tau: what one head that retrieves gives, in the mean with all that do not
+FOLLOWING = 16  # tokens, from a sought one on
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Rule:
 
     ``sink`` first tokens and, if ``protects``, the chat's control tokens are never frozen; the least relevant freeze
     only while more than ``floor`` are read; the first freezes are spread over ``stagger`` steps; with ``same_step`` a
-    timer falls in the step that sets it; ``recalls`` lets a query wake pages and halves the flags of what is relevant.
+    timer falls in the step that sets it; ``recalls`` lets a query wake pages and what follows a sought token, and
+    halves the flags of what is relevant.
     """
 
     sink: int
@@ -128,7 +131,7 @@ class Timers:
         waiting = self.frozen & (self.timer <= 0)
         self.frozen &= ~waiting
         if named is not None:
-            self.name(named)
+            self.name(named | self._following(index, may & (score > SOUGHT * p.tau), position))
         if self.budget is not None:
             self.limit(position + 1, pinned, waiting)
 
@@ -137,6 +140,12 @@ class Timers:
         self.frozen &= ~tokens
         self.detections.masked_fill_(tokens, 0)
         self.score.masked_fill_(tokens, NAMED_SCORE)
+
+    def _following(self, index: Tensor, sought: Tensor, position: Tensor) -> Tensor:
+        """The ``FOLLOWING`` tokens from each ``sought [n]`` one on, of those up to ``position``: ``[capacity + 1]``."""
+        before = torch.zeros_like(self.index).index_put_((index,), sought.long()).cumsum(0)
+        near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
+        return near & (self.index <= position)
 
     def limit(self, total: Tensor, pinned: Tensor, waiting: Tensor) -> None:
         """Freeze the least relevant tokens until the next one reads ``budget``, itself included.

@@ -16,7 +16,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
-from kvchat.kv.modes import build
+from kvchat.kv.modes import build, freeze_timers
 from kvchat.kv.modes.base import ModelTraits, TokenState
 from kvchat.kv.modes.freeze import Freeze
 from kvchat.kv.modes.recovery_levels import LEVELS
@@ -144,6 +144,23 @@ def test_a_frozen_page_that_has_most_of_a_heads_weight_is_read_from_the_next_ste
         run.step()
         left |= wanted - run.active()
     assert left == wanted
+    run.check()
+
+
+@pytest.mark.parametrize("seeks", [True, False])
+def test_what_follows_a_token_that_is_copied_is_read_from_the_next_step_on(monkeypatch, seeks):
+    """Also beyond its page, which alone the query names."""
+    if not seeks:
+        monkeypatch.setattr(freeze_timers, "SOUGHT", float("inf"))
+    with ruled(floor=0, stagger=4):
+        run = FreezeRun(strength=0.05, tau=1.5)
+    run.prefill(800)
+    run.step(40)
+    active = run.active()
+    token = next(t for t in range(8, 160) if t in active and set(range(t // 8 * 8 + 8, t + 16)) - active)
+    run.look_for(layer=1, token=token)
+    assert (set(range(token, token + 16)) <= run.active()) == seeks
+    assert len(run.active()) < run.kv.total
     run.check()
 
 
