@@ -44,3 +44,12 @@ def test_a_gpu_without_kernels_has_a_badge(model):
     refusal = triton_refusal(state.geometry, torch.device("cuda"))
     state.ops = TorchOps(state.geometry, state.host, state.device, refusal)
     assert session.snapshot().badges == ("no Triton kernels: the kernels are for bfloat16 and float16, not float32",)
+
+
+def test_a_mode_that_saves_no_memory_has_a_badge_until_it_is_changed(model):
+    session = Session(model, "sync", {"offload": False})
+    session.prefill([(7 * i) % 4000 + 10 for i in range(600)])
+    (badge,) = session.snapshot().badges
+    assert badge.startswith("sync saves no memory: its K/V takes 100% of full's")
+    session.switch("sync", offload=True)
+    assert session.snapshot().badges == ()

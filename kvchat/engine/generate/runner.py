@@ -68,7 +68,8 @@ class ModelRunner:
     @property
     def badges(self) -> tuple[str, ...]:
         """Warnings about how the engine runs, for ``Snapshot.badges``."""
-        return *self.kv.state.host.badges, *self.kv.state.ops.badges, *self.graphs.badges
+        kv = self.kv
+        return *kv.mode.badges, *kv.state.host.badges, *kv.state.ops.badges, *self.graphs.badges
 
     # ---- a decode step
 

@@ -114,7 +114,7 @@ class Mode:
     in a step            ``forward_end(position)``                      look back at the whole step
     after a step         ``is_exact(tokens)``                           did it read everything?
     on an alarm          ``recover(level)``                             read more for a while
-    for screens          ``in_force()``, ``report()``                   parameters, figures, state of tokens
+    for screens          ``in_force()``, ``report()``, ``badges``       parameters, figures, state of tokens, warnings
     ===================  =============================================  ==========================================
 
     From ``forward_begin`` to ``forward_end`` everything may become part of a CUDA graph: tensors of fixed shape, state
@@ -278,6 +278,11 @@ class Mode:
     def report(self) -> ModeReport:
         """Return parameters in force, figures and the state of tokens; may wait for the device."""
         return ModeReport(self.in_force())
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """Warnings that hold now, each with its reason after a colon; waits for nothing."""
+        return ()
 
     def wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
         """Return the table that holds sinks, pinned messages and the last ``recent`` tokens before the next one."""

@@ -297,6 +297,14 @@ class Sync(Mode):
         }
         return ModeReport(self.in_force(), stats)
 
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """That less is read and no memory saved."""
+        if not self.split or self.is_exact(self.state.total) or (share := self._memory_share()) < 1:
+            return ()
+        why = "a smaller budget" if self.parameters.offload else "offload=true"
+        return (f"sync saves no memory: its K/V takes {share:.0%} of full's on the device; {why} would save some",)
+
     def _memory_share(self) -> float:
         """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
         held, g = self.state.slots, self.geometry

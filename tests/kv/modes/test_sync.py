@@ -219,6 +219,21 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
     assert int(runs[1].kv.state.transfer.totals[0]) == 0
     assert runs[1].kv.device_bytes > 2 * runs[0].kv.device_bytes
     assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"
+    assert [run.kv.mode.badges for run in runs] == [
+        (),
+        ("sync saves no memory: its K/V takes 100% of full's on the device; offload=true would save some",),
+    ]
+
+
+@pytest.mark.parametrize(("stored", "warns"), [(600, False), (1400, True), (3000, False)])
+def test_a_budget_near_what_is_stored_warns_while_less_is_read_for_more_memory(stored, warns):
+    """Of 600 tokens all are read; of 1,400 some are not, in more slots than full has; of 3,000 few are held."""
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", budget=1200, rho=0.0)
+    run.prefill(stored)
+    mode = run.kv.mode
+    assert bool(mode.badges) == warns
+    assert mode.badges == () or "a smaller budget would save some" in mode.badges[0]
+    assert (mode._memory_share() >= 1 and not mode.is_exact(run.kv.total)) == warns
 
 
 @pytest.mark.parametrize("budget", [320, 1024])
