@@ -26,6 +26,7 @@ class Frame:
     """Where a measurement keeps its rows, and whom it tells of them.
 
     ``file`` None keeps them in memory only; ``report`` gets lines for a person; ``command`` is noted in the result.
+    ``rows`` are those measured so far, also by a run before this one.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Frame:
         self.file = file
         self.command = command
         self.report = report
+        self.rows: list[Row] = []
         self._clock = clock
 
     def measure(
@@ -61,11 +63,12 @@ class Frame:
         if len(todo) < len(cells):
             self.report(f"{len(cells) - len(todo)} of {len(cells)} measured before, kept in {self.file}")
         began, refused = self._clock(), list[KvchatError]()
+        self.rows = result["rows"]
         try:
             for done, cell in enumerate(todo, 1):
                 rows, error = _measured(cell, measure)
                 refused += [error] if error else []
-                result["rows"] = [*(row for row in result["rows"] if not _of(cell, row)), *rows]
+                self.rows = result["rows"] = [*(row for row in self.rows if not _of(cell, row)), *rows]
                 self._keep(result)
                 left = (self._clock() - began) / done * (len(todo) - done)
                 ahead = f"{len(cells) - len(todo) + done}/{len(cells)}"

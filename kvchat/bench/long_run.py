@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvchat import units
@@ -32,9 +32,9 @@ class Settings:
 
 
 def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
-    """Generate the tokens, sampled with a seed; one row for each tenth.
+    """Generate the tokens, sampled with seeds; one row for each tenth.
 
-    The text is one generation: an interrupted one begins anew.
+    A run that goes on reads again what was generated before, as a prompt.
 
     Raises:
         KvchatError: the model or mode is refused.
@@ -50,29 +50,52 @@ def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), fr
         model_identity(session.model),
         fingerprint(session.model.device),
     )
-    cell = {"variant": settings.mode}
-    result = frame.measure(experiment, [cell], lambda _: list(_tenths(session, settings.tokens)), _line)
-    return frame.finish(result, result["rows"])
+    generation = Generation(session, settings.tokens // ROWS)
+    result = frame.measure(
+        experiment,
+        [{"variant": settings.mode, "tenth": tenth} for tenth in range(ROWS)],
+        lambda cell: [generation.tenth(cell["tenth"], frame.rows)],
+        _line,
+    )
+    return frame.finish(result, [{name: row[name] for name in row if name != "ids"} for row in result["rows"]])
 
 
-def _tenths(session: Session, tokens: int) -> Iterator[Row]:
-    sampler = Sampler(Sampling(temperature=0.8, seed=0), session.model.vocab, session.model.device)
-    logits = session.prefill(prose(session.model.tokenizer, PROMPT))
-    for _ in range(ROWS):
-        times = []
-        for _ in range(tokens // ROWS):
+class Generation:
+    """One text in a session, generated ``tokens`` at a time."""
+
+    def __init__(self, session: Session, tokens: int) -> None:
+        self._session = session
+        self._tokens = tokens
+        self._prompt = prose(session.model.tokenizer, PROMPT)
+        self._logits = session.prefill(self._prompt)
+
+    def tenth(self, number: int, before: Sequence[Row]) -> Row:
+        """Generate the next tokens after the rows ``before``; ``ids`` are these tokens."""
+        self._go_on([*self._prompt, *(token for row in before for token in row.get("ids", ()))])
+        model = self._session.model
+        sampler = Sampler(Sampling(temperature=0.8, seed=number), model.vocab, model.device)
+        times, ids = [], []
+        for _ in range(self._tokens):
             began = time.perf_counter()
-            logits = session.step(read(sampler(logits)))
+            ids.append(read(sampler(self._logits)))
+            self._logits = self._session.step(ids[-1])
             times.append(time.perf_counter() - began)
-        snapshot = session.snapshot()
-        yield {
-            "stored": session.total,
+        snapshot = self._session.snapshot()
+        return {
+            "stored": self._session.total,
             "ms": 1000 * statistics.median(times),
             "kv_device_bytes": snapshot.kv_device_bytes,
             "kv_host_bytes": snapshot.kv_host_bytes,
             "read": snapshot.active,
-            "finite": bool(logits.isfinite().all()),
+            "finite": bool(self._logits.isfinite().all()),
+            "ids": ids,
         }
+
+    def _go_on(self, ids: Sequence[int]) -> None:
+        """Read what is not stored of ``ids``, where another run generated it or a tenth was refused midway."""
+        if self._session.total != len(ids):
+            self._session.truncate(len(self._prompt) - 1)
+            self._logits = self._session.prefill(ids[self._session.total :])
 
 
 def _line(row: Row) -> str:
