@@ -86,6 +86,15 @@ def test_a_switch_costs_what_it_was_said_to_cost(model, mode, there):
     assert session.snapshot().kv_device_bytes <= price.device_bytes * 1.01
 
 
+def test_a_price_in_seconds_is_that_of_the_measured_link(model):
+    """What --save-profile kept was read by nobody (audit, 12)."""
+    session = Session(model, link_bytes_per_s=2e6)
+    session.prefill([10 + i % 500 for i in range(600)])
+    prices = [price for price in session.prices() if price.moved_bytes]
+    assert prices
+    assert all(price.seconds == price.moved_bytes / 2e6 for price in prices)
+
+
 BUDGETED = ("streaming", "speculative", "sync")
 
 
