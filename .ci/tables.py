@@ -2,13 +2,15 @@
 """Print the READMEs' tables, made from the committed results and the action table; a test compares them.
 
 ``.ci/tables.py --write`` puts each in place of what stands between ``<!-- its name -->`` and ``<!-- end -->``; a result
-in a file of another name is the table of that name. The front README's first sentence is written by hand (``claim``).
+in a file of another name is the table of that name. The front README's sentences are written by hand (``claim``,
+``asked``, ``saved``).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -38,6 +40,32 @@ def claim() -> str:
     )
 
 
+def asked() -> str:
+    """The front README's sentence on freeze: what it recalls where tokens have frozen before the question."""
+    rows = {row["variant"]: row for row in _rows(_read("passkey-inside"))}
+    cases, inside = (_read("passkey-inside")["settings"][name] for name in ("cases", "inside"))
+    full, ours, paper = (rows[name] for name in ("full", "freeze", "freeze:profile=paper"))
+    return (
+        f"asked {inside} tokens into the answer, freeze recalls {ours['right']} of {cases} facts reading "
+        f"{ours['read_tokens']:,.0f} of {full['read_tokens']:,.0f} tokens, its paper's own rule {paper['right']} "
+        f"reading {paper['read_tokens']:,.0f}"
+    )
+
+
+def saved() -> str:
+    """The front README's sentence on freeze: what it saves at equal lengths, and at what price, beside its paper."""
+    result = _read("perplexity")
+    rows = {row["variant"]: row for row in _rows(result)}
+    prices = [
+        f"{100 * (1 - row['read_share']):.0f} % fewer tokens than full at {100 * (row['ratio'] - 1):+.1f} % perplexity"
+        for row in (rows["freeze"], rows["freeze:profile=paper"])
+    ]
+    return (
+        f"Over {result['settings']['tokens']:,} tokens of books it reads {prices[0]}; "
+        f"with its paper's setting {prices[1]}"
+    )
+
+
 def summary() -> str:
     """The front README's table: recall, counts and speed of the modes in their usual settings."""
     passkeys, times = _read("passkey"), _read("decode")
@@ -57,6 +85,28 @@ def summary() -> str:
     ]
     heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
     return "\n\n".join(filter(None, (_table(heads, lines), _age(passkeys) or _age(times))))
+
+
+def taus() -> str:
+    """The front README's table of speculative mode by tau: recall, corrections and time, in its tightest budget."""
+    recall, times = _read("recall-tau"), _read("decode-tau")
+    timed = [row for row in times["rows"] if row["variant"] != "full"]
+    every = max(row["corrections"] for row in timed)
+    budget = min(m["parameters"]["budget"] for m in recall["methods"].values() if m["mode"] != "full")
+    lines = []
+    for row in timed:
+        found = [each for each in _rows(recall) if each["variant"] == f"{row['variant']},budget={budget}"]
+        right, cases = (sum(each[name] for each in found) for name in ("right", "cases"))
+        share = f"{100 * row['corrections'] / every:.0f} %"
+        lines.append([row["variant"].partition(":")[2], share, f"{right} of {cases}", f"{row['ms']:.1f} ms"])
+    heads = ["with", "heads corrected", f"facts recalled with {budget} tokens", f"a token of {timed[0]['context']:,}"]
+    return "\n\n".join(filter(None, (_table(heads, lines), _beside(times), _age(recall) or _age(times))))
+
+
+def _beside(times: dict[str, Any]) -> str:
+    """Says of times that other programs took most of the processors; "" where they did not."""
+    others = statistics.median(row["others"] for row in times["rows"])
+    return f"*Timed while other programs took {100 * others:.0f} % of the processors.*" if others > 0.1 else ""
 
 
 def keys() -> str:
@@ -213,6 +263,7 @@ def _environment(result: dict[str, Any]) -> str:
 
 TABLES = {
     "summary": summary,
+    "taus": taus,
     "keys": keys,
     "decode": decode,
     "decode-load": beside,
@@ -226,4 +277,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         write()
     else:
-        print("\n\n".join((claim(), *(made() for made in TABLES.values()))))
+        print("\n\n".join((claim(), asked(), saved(), *(made() for made in TABLES.values()))))
