@@ -12,7 +12,7 @@ from support.dense_attention import softmax
 from support.reference import Conversation, FullReference
 from torch import Tensor
 
-from kvchat.kv.modes.freeze_timers import NAMED_SCORE, RULES
+from kvchat.kv.modes.freeze_timers import FOLLOWING, NAMED_SCORE, RULES, SOUGHT
 
 
 def best(rank: dict[int, float], n: int, theirs: Set[int]) -> set[int]:
@@ -72,6 +72,13 @@ class Simulation:
         self._name(named)
         self._limit({}, theirs)
 
+    def following(self, scores: dict[int, float]) -> set[int]:
+        """Return the tokens from each one on that is being copied, by ``scores`` of those that were read."""
+        if not self.rule.recalls:
+            return set()
+        sought = (j for j, s in scores.items() if self._may(j) and s > SOUGHT * self.p["tau"])
+        return {i for j in sought for i in range(j, min(j + FOLLOWING, self.total))}
+
     def _name(self, named: Set[int]) -> None:
         self.c |= dict.fromkeys(named, 0)
         self.score |= dict.fromkeys(named, NAMED_SCORE)
@@ -129,8 +136,9 @@ class FreezeReference(FullReference):
 
     def end(self) -> None:
         self.simulation.total = len(self.run.ids)
-        named = self._named()
-        self.simulation.step(self._scores(self.simulation.active(), named), named, self._theirs())
+        scores = self._scores(self.simulation.active())
+        named = self._named() | self.simulation.following(scores)
+        self.simulation.step(self._agreed(scores, named), named, self._theirs())
 
     def _theirs(self) -> set[int]:
         return set(self.run.kv.mode.timers.frozen[: len(self.run.ids)].nonzero().flatten().tolist())
@@ -164,16 +172,21 @@ class FreezeReference(FullReference):
                 }
         return named
 
-    def _scores(self, tokens: set[int], named: Set[int]) -> dict[int, float]:
-        """The store's scores of ``tokens``, held against float64: over the layers that can see the token."""
+    def _scores(self, tokens: set[int]) -> dict[int, float]:
+        """Scores of ``tokens`` in float64, over the layers that can see the token."""
         mask = self._mask(tokens)
         found = [self._relevance(layer, mask) for layer in range(self.run.toy.geometry.layers)]
         scores = sum(score for score, _ in found) / sum(seen for _, seen in found).clamp(min=1)
+        return {j: float(scores[j]) for j in tokens}
+
+    def _agreed(self, scores: dict[int, float], named: Set[int]) -> dict[int, float]:
+        """The store's scores, held against ``scores``, of tokens that are not ``named``: those are scored no more."""
         theirs = self.run.kv.mode.timers.score[: len(self.run.ids)].double()
         if self.run.exact:
-            compared = sorted(tokens - named)
-            torch.testing.assert_close(theirs[compared], scores[compared], atol=1e-5, rtol=1e-4)
-        return {j: float(scores[j] if j in named else theirs[j]) for j in tokens}
+            compared = sorted(scores.keys() - named)
+            ours = torch.tensor([scores[j] for j in compared], dtype=torch.float64)
+            torch.testing.assert_close(theirs[compared], ours, atol=1e-5, rtol=1e-4)
+        return {j: score if j in named else float(theirs[j]) for j, score in scores.items()}
 
     def _relevance(self, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores ``[T]`` (0 outside ``mask`` and the layer's window) and which tokens the window covers."""
