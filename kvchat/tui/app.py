@@ -16,7 +16,8 @@ from textual.binding import BindingType
 from textual.color import BLACK
 from textual.css.query import NoMatches
 from textual.driver import Driver
-from textual.events import Event, InputEvent
+from textual.errors import NoWidget
+from textual.events import Event, InputEvent, MouseEvent
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
 from textual.widget import MountError
@@ -130,10 +131,18 @@ class KvchatApp(App[None]):
         super()._print_error_renderables()
 
     async def on_event(self, event: Event) -> None:
-        """As Textual does it; what the user does ends a pause."""
+        """As Textual does it, but for the mouse on what has just been removed; what the user does ends a pause."""
         if isinstance(event, InputEvent):
             self._collector.note_use()
-        await super().on_event(event)
+        if not (isinstance(event, MouseEvent) and self._hits_removed(event)):
+            await super().on_event(event)
+
+    def _hits_removed(self, event: MouseEvent) -> bool:
+        """Whether a widget is there that stays on the screen only until the next layout: Textual fails at it."""
+        try:
+            return not self.get_widget_at(event.x, event.y)[0].is_attached
+        except NoWidget:
+            return False
 
     def on_load(self) -> None:
         self._leave_on_signals()  # the next thing done is to take the terminal

@@ -9,8 +9,11 @@ from pathlib import Path
 from support.app_driver import drawn, finished, opened, press, prompt, toasts, typed
 from support.hostile import MARKUP, forbidden_in, hostile
 from support.patience import PATIENCE_S
+from textual import events
 from textual.command import CommandInput, CommandList
+from textual.widget import Widget
 from textual.widgets import Static
+from textual.widgets._markdown import MarkdownTableCellContents
 
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Load
@@ -74,6 +77,26 @@ async def test_what_comes_from_the_engine_while_the_widgets_go_is_no_failure(run
                 await asyncio.sleep(0)
 
         app.chat.run_worker(show_on)
+
+
+async def test_the_mouse_on_what_has_just_been_removed_ends_nothing(running):
+    async with running() as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app) and len(shown(app, MarkdownTableCellContents)) > 1)
+        before, *_, cell = shown(app, MarkdownTableCellContents)
+        await app.on_event(events.MouseDown(None, *before.region.offset, 0, 1, 1, False, False, False))
+        x, y = cell.region.offset
+        with app.batch_update():  # what is removed stays on the screen until the next layout
+            await cell.remove()
+            assert app.get_widget_at(x, y)[0] is cell
+            for kind in (events.MouseMove, events.MouseScrollDown, events.MouseUp, events.MouseDown):
+                await app.on_event(kind(None, x, y, 0, 1, 1, False, False, False))
+        await until(lambda: cell not in shown(app, MarkdownTableCellContents))
+
+
+def shown(app, kind: type[Widget]) -> list[Widget]:
+    """The widgets of a kind that the last layout put on the screen, from the top on."""
+    return [widget for widget in app.chat._compositor.visible_widgets if isinstance(widget, kind)]
 
 
 def listed(app) -> list[str]:
