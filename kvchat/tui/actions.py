@@ -30,6 +30,7 @@ class Action:
     command, ``usage`` the command's argument, ``values`` offers what that may be; ``aliases`` are other programs'
     names of the command. ``run`` does the work; without it ``action`` names a Textual action of
     the ``scope``. An action with neither is built into a widget: its keys are listed, but cannot be changed.
+    ``waits`` says when it is queued while a model is being loaded: always, or with an argument only.
     ``hint`` is its word in the bar of key hints.
     """
 
@@ -43,12 +44,17 @@ class Action:
     run: Handler | None = None
     action: str = ""
     scope: Scope = "chat"
+    waits: Literal["", "always", "argument"] = ""
     hint: str = ""
 
     @property
     def line(self) -> str:
         """How the slash command is typed."""
         return f"/{self.command} {self.usage}".rstrip()
+
+    def needs_model(self, argument: str) -> bool:
+        """Whether it is queued while a model is being loaded."""
+        return self.waits == "always" or (self.waits == "argument" and bool(argument))
 
     @property
     def is_bindable(self) -> bool:
@@ -109,24 +115,28 @@ ACTIONS = (
     Action(id="interrupt", keys="ctrl+c", action="interrupt",
            doc="copy the selection; else stop the answer; pressed twice: quit"),
     Action(id="mode", command="mode", usage="NAME key=value…", values=arguments.modes, run=commands.switch_mode,
+           waits="argument",
            doc="switch the KV mode, also during an answer; alone: list the modes"),
-    Action(id="mode.next", keys="f6", command="next", run=commands.next_mode, hint="mode",
+    Action(id="mode.next", keys="f6", command="next", run=commands.next_mode, waits="always", hint="mode",
            doc="next KV mode, also during an answer"),
-    Action(id="mode.previous", keys="shift+f6", command="previous", run=commands.previous_mode,
+    Action(id="mode.previous", keys="shift+f6", command="previous", run=commands.previous_mode, waits="always",
            doc="previous KV mode, also during an answer"),
     Action(id="compare", keys="f8", command="compare", usage="MODE key=value… MODE…", run=compare_commands.compare,
+           waits="always",
            doc="answer the last question in two modes from the same K/V; alone: full and the present mode"),
-    Action(id="needle", command="needle", usage="TOKENS", run=compare_commands.search_needle,
+    Action(id="needle", command="needle", usage="TOKENS", run=compare_commands.search_needle, waits="always",
            doc="hide a fact in a long text and ask every mode for it; your conversation stays as it is"),
     Action(id="budget", command="budget", usage="N", values=arguments.tokens("budget"),
-           run=commands.set_tokens("budget"),
+           run=commands.set_tokens("budget"), waits="argument",
            doc="tokens per KV head that a decoded token may attend to"),
     Action(id="sink", command="sink", usage="N", values=arguments.tokens("sink"), run=commands.set_tokens("sink"),
+           waits="argument",
            doc="first tokens, always attended"),
     Action(id="window", command="window", usage="N", values=arguments.tokens("window"),
-           run=commands.set_tokens("window"),
+           run=commands.set_tokens("window"), waits="argument",
            doc="most recent tokens, always attended"),
     Action(id="set", command="set", usage="KEY VALUE", values=arguments.values_to_set, run=commands.set_value,
+           waits="argument",
            doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: list all values"),
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=commands.set_system,
            doc="change the system prompt; none removes it; alone: show it"),
@@ -134,9 +144,9 @@ ACTIONS = (
            doc="pin the N-th question: every mode attends to it, beyond the budget; again: unpin it; alone: the last "
                "one; system: the system prompt; none: unpin all"),
     Action(id="regenerate", keys="f5", command="regen", aliases=("retry", "again"),
-           run=conversation_commands.regenerate,
+           run=conversation_commands.regenerate, waits="always",
            doc="answer the last question again; the answers so far stay as branches"),
-    Action(id="continue", command="continue", run=conversation_commands.resume_answer,
+    Action(id="continue", command="continue", run=conversation_commands.resume_answer, waits="always",
            doc="go on with the last answer"),
     Action(id="edit", command="edit", run=conversation_commands.edit,
            doc="edit the last question and ask it again on a branch of its own"),
@@ -150,7 +160,7 @@ ACTIONS = (
            doc="what a model takes in memory and what fits; alone: the one in use, with what was measured"),
     Action(id="profile", command="profile", run=model_commands.show_profile,
            doc="the profiles for this GPU that are in force"),
-    Action(id="rebuild", command="rebuild", run=commands.rebuild,
+    Action(id="rebuild", command="rebuild", run=commands.rebuild, waits="always",
            doc="recompute exactly what was computed with less context"),
     Action(id="new", keys="ctrl+n", command="new", aliases=("clear", "reset"), run=conversation_commands.new,
            doc="new conversation; the present one is kept"),

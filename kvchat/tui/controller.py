@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation
@@ -89,18 +89,28 @@ class ChatController(KeptConversations):
             await self.branches.resume_edited(text)
             return
         await self.branches.leave_edited()
-        phase = self.state.phase
-        if phase is Phase.READY:
+        phase, is_free = self.state.phase, self.answers.is_free
+        if is_free:
             self.answers.expect()
-        question = await self.view.add_question(text, queued=phase is not Phase.READY)
+        question = await self.view.add_question(text, queued=not is_free)
         # The phase may have changed while the question was mounted.
-        if self.state.phase is Phase.READY:
+        if self.answers.is_free:
             await self.answers.send(question)
             return
         self.answers.is_asking = False
-        self.answers.queue.add(question)
+        self.answers.enqueue(question)
         if phase is Phase.DOWN:
             await self.restart()
+        elif self.state.phase is Phase.DOWN:
+            await self.answers.down()
+
+    async def defer(self, line: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Queue a command while a model is being loaded; ``run`` does it, and tells by itself what is refused."""
+        command = await self.view.add_command(line)
+        self.answers.defer(command, run)
+        # The phase may have changed while the command was mounted.
+        if self.state.phase is Phase.READY:
+            await self.answers.ready()
         elif self.state.phase is Phase.DOWN:
             await self.answers.down()
 
@@ -113,13 +123,13 @@ class ChatController(KeptConversations):
             await self.restart()
 
     async def take_back(self) -> None:
-        """Take the question queued last back into the prompt.
+        """Take the question or command queued last back into the prompt.
 
         Raises:
             UsageError: none waits, or another text is in the prompt.
         """
         if not self.answers.queue:
-            raise UsageError("No question is queued.", hint="What is asked during an answer waits for its end.")
+            raise UsageError("Nothing is queued.", hint="What is asked during an answer waits for its end.")
         if not self.view.restore_prompt(self.answers.queue.last):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
         await self.answers.queue.take_back()

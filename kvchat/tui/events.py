@@ -81,7 +81,7 @@ class EngineEvents:
             case Noted(text):
                 self.view.add_note(text)
             case Started(prompt, reused):
-                self.state.prompt_tokens = prompt
+                self.state.prompt_tokens, self.state.first_mode = prompt, self.state.mode
                 self.answers.wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
             case Prefilled(done, total):
                 self.comparisons.note(report)
@@ -147,7 +147,7 @@ class EngineEvents:
             self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
             for note in loaded.notes:
                 self.view.add_note(note)
-        if not self.answers.queue:
+        if not self.answers.queue.has_questions:
             self.answers.take_up()
         await self.answers.ready()
 

@@ -47,9 +47,9 @@ class ChatState:
 
     ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
     answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a mode by its name.
-    ``first_mode`` is that of the answer's start, ``prompt_tokens`` the length of its prompt, None while it is not
-    known. ``edited`` is the id of the message that the next text sent takes the place of. ``is_stored`` says whether
-    the engine's K/V are of this conversation, not of the one before.
+    ``first_mode`` is that of the answer's start, ``prompt_tokens`` the length of its prompt, empty and None while they
+    are not known. ``edited`` is the id of the message that the next text sent takes the place of. ``is_stored`` says
+    whether the engine's K/V are of this conversation, not of the one before.
     """
 
     conversation: Conversation

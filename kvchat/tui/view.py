@@ -85,6 +85,9 @@ class ChatView(Protocol):
     async def add_question(self, text: str, queued: bool) -> QuestionView:
         """Move a question from the prompt to the transcript."""
 
+    async def add_command(self, line: str) -> QuestionView:
+        """Add a command that is queued."""
+
     async def add_answer(self) -> AnswerView:
         """Add an empty answer."""
 

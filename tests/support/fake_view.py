@@ -137,6 +137,9 @@ class FakeView:
             await self.while_mounting()
         return self.questions[-1]
 
+    async def add_command(self, line: str) -> FakeQuestion:
+        return await self.add_question(line, queued=True)
+
     async def add_answer(self) -> FakeAnswer:
         self.answers.append(FakeAnswer())
         return self.answers[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from support.patience import PATIENCE_S
@@ -12,11 +13,13 @@ from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
+    Failed,
     Finished,
     Forget,
     Load,
     Peek,
     Rebuild,
+    Rebuilt,
     Resumed,
     Stop,
     Switch,
@@ -82,6 +85,68 @@ async def test_questions_are_queued_and_sent_in_order(chat):
     assert (chat.turns, chat.view.queue) == (["one", "hi", "two", "hi", "three"], (0, False))
 
 
+async def test_commands_wait_beside_questions_in_their_order(chat):
+    async def mode(name):
+        chat.controller.switch(name)
+
+    await chat.controller.defer("/mode streaming", partial(mode, "streaming"))
+    await chat.ask("one")
+    await chat.controller.defer("/mode sync", partial(mode, "sync"))
+    await chat.controller.defer("/mode freeze", partial(mode, "freeze"))
+    await chat.ask("two")
+    assert (chat.view.queue, chat.client.sent) == ((5, False), [])
+    await chat.load()
+    assert [one.removed for one in chat.view.questions] == [True, False, False, False, False]
+    await chat.controller.handle(DONE)
+    sent = [one.mode if isinstance(one, Switch) else one.turns[-1].content for one in chat.client.sent]
+    assert sent == ["streaming", "one", "sync", "freeze", "two"]
+    assert chat.view.queue == (0, False)
+
+
+async def test_a_command_that_waits_is_taken_back_and_takes_the_conversation_up(chat):
+    async def rebuild():
+        chat.controller.rebuild()
+
+    await chat.controller.defer("/rebuild", rebuild)
+    await chat.controller.take_back()
+    assert (chat.view.prompt, chat.view.queue) == ("/rebuild", (0, False))
+    chat.controller.state.conversation.ask("one")
+    chat.controller.state.conversation.answer("hi")
+    await chat.controller.defer("/rebuild", rebuild)
+    await chat.ask("two")
+    await chat.load()
+    assert [type(one) for one in chat.client.sent] == [Rebuild]
+    await chat.controller.handle(Rebuilt(1, 0.1))
+    assert isinstance(chat.client.sent[-1], Chat)
+
+
+async def test_a_question_asked_while_a_command_that_waited_runs_comes_behind_the_others(chat):
+    async def ask_meanwhile():
+        await chat.ask("later")
+
+    await chat.controller.defer("/next", ask_meanwhile)
+    await chat.ask("one")
+    await chat.load()
+    assert (chat.turns, chat.view.queue) == (["one"], (1, False))
+    await chat.controller.handle(DONE)
+    assert chat.turns == ["one", "hi", "later"]
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.DOWN])
+async def test_a_command_that_is_mounted_when_loading_ends_is_not_forgotten(chat, phase):
+    ran = []
+
+    async def change():
+        await (chat.load() if phase is Phase.READY else chat.controller.handle(Failed("no model", fatal=True)))
+
+    async def run():
+        ran.append("/next")
+
+    chat.view.while_mounting = change
+    await chat.controller.defer("/next", run)
+    assert (ran, chat.view.prompt) == ((["/next"], "") if phase is Phase.READY else ([], "/next"))
+
+
 async def test_a_stop_holds_the_queue_until_it_is_released_and_a_new_question_goes_first(chat):
     await chat.load()
     for text in ("one", "two", "three"):
@@ -98,7 +163,7 @@ async def test_a_stop_holds_the_queue_until_it_is_released_and_a_new_question_go
 
 
 async def test_the_last_queued_question_is_taken_back_unless_another_text_is_begun(chat):
-    with pytest.raises(UsageError, match="No question is queued"):
+    with pytest.raises(UsageError, match="Nothing is queued"):
         await chat.controller.take_back()
     for text in ("one", "two"):
         await chat.ask(text)

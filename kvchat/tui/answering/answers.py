@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 from kvchat.conversations.conversation import CUT_OFF, Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Stop, Switched, Text
-from kvchat.tui.answering.question_queue import QuestionQueue
+from kvchat.tui.answering.question_queue import QuestionQueue, Waiting
 from kvchat.tui.client import EngineClient
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
@@ -47,7 +48,7 @@ class Answers:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
         conversation = self.state.conversation
         self._begin_asking()
-        self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = self.state.mode, True, None
+        self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
         self._said = said
         answer = await self.view.add_answer()
         if self._is_left(conversation):
@@ -74,6 +75,11 @@ class Answers:
         if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
             with suppress(UsageError):  # the next question tells, and does it all the same
                 self.client.send(self.state.conversation.to_resume())
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the engine is ready, and nothing is before what is asked now."""
+        return self.state.phase is Phase.READY and not self.queue.goes_on
 
     def expect(self) -> None:
         """From now on a stop is meant for the answer to come, also before it can be asked for."""
@@ -172,10 +178,24 @@ class Answers:
         self._switches.clear()
 
     async def ready(self) -> None:
-        """The engine is ready: send the next queued question, if there is one."""
+        """The engine is ready: run the commands that wait, up to the first question, and send that."""
         self._show_phase(Phase.READY)
-        if (question := self.queue.take_next()) is not None:
-            await self.send(question)
+        while self.state.phase is Phase.READY and (waiting := self.queue.take_next()) is not None:
+            await waiting.run()
+
+    def enqueue(self, question: QuestionView) -> None:
+        """Let a question wait behind what is queued."""
+        self.queue.add(Waiting(question, partial(self.send, question)))
+
+    def defer(self, command: QuestionView, run: Callable[[], Awaitable[None]]) -> None:
+        """Let a command wait behind what is queued; it leaves the transcript when it is run."""
+
+        async def leave_and_run() -> None:
+            gone = command.remove()
+            await run()  # before anything else can be asked
+            await gone
+
+        self.queue.add(Waiting(command, leave_and_run, is_question=False))
 
     async def send(self, question: QuestionView) -> None:
         """Put a question into the conversation and ask for its answer."""

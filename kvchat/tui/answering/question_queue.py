@@ -1,50 +1,72 @@
-"""Questions that wait for the engine."""
+"""Questions and commands that wait for the engine."""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from kvchat.tui.view import ChatView, QuestionView
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A question, or a command, as it stands in the transcript; ``run`` sends or does it."""
+
+    view: QuestionView
+    run: Callable[[], Awaitable[None]]
+    is_question: bool = True
+
+
 class QuestionQueue:
-    """Sent one after the other as the engine gets ready; ``is_held`` they wait for the user too.
+    """They are sent one after the other as the engine gets ready; ``is_held`` they wait for the user too.
 
     A stopped or failed answer holds them: what was queued behind it may not be meant any more.
     """
 
     def __init__(self, view: ChatView) -> None:
         self._view = view
-        self._waiting: list[QuestionView] = []
+        self._waiting: list[Waiting] = []
         self.is_held = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
+    def has_questions(self) -> bool:
+        """Whether not only commands wait."""
+        return any(one.is_question for one in self._waiting)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the first is sent by itself, once the engine is ready."""
+        return bool(self._waiting) and not self.is_held
+
+    @property
     def last(self) -> str:
-        """The text of the question queued last, empty if none waits."""
-        return self._waiting[-1].text if self._waiting else ""
+        """The text of what was queued last, empty if nothing waits."""
+        return self._waiting[-1].view.text if self._waiting else ""
 
-    def add(self, question: QuestionView) -> None:
-        """Let a question wait behind the others."""
-        self._waiting.append(question)
+    def add(self, waiting: Waiting) -> None:
+        """Let a question or a command wait behind the others."""
+        self._waiting.append(waiting)
         self._show()
 
-    def take_next(self) -> QuestionView | None:
-        """Remove the first question; None if none waits or they are held."""
-        if self.is_held or not self._waiting:
+    def take_next(self) -> Waiting | None:
+        """Remove the first; None if none waits or they are held."""
+        if not self.goes_on:
             return None
-        question = self._waiting.pop(0)
+        waiting = self._waiting.pop(0)
         self._show()
-        return question
+        return waiting
 
     async def take_back(self) -> str:
-        """Remove the last question, also from the transcript, and return its text; empty if none waits."""
+        """Remove the last one, also from the transcript, and return its text; empty if none waits."""
         if not self._waiting:
             return ""
-        question = self._waiting.pop()
+        view = self._waiting.pop().view
         self._show()
-        await question.remove()
-        return question.text
+        await view.remove()
+        return view.text
 
     def hold(self) -> None:
         """Send none of those that wait until they are released."""
@@ -58,7 +80,7 @@ class QuestionQueue:
 
     def leave(self) -> str:
         """Forget all, whose widgets go with the conversation; their texts."""
-        texts = "\n\n".join(question.text for question in self._waiting)
+        texts = "\n\n".join(one.view.text for one in self._waiting)
         self._waiting.clear()
         self._show()
         return texts

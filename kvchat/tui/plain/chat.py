@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from kvchat.config.modes import mode_infos
 from kvchat.config.sources import KEYS, dotted
@@ -159,6 +160,9 @@ class PlainChat:
     async def _run_command(self, line: str) -> None:
         action, argument = parse_command(line)
         state, done = self.chat.state, self.view.switches
+        if state.phase is Phase.LOADING and action.needs_model(argument):
+            await self.chat.defer(line, partial(self._take, line))
+            return
         before = (state.wanted, dict(state.pending))
         if action.run:
             await action.run(self.chat, argument)

@@ -150,6 +150,10 @@ class PlainView:
             self._lines.text(f"{YOU}{text}\n")
         return PlainQuestion(text)
 
+    async def add_command(self, line: str) -> PlainQuestion:
+        """Nothing is printed: the terminal shows what was typed."""
+        return PlainQuestion(line)
+
     async def add_answer(self) -> PlainAnswer:
         """Begin an answer."""
         return PlainAnswer(self._lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.actions import BY_ID, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.actions import BY_ID, Action, bindings, describe_keys, is_command, parse_command
 from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
@@ -25,6 +26,7 @@ from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.shown_chat import ShownChat
+from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
@@ -108,12 +110,7 @@ class ChatScreen(ShownChat):
     async def run_command(self, line: str) -> None:
         """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript."""
         try:
-            action, argument = parse_command(line)
-            if action.run:
-                await action.run(self.controller, argument)
-            else:
-                namespace, _, name = action.action.rpartition(".")
-                await self.app.run_action((namespace, name, (argument,) if action.usage else ()), self)
+            await self._run(*parse_command(line))
         except UsageError as error:
             self.toast(str(error), severity="warning", timeout=8)
         except KvchatError as error:
@@ -125,10 +122,8 @@ class ChatScreen(ShownChat):
 
     async def action_run(self, id: str) -> None:
         """Run an action of the table by its key; a refusal is a toast."""
-        run = BY_ID[id].run
-        assert run is not None, f"{id} names a Textual action"
         with self._refusals_as_toasts():
-            await run(self.controller, "")
+            await self._run(BY_ID[id], "")
 
     async def action_stop(self) -> None:
         """Stop the answer, the loading of a model or the editing of a message, and focus the prompt."""
@@ -212,6 +207,17 @@ class ChatScreen(ShownChat):
         self.controller.peek(message.start, message.end)
 
     # ---- helpers ---------------------------------------------------------------------------------
+
+    async def _run(self, action: Action, argument: str) -> None:
+        """Run an action; one that needs the model waits while that is being loaded."""
+        if self.controller.state.phase is Phase.LOADING and action.needs_model(argument):
+            line = f"/{action.command} {argument}".rstrip()
+            await self.controller.defer(line, partial(self.run_command, line))
+        elif action.run:
+            await action.run(self.controller, argument)
+        else:
+            namespace, _, name = action.action.rpartition(".")
+            await self.app.run_action((namespace, name, (argument,) if action.usage else ()), self)
 
     def _welcome(self) -> Welcome:
         return Welcome(self.controller.models.in_use.model, self._key)

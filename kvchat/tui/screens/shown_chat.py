@@ -62,6 +62,9 @@ class ShownChat(Screen[None]):
         await self._transcript.query(Welcome).remove()
         return await self._transcript.add(Question(text, queued))
 
+    async def add_command(self, line: str) -> Question:
+        return await self._transcript.add(Question(line, queued=True))
+
     async def add_answer(self) -> Answer:
         return await self._transcript.add(Answer())
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 
-from support.app_driver import answers, finished, notes, press, prompt, texts, toasts, typed
+from support.app_driver import answers, finished, notes, press, prompt, receipts, texts, toasts, typed
 from textual.widgets import Markdown, Static
 
 from kvchat.protocol.messages import Turn
+from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
+from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
 from kvchat.tui.widgets.transcript import Transcript
@@ -84,6 +86,24 @@ async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
         assert answers(app)[0].text == "It begins well | and ends well."
         assert "wrong" not in answers(app)[0].query_one(Markdown).source
         assert app.controller.state.conversation.turns[-1].content == "It begins well | and ends well."
+
+
+async def test_what_is_typed_while_the_model_is_loaded_waits_and_is_done_in_its_order(running):
+    async with running() as (app, _pilot, until):
+        app.controller.state.enter_phase(Phase.LOADING)
+        for line in ("/mode streaming budget=256", "hello", "/set temperature 0.25", "/mode frezee"):
+            await app.chat.on_prompt_sent(Prompt.Sent((Part(line),)))
+        press(app, "f6")
+        waiting = ["/mode streaming budget=256", "hello", "/set temperature 0.25", "/mode frezee", "/next"]
+        await until(lambda: texts(app.chat.query(Question)) == [f"❯ {line}  (queued)" for line in waiting])
+        assert not toasts(app)
+        assert prompt(app).border_subtitle == "5 queued, ↑ takes the last one back"
+        await app.controller.answers.ready()
+        await until(lambda: finished(app) and app.controller.state.mode == "sync")
+        assert texts(app.chat.query(Question)) == ["❯ hello"]
+        assert " · streaming · " in receipts(app)[0]
+        assert app.controller.state.sampling.temperature == 0.25
+        assert 'There is no KV mode "frezee"' in toasts(app)
 
 
 async def test_f6_switches_in_the_middle_of_an_answer(running):
