@@ -25,6 +25,11 @@ class ClosesOnce(Closing):
 class Palette(ClosesOnce, CommandPalette):
     """The command palette; what is found when it is closed already is shown nowhere."""
 
+    def _action_command_list(self, action: str) -> None:
+        """Go to another command; by pages only where there is a line: Textual fails at pages of none."""
+        if not action.startswith("page_") or self.query_one(CommandList).size:
+            super()._action_command_list(action)
+
     def _refresh_command_list(self, command_list: CommandList, commands: list[Command], clear_current: bool) -> None:
         if self in self.app.screen_stack:
             super()._refresh_command_list(command_list, commands, clear_current)

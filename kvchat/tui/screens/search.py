@@ -45,6 +45,16 @@ class SearchField(Input):
 class FoundList(OptionList, can_focus=False):
     """What was found; the keys that move in it come through the field."""
 
+    def action_page_down(self) -> None:
+        """A page down, where there is a line: Textual fails at pages of none."""
+        if self.size:
+            super().action_page_down()
+
+    def action_page_up(self) -> None:
+        """A page up, where there is a line."""
+        if self.size:
+            super().action_page_up()
+
 
 class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):
     """``shown`` are the things in the list, by the ids of their options."""
