@@ -56,6 +56,7 @@ class ChatController(KeptConversations):
     async def restart(self) -> None:
         """Replace the engine by a fresh one in the same mode; the conversation is kept and read again."""
         await self.answers.abandon()
+        self.comparisons.abandon("The engine was restarted.")
         self.view.show_snapshot(None)
         self._show_phase(Phase.LOADING)
         await self._start(self.client.restart())

@@ -26,6 +26,14 @@ async def talk(chat):
     return chat
 
 
+async def test_an_engine_that_is_restarted_ends_the_comparison(talk):
+    talk.controller.comparisons.begin([])
+    shown = talk.view.comparisons[-1]
+    await talk.controller.restart()
+    assert (shown.is_over, shown.error) == (True, "The engine was restarted.")
+    assert talk.view.comparisons[-1] is shown
+
+
 async def test_the_last_question_is_compared_with_one_seed(talk):
     talk.controller.comparisons.begin([Variant("streaming", {"budget": 256})])
     sent = talk.client.sent[-1]
