@@ -19,6 +19,8 @@ from kvchat.foreign_text import MARKS, visible
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
 STALLED_S, KEY_BYTES = 5.0, 16  # a network may stall a paste too; what it then brings is longer than a key
+_ESC_KEY = "\x1b[27u"  # as terminals send it that can tell the key from the beginning of a sequence
+_ESC_BEFORE_TEXT = re.compile(r"\x1b(?=[^\x00-\x20\x7f\[\]NOPX^_\\][^\x00-\x1f\x7f])")
 _HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
 
 
@@ -62,7 +64,8 @@ def _is_dim(segment: Segment) -> bool:
 class InputDecoder:
     """Decodes what the terminal sends: bytes that are not UTF-8 as U+FFFD, ESC inside a paste as a visible mark.
 
-    Textual's own decoder would end the application, and its parser would take the ESC for keys.
+    Textual's own decoder would end the application, and its parser would take the ESC for keys. It would also take Esc
+    and a text that come at once for Alt and a letter: ESC before two characters is the key.
 
     A paste whose end got lost would swallow every key from then on: what comes after ``STALLED_S``, is no longer than a
     key and does not end the paste is a key.
@@ -97,7 +100,7 @@ class InputDecoder:
         typed = (before + start)[len(self._emitted) :]
         self._is_paste = bool(start)
         self._emitted = "" if start else before[1 - len(PASTE_START) :]
-        return typed, rest
+        return _ESC_BEFORE_TEXT.sub(_ESC_KEY, typed), rest
 
     def _pasted(self, text: str) -> tuple[str, str]:
         paste, end, rest = text.partition(PASTE_END)

@@ -190,6 +190,22 @@ def test_a_key_after_a_paste_whose_end_got_lost_is_a_key():
     assert read(b"1~", 60.0) == "\x1b[201~"
 
 
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (b"\x1bhello\r", "\x1b[27uhello\r"),
+        ("\x1b\x1bäß".encode(), "\x1b\x1b[27uäß"),
+        (b"a\x1bhi\x1bhi", "a\x1b[27uhi\x1b[27uhi"),
+        (b"\x1b", "\x1b"),
+        (b"\x1bh", "\x1bh"),
+        (b"\x1bh\x1bh\x1b\r", "\x1bh\x1bh\x1b\r"),
+        (b"\x1b[A\x1bOP\x1b[<0;1;2M\x1b]0;x\x1b\\", "\x1b[A\x1bOP\x1b[<0;1;2M\x1b]0;x\x1b\\"),
+    ],
+)
+def test_esc_before_a_text_is_the_key_and_before_one_letter_alt(sent: bytes, read: str) -> None:
+    assert InputDecoder().decode(sent) == read
+
+
 def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> None:
     terminal.sees("● ready")
     terminal("load-buffer", "-", stdin=b"one\r\ntwo\x1b[31mred\x07\rthree")
