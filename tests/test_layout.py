@@ -23,6 +23,7 @@ EXCEPTIONS = {
     "test_wheel": "the built package",
     "engine/model/test_architectures": "every supported architecture, through the whole model package",
     "engine/test_cuda": "graphs and streams on a GPU",
+    "engine/test_walks": "the files from the session down to what is copied",
     "fake_cuda/test_fake_cuda": "tests/support/fake_cuda",
     "fake_cuda/test_modes_on_fake_cuda": "tests marked cuda, on the fake CUDA device",
     "fake_cuda/test_races": "tests/support/fake_cuda/races.py",

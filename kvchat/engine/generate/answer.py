@@ -279,7 +279,7 @@ class AnswerLoop(Released):
 
     def _store(self, chunk: Sequence[int]) -> None:
         """Note a chunk of a prompt that the runner has read."""
-        self.stored.extend(chunk, reduced=self._kv.mode.bounds_prompt(self._kv.total))
+        self.stored.extend(chunk, reduced=self._kv.mode.context_end.bounds_prompt(self._kv.total))
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""

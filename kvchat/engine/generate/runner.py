@@ -98,7 +98,7 @@ class ModelRunner:
     def _forward(self) -> Tensor:
         """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
         self.kv.forward_begin()
-        position = self.kv.mode.model_position(self.kv.state.position).view(1)
+        position = self.kv.mode.context_end.model_position(self.kv.state.position).view(1)
         logits = self._run(self._token, position, logits=True)
         self.kv.forward_end()
         assert logits is not None
@@ -125,7 +125,7 @@ class ModelRunner:
         chunk_size = self.chunk or self._planned_chunk(len(ids))
         done = 0
         while done < len(ids):
-            limited = min(chunk_size, self.kv.mode.prompt_tokens(self.kv.total))
+            limited = min(chunk_size, self.kv.mode.context_end.prompt_tokens(self.kv.total))
             wanted = self.recurrent.chunk(len(ids) - done, limited)
             chunk, logits = self._read_chunk(ids, done, wanted)
             if len(chunk) < wanted:
@@ -160,7 +160,7 @@ class ModelRunner:
                 torch.cuda.empty_cache()
 
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
-        device, start = self.model.device, self.kv.total - self.kv.mode.base_of(self.kv.total)
+        device, start = self.model.device, self.kv.total - self.kv.mode.context_end.base_of(self.kv.total)
         with torch.inference_mode():
             try:
                 self.kv.begin_prefill(len(chunk))
@@ -222,4 +222,8 @@ class ModelRunner:
         vocab = self.model.vocab
         unknown = next((token for token in ids if not 0 <= token < vocab), None)
         if unknown is not None:
-            raise UsageError(f"There is no token {unknown}.", f"{self.model.name} has tokens 0 to {vocab - 1:,}.")
+            raise UsageError(
+                f"There is no token {unknown}.",
+                f"{self.model.name} has tokens 0 to {vocab - 1:,}.",
+                "Give ids of this model's tokenizer.",
+            )

@@ -32,6 +32,8 @@ def _implementation(parameters: ModeParameters) -> type[Mode]:
         ) from error
     if not (isinstance(mode, type) and issubclass(mode, Mode)):
         raise UsageError(
-            f"The {parameters.name} mode is none.", f"{parameters.implementation} is not a subclass of {Mode.__name__}."
+            f"The {parameters.name} mode is none.",
+            f"{parameters.implementation} is not a subclass of {Mode.__name__}.",
+            "Repair or remove the package that provides it.",
         )
     return mode

@@ -5,7 +5,6 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +19,7 @@ from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
+from kvchat.kv.modes.context_end import ContextEnd
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.rope import Rotation
@@ -105,7 +105,7 @@ class Mode:
     ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
-    ... beyond context   ``bounds_prompt(tokens)`` and what follows it  which stored tokens a prompt reads
+    ... and beyond it     ``context_end``                                where the model's context ends: go on, or not
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
     before a step        ``prepare_step()``, ``graph_key()``            grow; which kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
@@ -130,6 +130,7 @@ class Mode:
         preamble: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
+        context_end: what happens where the model's context ends; of most modes the conversation ends there.
         pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
     """
 
@@ -141,6 +142,7 @@ class Mode:
     limited_by_context: bool = True
     needs_calibration: bool = False
     beyond_budget: int = 0
+    context_end: ContextEnd = ContextEnd()
     pins: tuple[int, ...] = ()
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
@@ -162,7 +164,7 @@ class Mode:
         """
         self.pins = tuple(position for position in positions if position >= self.sink)
 
-    def is_pinned(self, positions: Tensor) -> Tensor:
+    def _is_pinned(self, positions: Tensor) -> Tensor:
         """Return which ``positions`` (of any shape, EMPTY is none) are in ``pins``; nothing is read back."""
         return self.pin_mask[positions.clamp(max=len(self.pin_mask) - 1).long()]
 
@@ -191,46 +193,12 @@ class Mode:
         """
         for slots in filter(lambda slots: slots.n, self.state.slots):
             # One less than the window: the next token takes the slot of the oldest.
-            self.state.transfer.load_table(slots, self.wanted_table(slots, slots.layout.window - 1))
-
-    def base_of(self, position: int) -> int:
-        """What is subtracted from a token's position before the model rotates its query and key; 0 in the context."""
-        return 0
-
-    def model_position(self, position: Tensor) -> Tensor:
-        """``position`` (0-d int64) of a step's token as the model rotates it: less its base."""
-        return position
-
-    def unbased(self, layer: int, keys: Tensor) -> Tensor:
-        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens at their own positions."""
-        return keys
-
-    def prompt_tokens(self, total: int) -> int:
-        """How many tokens of a prompt one forward may read after ``total`` stored ones, at most."""
-        return sys.maxsize
-
-    def bounds_prompt(self, tokens: int) -> bool:
-        """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
-        return False
-
-    def first_read(self, tokens: int) -> int:
-        """The first stored token, sinks aside, that a prompt's forward reads which ends with token number ``tokens``.
-
-        If it is bounded, the slots were filled for its first token.
-        """
-        return 0
-
-    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What that forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
-
-        Given are the layer's keys and values of the tokens from ``first_read`` on.
-        """
-        return keys, values
+            self.state.transfer.load_table(slots, self._wanted_table(slots, slots.layout.window - 1))
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` on the device.
 
-        They are those of all tokens, in a bounded forward from ``first_read`` on.
+        They are those of all tokens; of those that ``context_end`` bounds, from its ``first_read`` on.
         """
 
     def prepare_step(self) -> bool:
@@ -284,7 +252,7 @@ class Mode:
         """Warnings that hold now, each with its reason after a colon; waits for nothing."""
         return ()
 
-    def wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
+    def _wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
         """Return the table that holds sinks, pinned messages and the last ``recent`` tokens before the next one."""
         total, sink = self.state.total, slots.layout.sink
         table = torch.full_like(slots.table, EMPTY)
@@ -294,7 +262,7 @@ class Mode:
             table[..., slots.slot_of(positions)] = positions.to(torch.int32)
         if slots.layout.pinned:
             recents = table[..., slots.ring :]
-            recents.masked_fill_(self.is_pinned(recents), EMPTY)
+            recents.masked_fill_(self._is_pinned(recents), EMPTY)
             table[..., slots.ring - len(self.pins) : slots.ring] = torch.tensor(self.pins, device=table.device)
         return table
 

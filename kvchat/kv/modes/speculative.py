@@ -71,7 +71,9 @@ class Speculative(Mode):
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         if self.window < p:
             raise UsageError(
-                "The speculative window is too small.", f"window = {self.window}, at least one page = {p} tokens."
+                "The speculative window is too small.",
+                f"window = {self.window}, at least one page = {p} tokens.",
+                "Give a larger window.",
             )
         self.k = (self.budget - self.sink - self.window) // p
         self.pin_to_sinks()
@@ -250,7 +252,7 @@ class Speculative(Mode):
         self.state.ops.open_pages(self.slots, layers, self.sink, last)
         if self.pins:
             opened = self.slots.table[layers, :, : self.slots.offset]
-            opened.masked_fill_(self.is_pinned(opened), EMPTY)
+            opened.masked_fill_(self._is_pinned(opened), EMPTY)
 
     def _pages_read_anyway(self) -> list[int]:
         """The pages of whose tokens each is pinned or a sink."""

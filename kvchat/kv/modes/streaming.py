@@ -11,10 +11,7 @@ Departures:
       shorter than C. It costs one pass over the host pool, and what was dropped stays dropped for decoded tokens.
     * Beyond the context a prompt is read in chunks of at most C tokens, each of which reads sinks, what was not dropped
       and itself; before each the cache is pruned. The paper prunes before every token. So a conversation never ends,
-      and every other mode refuses it from there on.
-    * Positions beyond the context go on from its middle: a token's base, a multiple of half the context, is subtracted
-      before the model rotates it. So no position is beyond the context, and float32 angles lose no precision. Keys are
-      stored as rotated; of those kept on the device the difference of bases is turned, from the stored key.
+      and every other mode refuses it from there on. Positions go on from the context's middle (``context_end``).
     * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink
       keys are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and
       every difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from
@@ -55,6 +52,7 @@ from kvchat.kv.modes.base import (
     budget_of,
     refuse_small_budget,
 )
+from kvchat.kv.modes.context_end import MovingBase
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.kv.state import KVState
 
@@ -83,7 +81,9 @@ class Streaming(Mode):
     ) -> None:
         super().__init__(parameters, geometry, traits, preamble)
         if traits.realign_refusal:
-            raise DoesNotFitError("Streaming cannot re-align this model's sinks.", traits.realign_refusal)
+            raise DoesNotFitError(
+                "Streaming cannot re-align this model's sinks.", traits.realign_refusal, "Take another mode."
+            )
         self.capacity = self._soft_capacity()
         self.sink = self._sinks()
         self._refuse_two_capacities()
@@ -92,6 +92,9 @@ class Streaming(Mode):
         refuse_small_budget(self.name, self.capacity, self.sink, 1 + parameters.B)
         self.pin_to_sinks()
         self.capacity += self.beyond_budget
+        self._moving = MovingBase(traits.context, traits.rotations, self.capacity)
+        if not self.limited_by_context:
+            self.context_end = self._moving
 
     def plan(self, capacity: int) -> Plan:
         g, p = self.geometry, self.parameters
@@ -107,7 +110,7 @@ class Streaming(Mode):
         self._rotated = self._rotated_layers(state.device)
         self.kept_from = torch.zeros((), dtype=torch.int64, device=state.device)
         self.base = torch.zeros_like(self.kept_from)
-        self._bounded_from: int | None = None
+        self._moving.attach(state, self.base, self.kept_from, self.sink, self.pins)
         # Canonical keys of sinks and pinned messages, and one row more: there the keys of all later tokens go.
         kept = self.sink + len(self.pins)
         self.kept_keys = torch.zeros((g.layers, g.kv_heads, kept + 1, g.d_k), dtype=g.dtype, device=state.device)
@@ -115,75 +118,16 @@ class Streaming(Mode):
         # Of each of them the tokens before it that may be dropped: none before a sink.
         may_drop = self._pins - self.sink - torch.arange(len(self.pins), device=state.device)
         self._before = torch.nn.functional.pad(may_drop, (self.sink, 0))
-
-        self._bases_of_kept = torch.nn.functional.pad(self._bases(self._pins), (self.sink, 0))
+        self._bases_of_kept = torch.nn.functional.pad(self._moving.bases(self._pins), (self.sink, 0))
 
     def graph_buffers(self) -> list[Tensor]:
         return [self.kept_from, self.base, self.kept_keys, self._pins, self._before, self._bases_of_kept]
 
-    # ---- beyond the context
-
-    def base_of(self, position: int) -> int:
-        return 0 if self.limited_by_context else int(self._bases(torch.tensor(position)))
-
-    def model_position(self, position: Tensor) -> Tensor:
-        return position - self.base
-
-    def prompt_tokens(self, total: int) -> int:
-        """To the end of the context; beyond it C, and to the next base."""
-        if self.limited_by_context:
-            return super().prompt_tokens(total)
-        if total < self.traits.context:
-            return self.traits.context - total
-        half = self._half_context
-        return min(self.capacity, half - (total - self.traits.context) % half)
-
-    def bounds_prompt(self, tokens: int) -> bool:
-        return not self.limited_by_context and tokens > self.traits.context
-
-    def first_read(self, tokens: int) -> int:
-        self._bounded_from = int(self.kept_from) if self.bounds_prompt(tokens) else None
-        return self._bounded_from or 0
-
-    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sinks and pinned messages, re-aligned in their slots, and the recents in one base."""
-        if self._bounded_from is None:
-            return keys, values
-        tokens = torch.arange(self._bounded_from, self._bounded_from + keys.shape[1], device=keys.device)
-        recent = self._turned(layer, keys, self._bases(tokens) - self.base)
-        spec, (slots,) = self.state.specs[layer], self.state.slots
-        if spec is not None and spec.window is not None:
-            return recent, values  # a window of its own that the sinks have left
-        kept = self.sink + sum(pin < self._bounded_from for pin in self.pins)
-        before = slots.keys(layer)[:, :kept], slots.values(layer)[:, :kept]
-        return torch.cat((before[0], recent), 1), torch.cat((before[1], values), 1)
-
-    def unbased(self, layer: int, keys: Tensor) -> Tensor:
-        if not self.bounds_prompt(keys.shape[1]):
-            return keys
-        return self._turned(layer, keys, self._bases(torch.arange(keys.shape[1], device=keys.device)))
-
     def prepare_step(self) -> bool:
         total = self.state.total
-        beyond = total - self.traits.context
-        if not self.limited_by_context and beyond >= 0 and beyond % self._half_context == 0:
-            self._load(total - int(self.kept_from))  # the token's base is another than that of those before
+        if not self.limited_by_context and self._moving.begins_base(total):
+            self._load(total - int(self.kept_from))
         return False
-
-    @property
-    def _half_context(self) -> int:
-        return max(1, self.traits.context // 2)
-
-    def _bases(self, positions: Tensor) -> Tensor:
-        """The bases of positions (int64)."""
-        beyond = positions - self.traits.context
-        halves = torch.div(beyond, self._half_context, rounding_mode="floor") + 1
-        return torch.where(beyond < 0, 0, halves * self._half_context)
-
-    def _turned(self, layer: int, keys: Tensor, by: Tensor) -> Tensor:
-        """``keys [H, n, d_k]`` moved by ``by [n]`` positions each."""
-        rotation = self.traits.rotations[layer]
-        return keys if rotation is None else rotate(keys, rotation, *cos_sin(rotation, by))
 
     # ---- the cache
 
@@ -195,12 +139,12 @@ class Streaming(Mode):
         """Bring the sinks and the last ``recent`` tokens to the slots."""
         (slots,) = self.state.slots
         total, g = self.state.total, self.geometry
-        base = self.base_of(total)
+        base = self.context_end.base_of(total)
         if base or int(self.base):
             slots.truncate(0)  # keys in the slots were turned: all are loaded as they are stored
         # Of pinned messages the slots hold rotated keys: they are copied again.
         slots.table[..., self.sink : slots.ring] = EMPTY
-        self.state.transfer.load_table(slots, self.wanted_table(slots, recent))
+        self.state.transfer.load_table(slots, self._wanted_table(slots, recent))
         self.kept_from.fill_(max(self.sink, total - recent))
         self.base.fill_(base)
         for layer in range(g.layers):
@@ -208,7 +152,7 @@ class Streaming(Mode):
             self.kept_keys[layer, :, :stored] = self.state.host.dense(layer, stored)[0]
             if base:
                 keys, tokens = slots.keys(layer)[:, slots.ring :], slots.table[0, 0, slots.ring :].long()
-                keys.copy_(self._turned(layer, keys, self._bases(tokens) - base))
+                keys.copy_(self._moving.turned(layer, keys, self._moving.bases(tokens) - base))
         self.kept_keys[:, :, self.sink : -1] = slots.kv[:, 0, :, self.sink : slots.ring, : g.d_k]
         self._realign()
 

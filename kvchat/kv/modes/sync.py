@@ -142,7 +142,7 @@ class Sync(Mode):
         if not self.split:
             return super().fill(fresh)
         state, (everything, rest) = self.state, self.state.slots
-        state.transfer.load_table(everything, self.wanted_table(everything, everything.layout.window))
+        state.transfer.load_table(everything, self._wanted_table(everything, everything.layout.window))
         last = torch.tensor(state.total - self.window, device=state.device)
         chosen_anyway = sum(position <= state.total - self.window for position in self.pins)
         candidates = max(0, state.total + 1 - self.window - self.sink - chosen_anyway)
@@ -162,12 +162,12 @@ class Sync(Mode):
     def _load(self, rest: DeviceSlots, last: Tensor) -> None:
         """Bring to the followers' slots what they hold from now on."""
         if self.parameters.offload:
-            table = self.wanted_table(rest, self.window - 1)
+            table = self._wanted_table(rest, self.window - 1)
             for layer in range(self.geometry.layers):
                 table[layer, :, : self.held.shape[2]] = self.held[layer][self._follows[layer]].to(torch.int32)
             self.state.transfer.load_table(rest, table)
             return
-        self.state.transfer.load_table(rest, self.wanted_table(rest, rest.layout.window))
+        self.state.transfer.load_table(rest, self._wanted_table(rest, rest.layout.window))
         for layer in range(self.geometry.layers):
             self._open(rest, layer, last)
 
@@ -241,7 +241,7 @@ class Sync(Mode):
         tokens = torch.arange(best.shape[1], device=best.device)
         masked = (tokens < self.sink) | (tokens > last)
         if self.pins:
-            masked |= self.is_pinned(tokens)
+            masked |= self._is_pinned(tokens)
         if spec is not None and spec.window is not None:
             masked |= tokens <= last + self.window - spec.window
         return best.masked_fill(masked, -1.0)
@@ -267,7 +267,7 @@ class Sync(Mode):
         tokens = torch.arange(rest.n, device=table.device)
         inside = (tokens < self.sink) | (tokens > last)
         if self.pins:
-            inside |= self.is_pinned(tokens)
+            inside |= self._is_pinned(tokens)
         chosen = inside.repeat(len(held), 1).scatter_(1, held.clamp(min=0), True)
         end = last + self.window
         table.copy_(torch.where(chosen & (tokens < end), tokens, EMPTY))

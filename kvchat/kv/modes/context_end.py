@@ -1,0 +1,132 @@
+"""What a mode does where a conversation reaches the end of the model's context: it stops there, or moves the base.
+
+Positions beyond the context go on from its middle: a token's base, a multiple of half the context, is subtracted before
+the model rotates its query and key. So no position is beyond the context, and float32 angles lose no precision. Keys
+are stored as rotated; of those kept on the device the difference of bases is turned, from the stored key.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.rope import Rotation, cos_sin, rotate
+from kvchat.kv.state import KVState
+
+
+class ContextEnd:
+    """The conversation ends there: every token has its own position, and a prompt reads everything stored."""
+
+    def base_of(self, position: int) -> int:
+        """What is subtracted from a token's position before the model rotates its query and key; 0 in the context."""
+        return 0
+
+    def model_position(self, position: Tensor) -> Tensor:
+        """``position`` (0-d int64) of a step's token as the model rotates it: less its base."""
+        return position
+
+    def unbased(self, layer: int, keys: Tensor) -> Tensor:
+        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens at their own positions."""
+        return keys
+
+    def prompt_tokens(self, total: int) -> int:
+        """How many tokens of a prompt one forward may read after ``total`` stored ones, at most."""
+        return sys.maxsize
+
+    def bounds_prompt(self, tokens: int) -> bool:
+        """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
+        return False
+
+    def first_read(self, tokens: int) -> int:
+        """The first stored token, sinks aside, that a prompt's forward reads which ends with token number ``tokens``.
+
+        If it is bounded, the slots were filled for its first token.
+        """
+        return 0
+
+    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What that forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
+
+        Given are the layer's keys and values of the tokens from ``first_read`` on.
+        """
+        return keys, values
+
+
+class MovingBase(ContextEnd):
+    """The conversation goes on: a prompt there is read in chunks, each of which reads what the mode keeps and itself.
+
+    ``chunk`` is the number of tokens that one reads at most.
+    """
+
+    def __init__(self, context: int, rotations: Sequence[Rotation | None], chunk: int) -> None:
+        self.context = context
+        self.rotations = rotations
+        self.chunk = chunk
+        self._half = max(1, context // 2)
+        self._bounded_from: int | None = None
+
+    def attach(self, state: KVState, base: Tensor, kept_from: Tensor, sink: int, pins: Sequence[int]) -> None:
+        """Take over what the mode keeps up to date.
+
+        ``base`` is that of the next token, ``kept_from`` the first token behind the sinks that is kept (0-d int64 on
+        the device), ``sink`` and ``pins`` are the number of sinks and the positions of pinned messages in the slots.
+        """
+        self._state, self._base, self._kept_from = state, base, kept_from
+        self._sink, self._pins = sink, pins
+        self._bounded_from = None
+
+    def bases(self, positions: Tensor) -> Tensor:
+        """The bases of ``positions`` (int64)."""
+        beyond = positions - self.context
+        halves = torch.div(beyond, self._half, rounding_mode="floor") + 1
+        return torch.where(beyond < 0, 0, halves * self._half)
+
+    def begins_base(self, position: int) -> bool:
+        """Return whether the token there has another base than the one before it."""
+        beyond = position - self.context
+        return beyond >= 0 and beyond % self._half == 0
+
+    def turned(self, layer: int, keys: Tensor, by: Tensor) -> Tensor:
+        """``keys [H, n, d_k]`` moved by ``by [n]`` positions each."""
+        rotation = self.rotations[layer]
+        return keys if rotation is None else rotate(keys, rotation, *cos_sin(rotation, by))
+
+    def base_of(self, position: int) -> int:
+        return int(self.bases(torch.tensor(position)))
+
+    def model_position(self, position: Tensor) -> Tensor:
+        return position - self._base
+
+    def unbased(self, layer: int, keys: Tensor) -> Tensor:
+        if not self.bounds_prompt(keys.shape[1]):
+            return keys
+        return self.turned(layer, keys, self.bases(torch.arange(keys.shape[1], device=keys.device)))
+
+    def prompt_tokens(self, total: int) -> int:
+        """To the end of the context; beyond it a chunk, and to the next base."""
+        if total < self.context:
+            return self.context - total
+        return min(self.chunk, self._half - (total - self.context) % self._half)
+
+    def bounds_prompt(self, tokens: int) -> bool:
+        return tokens > self.context
+
+    def first_read(self, tokens: int) -> int:
+        self._bounded_from = int(self._kept_from) if self.bounds_prompt(tokens) else None
+        return self._bounded_from or 0
+
+    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Sinks and pinned messages, re-aligned in their slots, and the recents in one base."""
+        if self._bounded_from is None:
+            return keys, values
+        tokens = torch.arange(self._bounded_from, self._bounded_from + keys.shape[1], device=keys.device)
+        recent = self.turned(layer, keys, self.bases(tokens) - self._base)
+        spec, (slots,) = self._state.specs[layer], self._state.slots
+        if spec is not None and spec.window is not None:
+            return recent, values  # a window of its own that the sinks have left
+        kept = self._sink + sum(pin < self._bounded_from for pin in self._pins)
+        before = slots.keys(layer)[:, :kept], slots.values(layer)[:, :kept]
+        return torch.cat((before[0], recent), 1), torch.cat((before[1], values), 1)
