@@ -23,7 +23,7 @@ from kvchat.bench.report import rendered
 from kvchat.tui.actions import ACTIONS, describe_keys
 
 ROOT = Path(__file__).parents[1]
-READMES = ROOT / "README.md", ROOT / "kvchat" / "bench" / "README.md"
+READMES = tuple(ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/tui/README.md"))
 RESULTS = ROOT / "kvchat" / "bench" / "results"
 PLACE = re.compile(r"(?<=<!-- )(?!end)([\w-]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
@@ -110,7 +110,7 @@ def _beside(times: dict[str, Any]) -> str:
 
 
 def keys() -> str:
-    """The front README's table of keys: the actions that have one, with their commands."""
+    """The table of keys: the actions that have one, with their commands."""
     rows = [
         [describe_keys(action, {}), f"`{action.line}`" if action.command else "", action.doc.replace("|", "\\|")]
         for action in ACTIONS
