@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 from kvchat.errors import EngineError, KvchatError, UsageError
 from kvchat.protocol.comparing import Compared, Comparing
@@ -61,68 +62,38 @@ class EngineEvents:
         self.view = view
         self._restart = restart
         self._may_restart = True
+        self._handlers: dict[type, Callable[[Any], Awaitable[None] | None]] = {
+            Snapshot: self._snapshot,
+            Details: self._details,
+            Text: answers.feed,
+            Loading: self._loading,
+            Loaded: self._loaded,
+            Resumed: self._resumed,
+            Noted: self._noted,
+            Started: self._started,
+            Prefilled: self._prefilled,
+            Preparing: self._preparing,
+            Recovered: self._recovered,
+            Withdrawn: self._withdrawn,
+            Finished: self._finished,
+            Switched: self._switched,
+            SwitchRefused: self._switch_refused,
+            Rebuilt: self._rebuilt,
+            Comparing: comparisons.note,
+            NeedleHidden: self._needle_hidden,
+            Compared: self._compared,
+            Peeked: self._peeked,
+            Asked: self._asked,
+            Replayed: self._replayed,
+            Planned: models.show_plan,
+            Failed: self._failed,
+            Crashed: self._crashed,
+        }
 
     async def handle(self, report: Report) -> None:
         """Handle one event of the engine, or its end."""
-        match report:
-            case Snapshot():
-                self._snapshot(report)
-            case Details():
-                self._details(report)
-            case Text():
-                self.answers.feed(report)
-            case Loading(stage):
-                self.state.enter_phase(Phase.LOADING, stage)
-                self.view.show_state(self.state)
-            case Loaded():
-                await self._loaded(report)
-            case Resumed():
-                self._resumed(report)
-            case Noted(text):
-                self.view.add_note(text)
-            case Started(prompt, reused):
-                self.state.prompt_tokens, self.state.first_mode = prompt, self.state.mode
-                self.answers.wait(f"reading {count(prompt - reused)} tokens, {count(reused)} kept …")
-            case Prefilled(done, total):
-                self.comparisons.note(report)
-                self.answers.wait(f"reading {count(done)} of {count(total)} tokens …")
-            case Preparing(mode):
-                self.answers.wait(f"preparing the {mode} mode …")
-                self.view.log_event(f"preparing the {mode} mode: compiling kernels, capturing its graph")
-            case Recovered():
-                self._recovered(report)
-            case Withdrawn(chars):
-                await self.answers.withdraw(chars)
-            case Finished():
-                self._may_restart = True
-                await self.answers.finish(report)
-                await self.answers.ready()
-            case Switched():
-                await self._switched(report)
-            case SwitchRefused():
-                self._switch_refused(report)
-            case Rebuilt():
-                await self._rebuilt(report)
-            case Comparing():
-                self.comparisons.note(report)
-            case NeedleHidden():
-                if not self.comparisons.ask_for(report):
-                    await self.answers.ready()
-            case Compared():
-                self.comparisons.finish(report)
-                await self.answers.ready()
-            case Peeked(start, _, text):
-                self.view.show_page_text(start, text)
-            case Asked(text):
-                await self.answers.ask(text)
-            case Replayed(length):
-                self.view.toast(f"The recording is over: {seconds(length)}. /restart plays it again.", timeout=10)
-            case Planned():
-                self.models.show_plan(report)
-            case Failed():
-                await self._failed(report)
-            case Crashed():
-                await self._crashed(report)
+        if (going := self._handlers[type(report)](report)) is not None:
+            await going
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if self.state.phase is Phase.COMPARING:
@@ -138,6 +109,10 @@ class EngineEvents:
         if self.state.phase is not Phase.COMPARING:
             self.state.details = details if self.state.is_stored else Details(0)
             self.view.show_details(self.state.details)
+
+    def _loading(self, loading: Loading) -> None:
+        self.state.enter_phase(Phase.LOADING, loading.stage)
+        self.view.show_state(self.state)
 
     async def _loaded(self, loaded: Loaded) -> None:
         self.state.info = loaded
@@ -158,11 +133,35 @@ class EngineEvents:
             self.view.add_note(text)
             self.view.log_event(text)
 
+    def _noted(self, noted: Noted) -> None:
+        self.view.add_note(noted.text)
+
+    def _started(self, started: Started) -> None:
+        new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
+        self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens, self.state.mode
+        self.answers.wait(f"reading {count(new)} tokens, {count(reused)} kept …")
+
+    def _prefilled(self, prefilled: Prefilled) -> None:
+        self.comparisons.note(prefilled)
+        self.answers.wait(f"reading {count(prefilled.done)} of {count(prefilled.total)} tokens …")
+
+    def _preparing(self, preparing: Preparing) -> None:
+        self.answers.wait(f"preparing the {preparing.mode} mode …")
+        self.view.log_event(f"preparing the {preparing.mode} mode: compiling kernels, capturing its graph")
+
     def _recovered(self, recovered: Recovered) -> None:
         value = figure(recovered.value, digits=1)
         text = f"recovery {recovered.level} at {count(recovered.at)} tok: {recovered.signal} {value}"
         self.view.add_note(f"── {text} ──")
         self.view.log_event(text)
+
+    async def _withdrawn(self, withdrawn: Withdrawn) -> None:
+        await self.answers.withdraw(withdrawn.chars)
+
+    async def _finished(self, finished: Finished) -> None:
+        self._may_restart = True
+        await self.answers.finish(finished)
+        await self.answers.ready()
 
     async def _switched(self, switched: Switched) -> None:
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
@@ -181,6 +180,23 @@ class EngineEvents:
         left = f"; {count(rebuilt.reduced_tokens)} are left" if rebuilt.reduced_tokens else ""
         self.view.add_note(f"Recomputed {count(rebuilt.tokens)} tokens in {seconds(rebuilt.seconds)}{left}.")
         await self.answers.ready()
+
+    async def _needle_hidden(self, hidden: NeedleHidden) -> None:
+        if not self.comparisons.ask_for(hidden):
+            await self.answers.ready()
+
+    async def _compared(self, compared: Compared) -> None:
+        self.comparisons.finish(compared)
+        await self.answers.ready()
+
+    def _peeked(self, peeked: Peeked) -> None:
+        self.view.show_page_text(peeked.start, peeked.text)
+
+    async def _asked(self, asked: Asked) -> None:
+        await self.answers.ask(asked.text)
+
+    def _replayed(self, replayed: Replayed) -> None:
+        self.view.toast(f"The recording is over: {seconds(replayed.seconds)}. /restart plays it again.", timeout=10)
 
     async def _failed(self, failed: Failed) -> None:
         if self.state.phase.busy:

@@ -20,13 +20,12 @@ from kvchat.protocol.messages import (
     Text,
 )
 from kvchat.tui.client import Crashed
-from kvchat.tui.events import EngineEvents, describe_exit
+from kvchat.tui.events import describe_exit
 from kvchat.tui.state import Phase
 
 
-def test_every_event_of_the_protocol_is_handled():
-    names = EngineEvents.handle.__code__.co_names
-    assert {cls.__name__ for cls in (*get_args(messages.Event), Crashed)} <= set(names)
+def test_every_event_of_the_protocol_is_handled(chat):
+    assert set(chat.controller._events._handlers) == {*get_args(messages.Event), Crashed}
 
 
 async def test_loading_shows_stages_then_notes(chat):
