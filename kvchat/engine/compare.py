@@ -1,7 +1,7 @@
 """Comparison: one question answered in several modes from the same K/V, and all left as it was before.
 
 The prompt is read once, exactly: what an earlier answer computed with less context is read again for it. Each variant
-then goes back to the prompt's last token, reads it anew and answers with the same random numbers, so that variants
+then goes back to the prompt's last token, reads it again and answers with the same random numbers, so that variants
 differ only in what their decode steps read. A variant that drew other tokens than the first is given the first one's
 tokens in a second pass, so that the two distributions can be compared at every one of them. What all this displaces is
 set aside before and put back byte for byte, also when it is stopped or fails.

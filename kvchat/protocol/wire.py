@@ -1,7 +1,7 @@
 """Messages as bytes: a 4-byte big-endian length and that many bytes of UTF-8 JSON.
 
 The JSON is an object with the message's class name under ``"type"`` and its fields beside it. What arrives is checked
-against the fields' types, so that nobody behind this door has to: text is no number, a number is finite, an unknown
+against the fields' types, so that no caller has to: text is no number, a number is finite, an unknown
 field is refused, a missing one takes its default, and a command is no event.
 """
 

@@ -33,7 +33,7 @@ from kvchat.protocol.messages import (
 from kvchat.protocol.recording import Entry
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 
-MAX_GAP_S = 2.0  # nobody wants to see another person think
+MAX_GAP_S = 2.0  # a longer pause in a recording teaches nothing
 REFUSAL = ("This is a recording.", "There is no model behind it.", "`kvchat` alone starts a chat.")
 
 

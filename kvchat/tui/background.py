@@ -13,6 +13,6 @@ def run_beside(
 ) -> None:
     """Run a coroutine function as a worker of ``node``; an ``exclusive`` one ends the others of its ``group``.
 
-    A function, because a worker that is ended before its first step would leave a coroutine that nobody awaits.
+    A function, because a worker that is ended before its first step would leave a coroutine that is never awaited.
     """
     node.run_worker(work, group=group, exclusive=exclusive)  # type: ignore[arg-type]  # Textual's type is too narrow

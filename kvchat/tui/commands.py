@@ -49,7 +49,7 @@ def set_tokens(name: str) -> Handler:
 
     async def change(chat: ChatController, argument: str) -> None:
         if not argument.isdecimal():
-            raise UsageError(f'/{name} "{argument}" is refused.', "It takes a whole number of tokens.")
+            raise UsageError(f'/{name} "{argument}" is refused.', hint="It takes a whole number of tokens.")
         if name in chat.state.parameter_names:
             chat.set_parameter(name, int(argument))
         else:
@@ -67,7 +67,7 @@ async def set_value(chat: ChatController, argument: str) -> None:
     known = dict(arguments.parameters(chat.state))
     name = resolve(key, known, f"parameter of the sampling or the {chat.state.mode} mode")
     if not value.strip():
-        present = arguments.told(chat.state, name)
+        present = arguments.in_words(chat.state, name)
         chat.view.toast(f"{name} is {present}. It takes {expected(known[name])}.")
     elif name in sampling.NAMES:
         chat.set_sampling(name, value.strip())
@@ -118,7 +118,7 @@ async def set_pace(chat: ChatController, argument: str) -> None:
     try:
         chat.replay.set_speed(float(argument or chat.replay.speed))
     except ValueError:
-        raise UsageError(f'/speed "{argument}" is refused.', "It takes a number, as in /speed 2.") from None
+        raise UsageError(f'/speed "{argument}" is refused.', hint="It takes a number, as in /speed 2.") from None
 
 
 def change_pace(factor: float) -> Handler:

@@ -1,4 +1,4 @@
-"""Details are asked of the engine only as long as something shows them: while nobody looks they cost nothing."""
+"""Details are asked of the engine only as long as a screen shows them; otherwise they cost nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbage is collected in full while nobody waits: with a long answer on the screen a collection takes 0.2 s.
+"""Collect garbage in full while the application is idle: with a long answer on the screen a collection takes 0.2 s.
 
 Python's own rule counts new objects, so that it stops the screen while an answer streams, which is when most are made.
 """
@@ -30,7 +30,7 @@ class IdleCollector:
         self._used_at = clock()
 
     def note_use(self) -> None:
-        """The user did something: a pause begins anew."""
+        """The user did something: the pause begins again."""
         self._used_at = self._clock()
 
     def look(self) -> None:

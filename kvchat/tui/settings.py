@@ -104,7 +104,7 @@ class SettingsEditor:
         from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
 
         if self.file is None:
-            raise UsageError("Settings are not saved here.")
+            raise UsageError("Settings are not saved here.", hint="kvchat config show says where they are kept.")
         if not self._unsaved:
             return "Nothing has been changed since it was saved."
         settings_file.save(self.file, self._unsaved)
@@ -126,7 +126,7 @@ class SettingsEditor:
                 chosen = self._chat.state.params.get(name)
                 shown = shown if chosen is None else f"auto, now {chosen}"
             case ("sampling", "temperature"):
-                shown = arguments.told(self._chat.state, "temperature")
+                shown = arguments.in_words(self._chat.state, "temperature")
             case ("ui", "theme"):
                 words = self._appearance.theme_names
         return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, _is_live(key))

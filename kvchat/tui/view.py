@@ -116,7 +116,7 @@ class ChatView(Protocol):
         """Show a snapshot; None when nothing is stored any more."""
 
     def show_details(self, details: Details) -> None:
-        """Show what each layer and KV head reads; only what watches details is told."""
+        """Show what each layer and KV head reads; only what watches details gets them."""
 
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""

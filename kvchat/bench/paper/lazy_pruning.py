@@ -1,6 +1,6 @@
 """Lazy Pruning, Slack and Max_Drop (streaming mode): Tables 1 to 3, their empty cells filled.
 
-The baseline without a cache reads a window of the last C tokens anew for every token, as the paper's does.
+The baseline without a cache reads a window of the last C tokens again for every token, as the paper's does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _variants(settings: Settings) -> list[str]:
 
 def _streaming(settings: Settings, params: str) -> str:
     if settings.cap <= SINK:
-        raise UsageError(f"cap={settings.cap} is refused.", f"It must hold {SINK} sinks and a window behind them.")
+        raise UsageError(f"cap={settings.cap} is refused.", hint=f"It must hold {SINK} sinks and a window behind them.")
     return f"streaming:sink={SINK},window={settings.cap - SINK},{params}"
 
 

@@ -141,7 +141,7 @@ class Keeper:
                 sources += self._saved_sources(conversation, text)
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
-                yield Noted(f"This conversation is read anew; its saved K/V cannot be used: {reason}.")
+                yield Noted(f"This conversation is read again; its saved K/V cannot be used: {reason}.")
         best = max(sources, key=lambda source: source.tokens, default=None)
         if best and best.tokens >= present + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
@@ -177,16 +177,16 @@ class Keeper:
                     source.tokens, source.read, source.rounded, source.pinned, self._runner.model.probe.specs, query
                 )
         except (DoesNotFitError, OSError) as error:
-            yield Noted(f"This conversation is read anew: {error}")
+            yield Noted(f"This conversation is read again: {error}")
             return
         if there < source.tokens:
-            yield Noted("A page of the saved K/V is damaged; what follows it is read anew.")
+            yield Noted("A page of the saved K/V is damaged; what follows it is read again.")
         stored.truncate(there)
         self._loop.stored.become(stored)
         if recurrent.exists:
             recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
             if recurrent.position < source.tokens == there:
-                yield Noted("A saved recurrent state is damaged; what follows the one before it is read anew.")
+                yield Noted("A saved recurrent state is damaged; what follows the one before it is read again.")
             self._truncate(there := recurrent.position)
         if there:
             yield Resumed(self._present, there, time.perf_counter() - began, source.where)

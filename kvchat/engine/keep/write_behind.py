@@ -1,4 +1,4 @@
-"""Pages written to disk while nobody waits for the engine."""
+"""Pages written to disk while the engine has no command to do."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class EightBitPool(HostPool):
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
             self.next_rounded = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._share = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._told: list[int] = []
-        self._told_next = 0
+        self._published: list[int] = []
+        self._published_next = 0
 
     # ---- what is stored
 
@@ -123,7 +123,7 @@ class EightBitPool(HostPool):
         moved |= self._reserve_rounded((full if self.rounds else 0) + 1)
         if tokens > self._total and self._total % self.geometry.page and self._pages[-1] < 0:
             self._open_again()
-        self._tell(self._planned(tokens))
+        self._publish(self._planned(tokens))
         return moved
 
     def _reserve_rounded(self, pages: int) -> bool:
@@ -153,23 +153,24 @@ class EightBitPool(HostPool):
         self._free.take([place])
         self._free_rounded.give_back([~index])
 
-    def _tell(self, coming: list[int]) -> None:
+    def _publish(self, coming: list[int]) -> None:
         """Let the device know where the pages lie, also the one that the next token opens."""
         opened = [] if self._total % self.geometry.page else [place for place in coming[:1] if place >= 0]
-        told = self._pages + opened
-        if len(told) > len(self.places):
-            more = self.geometry.pages(self.geometry.grown(len(told) * self.geometry.page)) - len(self.places)
+        places = self._pages + opened
+        if len(places) > len(self.places):
+            more = self.geometry.pages(self.geometry.grown(len(places) * self.geometry.page)) - len(self.places)
             with torch.inference_mode(False):
                 self.places = torch.nn.functional.pad(self.places, (0, more))
-        same = next((i for i, (a, b) in enumerate(zip(told, self._told, strict=False)) if a != b), len(self._told))
-        if told[same:]:
-            self._share.fill_(sum(place < 0 for place in told) / len(told))
-            self.places[same : len(told)] = torch.tensor(told[same:], device=self.device)
-        self._told = told
+        before = self._published
+        same = next((i for i, (a, b) in enumerate(zip(places, before, strict=False)) if a != b), len(before))
+        if places[same:]:
+            self._share.fill_(sum(place < 0 for place in places) / len(places))
+            self.places[same : len(places)] = torch.tensor(places[same:], device=self.device)
+        self._published = places
         (next_rounded,) = self._free_rounded.lowest(1)
-        if next_rounded != self._told_next:
+        if next_rounded != self._published_next:
             self.next_rounded.fill_(next_rounded)
-            self._told_next = next_rounded
+            self._published_next = next_rounded
 
     @property
     def _used(self) -> int:
@@ -269,7 +270,7 @@ class EightBitPool(HostPool):
         The page that the next token opens is one of them.
         """
         found: list[tuple[int, int]] = []
-        for place in self._told[:pages]:
+        for place in self._published[:pages]:
             first, length = found[-1] if found else (0, 0)
             follows = place == (first + length if place >= 0 else first - length) and (place < 0) == (first < 0)
             if 0 < length < longest and follows:

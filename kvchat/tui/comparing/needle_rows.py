@@ -31,11 +31,13 @@ def verdict(shown: RunningComparison) -> str:
     runs = [run for run in shown.result.runs if not run.refusal]
     found = [run for run in runs if shown.fact and shown.fact in run.text]
     missed = [run.mode for run in runs if run not in found]
-    told = [f"{', '.join(missed)} did not find it."] if missed else []
+    sentences = [f"{', '.join(missed)} did not find it."] if missed else []
     if found:
         least = min(found, key=lambda run: 1.0 if run.stats.read_share is None else run.stats.read_share)
-        told.insert(0, f"{least.mode} found it and read {percent(least.stats.read_share)} of the text at each token.")
-    return " ".join(told) or "No mode has answered."
+        sentences.insert(
+            0, f"{least.mode} found it and read {percent(least.stats.read_share)} of the text at each token."
+        )
+    return " ".join(sentences) or "No mode has answered."
 
 
 def _cells(run: Run, fact: str) -> tuple[str, ...]:

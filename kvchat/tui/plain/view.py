@@ -110,15 +110,15 @@ def comparison_lines(shown: RunningComparison) -> list[str]:
 def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
     """``full: answer 42, ✓ found, read 100 %``; what has no meaning is left out."""
     cells = [f"{heading} {cell}".strip() for heading, cell in zip(headings[1:], row[1:], strict=True)]
-    told = [cell for cell, value in zip(cells, row[1:], strict=True) if value not in ("", NOTHING)]
-    return f"{row[0]}: {', '.join(told)}"
+    filled = [cell for cell, value in zip(cells, row[1:], strict=True) if value not in ("", NOTHING)]
+    return f"{row[0]}: {', '.join(filled)}"
 
 
 class PlainView:
     """A ``ChatView`` of lines.
 
-    ``echoes`` prints the questions: of a pipe nobody sees them otherwise. ``problems`` counts errors, ``switches``
-    switches and errors: what a switch ends with. ``model_folders`` are looked into for models.
+    ``echoes`` prints the questions: a terminal shows them itself, a pipe does not. ``problems`` counts errors,
+    ``switches`` switches and errors: what a switch ends with. ``model_folders`` are looked into for models.
     """
 
     chosen: str | None = None

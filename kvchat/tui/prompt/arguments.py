@@ -105,7 +105,7 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def told(state: ChatState, name: str) -> str:
+def in_words(state: ChatState, name: str) -> str:
     """The value in force as people read it: what is left to the model with the model's own value."""
     text = shown(present(state, name))
     return f"auto, now {state.info.temperature:g}" if (name, text) == ("temperature", "auto") and state.info else text
@@ -113,7 +113,7 @@ def told(state: ChatState, name: str) -> str:
 
 def describe(state: ChatState) -> str:
     """All values that ``/set`` changes, a line each, with what they take."""
-    rows = [(name, told(state, name), expected(field)) for name, field in parameters(state)]
+    rows = [(name, in_words(state, name), expected(field)) for name, field in parameters(state)]
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{name:<{names}}  {value:<{values}}  {takes}" for name, value, takes in rows)
 

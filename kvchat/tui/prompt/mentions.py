@@ -99,7 +99,7 @@ def _mention_of(path: str) -> str:
 
 
 def _offers(name: str, begun: str) -> bool:
-    """Hidden files are offered to those who type the dot; a name that cannot be typed is offered to nobody."""
+    """Hidden files are offered to those who type the dot; a name that cannot be typed is never offered."""
     is_begun = name.startswith(begun) if begun.startswith(".") else begun.lower() in name.lower() and name[0] != "."
     return is_begun and name.isprintable() and '"' not in name
 
