@@ -1,8 +1,20 @@
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import kvchat
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError, ModelError, UsageError, did_you_mean
+
+PACKAGE = Path(kvchat.__file__).parent
+# The messages of these are edited beside the measurements on a GPU.
+LATER = ("engine/model/", "bench/decode.py")
+FILES = [
+    name for path in sorted(PACKAGE.rglob("*.py")) if not (name := str(path.relative_to(PACKAGE))).startswith(LATER)
+]
 
 
 @pytest.mark.parametrize(
@@ -21,3 +33,30 @@ def test_the_parts_are_joined_without_gaps() -> None:
 def test_the_nearest_word_is_suggested_and_all_are_named() -> None:
     assert did_you_mean("frezee", ["full", "freeze"]) == 'Did you mean "freeze"? Known: freeze, full.'
     assert did_you_mean("xyz", ["full", "freeze"]) == "Known: freeze, full."
+
+
+# Where no hint is needed: the beginning of the title, and why.
+WITHOUT_HINT = {
+    "where": "the excerpt of the file shows the place, the title says what is wrong there",
+    "{name} is out of range.": "the detail has the range",
+    "The {name} of a model is refused.": "the detail has what is allowed",
+    "{planned.model} cannot be planned for.": "the detail is another error with its hint",
+}
+FAMILY = {"KvchatError", "UsageError", "ModelError", "DoesNotFitError", "EngineError", "StoreError"}
+
+
+def written_titles(path: Path) -> Iterator[tuple[str, bool]]:
+    """The title of each error that a file makes and whether it is made with what to do; without those of variables."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FAMILY):
+            continue
+        title = ast.unparse(node.args[0]).strip("f'\"") if node.args else ""
+        has_hint = len(node.args) > 2 or any(keyword.arg == "hint" for keyword in node.keywords)
+        is_made_elsewhere = isinstance(node.args[0], ast.Starred | ast.Call) and len(node.args) == 1
+        yield title, has_hint or is_made_elsewhere or "did_you_mean" in ast.unparse(node)
+
+
+def test_every_message_names_what_the_reader_can_do() -> None:
+    titles = [(file, *written) for file in FILES for written in written_titles(PACKAGE / file)]
+    assert len(titles) > 200
+    assert not [(file, title) for file, title, is_helpful in titles if not is_helpful and title not in WITHOUT_HINT]

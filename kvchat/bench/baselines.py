@@ -153,7 +153,7 @@ class Offloaded(Dynamic):
 
     def _reset(self) -> None:
         if self.model.device.type != "cuda":
-            raise UsageError("The offloaded cache needs a GPU.")
+            raise UsageError("The offloaded cache needs a GPU.", hint="Leave it out, or measure on a GPU.")
         super()._reset()
 
 
@@ -182,7 +182,9 @@ class Static(Baseline):
 
         self.cache = StaticCache(config=self.model.model.config, max_cache_len=self.context + self.spare)
         if any(layer.is_sliding for layer in self.cache.layers):
-            raise UsageError("The static cache of a model with sliding layers cannot be rewound.")
+            raise UsageError(
+                "The static cache of a model with sliding layers cannot be rewound.", hint="Leave it out of --baseline."
+            )
         self._fill()
 
     def _rewind(self) -> None:

@@ -44,6 +44,7 @@ class FixedChangeRate(Speculative):
             raise UsageError(
                 f"A change rate of {self.rate:g} needs a longer context or a smaller budget.",
                 f"{k} pages are selected per head, {changed} of them new; {max(0, end - first)} are stored.",
+                "Take a longer --context, a smaller budget or a smaller change rate.",
             )
         draw = torch.Generator().manual_seed(0)
         self._order = (torch.randperm(end - first, generator=draw) + first).to(state.device)

@@ -108,7 +108,7 @@ class Frame:
         try:
             files.write(self.file, (json.dumps(result) + "\n").encode())
         except OSError as error:
-            raise UsageError(f"{self.file} cannot be written.", f"{error.strerror}.") from None
+            raise UsageError(f"{self.file} cannot be written.", f"{error.strerror}.", "Give another --out.") from None
 
     def _tell_kept(self, result: Result, cells: Sequence[Cell]) -> None:
         if self.file is not None:
@@ -125,7 +125,9 @@ def load(file: Path) -> Result:
     try:
         result = json.loads(text_file.read(file))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is no result of kvchat bench.", f"It is no JSON: {error}.") from None
+        raise UsageError(
+            f"{file} is no result of kvchat bench.", f"It is no JSON: {error}.", "Give a file that --out wrote."
+        ) from None
     if not _is_result(result):
         raise UsageError(
             f"{file} is no result of kvchat bench.",

@@ -30,7 +30,9 @@ def write(model: LoadedModel, file: Path) -> None:
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.model_type != "llama" or rotary != "default" or config.attention_bias or config.mlp_bias:
         raise UsageError(
-            f"{model.name} cannot be copied to GGUF.", "Only Llama models with plain rotary positions are copied."
+            f"{model.name} cannot be copied to GGUF.",
+            "Only Llama models with plain rotary positions are copied.",
+            "Take the bundled model, or leave llama.cpp out.",
         )
     writer = gguf.GGUFWriter(file, "llama")
     describe(writer, config)

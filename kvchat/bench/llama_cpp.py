@@ -69,7 +69,9 @@ class LlamaCpp:
     def _start(self) -> None:
         """Start llama.cpp with a copy of the weights; it is loaded when this returns."""
         if self.model.device.type != "cpu":
-            raise UsageError("llama.cpp is compared on a CPU only.", "The package brings it compiled for CPUs.")
+            raise UsageError(
+                "llama.cpp is compared on a CPU only.", "The package brings it compiled for CPUs.", "Give --device cpu."
+            )
         if absent := next((package for package in PACKAGES if find_spec(package) is None), ""):
             raise UsageError("llama.cpp cannot be compared.", f"The package {absent} is not installed.", INSTALL)
         with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
@@ -94,7 +96,10 @@ class LlamaCpp:
         answer = self._answer()
         self.answer = [int(id) for id in re.findall(r"<(\d+)>", answer["text"])]
         if len(self.answer) != count:
-            raise UsageError(f"llama.cpp gave {len(self.answer)} tokens, {count} were asked for.")
+            raise UsageError(
+                f"llama.cpp gave {len(self.answer)} tokens, {count} were asked for.",
+                hint="Take a smaller context, or leave llama.cpp out.",
+            )
         return list(answer["stamps"][:count])
 
     def _answer(self) -> dict[str, Any]:
@@ -102,6 +107,10 @@ class LlamaCpp:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise UsageError("llama.cpp ended.", f"Its process ended with code {self._process.wait()}.")
+            raise UsageError(
+                "llama.cpp ended.",
+                f"Its process ended with code {self._process.wait()}.",
+                "Take a smaller context, or leave llama.cpp out.",
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -141,7 +141,9 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
             ).eval()
         return wrap(model, NoTokenizer(), f"{name} (random weights)")
     except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(f"{name} does not fit {on}.", str(error).splitlines()[0]) from error
+        raise DoesNotFitError(
+            f"{name} does not fit {on}.", str(error).splitlines()[0], "Take a smaller --shape or a smaller dtype."
+        ) from error
 
 
 def fill(kv: KVManager, tokens: int) -> None:

@@ -34,9 +34,13 @@ def check(file: Path) -> None:
         UsageError: an unknown ending, a missing folder, or matplotlib is not installed.
     """
     if file.suffix.lower() not in FORMATS:
-        raise UsageError(f"{file} is no name for a plot.", "It ends in neither .svg nor .png.")
+        raise UsageError(
+            f"{file} is no name for a plot.",
+            "It ends in neither .svg nor .png.",
+            "Give a name that ends in .svg or .png.",
+        )
     if not file.absolute().parent.is_dir():
-        raise UsageError(f"There is no folder {file.absolute().parent}.")
+        raise UsageError(f"There is no folder {file.absolute().parent}.", hint="Make it first.")
     if find_spec("matplotlib") is None:
         raise UsageError("A plot needs matplotlib.", "It is not installed.", "Run: pip install 'kvchat[plot]'")
 
@@ -121,7 +125,7 @@ def paper(result: Mapping[str, Any], file: Path) -> None:
     matrices = [row for row in result["summary"] if "matrix" in row]
     pictures = [*dict.fromkeys(row["part"] for row in lines), *matrices]
     if not pictures:
-        raise UsageError(f"{result['experiment']} has no picture of these parts.")
+        raise UsageError(f"{result['experiment']} has no picture of these parts.", hint="Measure parts that have one.")
     figure = _figure(9, 3.4 * len(pictures) + 0.6)
     for panel, picture in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures, strict=True):
         if isinstance(picture, str):
@@ -171,7 +175,7 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
         paper(result, file)
         return
     if name not in DRAWN:
-        raise UsageError(f'There is no picture of "{name}".', f"There are pictures of {', '.join(sorted(DRAWN))}.")
+        raise UsageError(f'There is no picture of "{name}".', hint=f"There are pictures of {', '.join(sorted(DRAWN))}.")
     DRAWN[name](result, file)
 
 
@@ -264,7 +268,7 @@ def _save(figure: Figure, file: Path) -> None:
     try:
         files.write(file, drawn.getvalue())
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
+        raise UsageError(f"{file} cannot be written: {error.strerror}.", hint="Give another --plot.") from None
 
 
 def _environment(result: Mapping[str, Any]) -> str:

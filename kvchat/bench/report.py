@@ -53,13 +53,14 @@ def compared(one: Path, other: Path) -> Table:
         raise UsageError(
             f"{one} and {other} are results of different experiments.",
             f"{before['experiment']} and {after['experiment']}.",
+            "Compare two results of one experiment.",
         )
     for file, result in ((one, before), (other, after)):
         if "summary" not in result:
             raise UsageError(f"{file} is not complete.", "", "The command that began it measures the rest.")
     pairs = _pairs(before["summary"], after["summary"])
     if not pairs:
-        raise UsageError(f"{one} and {other} have no row in common.")
+        raise UsageError(f"{one} and {other} have no row in common.", hint="Measure both with the same settings.")
     lines = tuple(line for place, (a, b) in pairs.items() for line in _lines(place, a, b))
     return Table(
         f"{before['experiment']}: {one.name} and {other.name}", HEADS, lines or (SAME,), _differences(before, after)

@@ -122,7 +122,7 @@ def _tables(name: str, result: Result) -> list[Table]:
     if name in PIVOTS:
         return PIVOTS[name](title, rows)
     if name not in COLUMNS:
-        raise UsageError(f'There is no table of "{name}".')
+        raise UsageError(f'There is no table of "{name}".', hint="Give a result of another experiment.")
     return [tabulated(title, COLUMNS[name], rows)]
 
 

@@ -68,7 +68,7 @@ def grid(mode: str, given: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], 
     for text in given:
         name, equals, values = text.partition("=")
         if not (name and equals and values):
-            raise UsageError(f'--vary "{text}" is not KEY=VALUE,VALUE.')
+            raise UsageError(f'--vary "{text}" is not KEY=VALUE,VALUE.', hint="For example: --vary budget=256,512")
         found.append((name, tuple(values.split(","))))
     return tuple(found or GRIDS[mode].items())
 
@@ -100,7 +100,7 @@ def _value(text: str, budget: int | None) -> str:
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
     if budget is None or not 0 < share <= 1:
-        raise UsageError(f'The share "{text}" is refused.', "It must be between 0 and 1, of a mode with a budget.")
+        raise UsageError(f'The share "{text}" is refused.', hint="It must be between 0 and 1, of a mode with a budget.")
     return str(round(share * budget))
 
 

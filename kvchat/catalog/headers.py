@@ -77,9 +77,11 @@ def _regular(path: Path) -> int:
     try:
         found = path.stat()
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path.name} cannot be read.", f"{error}."[:200]) from error
+        raise ModelError(
+            f"{path.name} cannot be read.", f"{error}."[:200], "Check its permissions, or download the model again."
+        ) from error
     if not stat.S_ISREG(found.st_mode):
-        raise ModelError(f"{path.name} is no file.", "It is a pipe, a socket, a device or a folder.")
+        raise ModelError(f"{path.name} is no file.", "It is a pipe, a socket, a device or a folder.", "Give a file.")
     return found.st_size
 
 

@@ -129,7 +129,7 @@ def _config(folder: Path) -> dict[str, object]:
             raise ValueError(CONFIG)
         config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError("Its config.json cannot be read.") from error
+        raise ModelError("Its config.json cannot be read.", hint="Download the model again.") from error
     return config if isinstance(config, dict) else {}
 
 
@@ -143,8 +143,8 @@ def _files(folder: Path) -> list[Path]:
         named = json.loads((folder / INDEX).read_bytes())["weight_map"].values() if (folder / INDEX).is_file() else ()
         files = sorted({folder / Path(str(name)).name for name in named}) or sorted(folder.glob(WEIGHTS))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"Its {INDEX} cannot be read.") from error
+        raise ModelError(f"Its {INDEX} cannot be read.", hint="Download the model again.") from error
     missing = [file for file in files if not file.exists()]
     if missing or not files:
-        raise ModelError(f"{len(missing) or 'All'} of its weight files are missing.")
+        raise ModelError(f"{len(missing) or 'All'} of its weight files are missing.", hint="Download the model again.")
     return files

@@ -41,7 +41,7 @@ class Run:
         plot: Path | None = None,
     ) -> None:
         if out and not out.absolute().parent.is_dir():
-            raise UsageError(f"There is no folder {out.absolute().parent}.")
+            raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
         if out and out.is_dir():
             raise UsageError(f"{out} is a folder.", "", "Give --out the name of a file.")
         if plot:

@@ -64,7 +64,7 @@ def import_chat(file: Annotated[Path, typer.Argument(help="JSON that kvchat expo
     conversation = export.read(file)
     changes = conversation.take_changes()
     if changes is None:
-        raise UsageError(f"{file} holds no message.")
+        raise UsageError(f"{file} holds no message.", hint="Give a conversation that kvchat exported.")
     with _store() as store:
         store.save(changes)
     echo(conversation.id[:ID_CHARACTERS])

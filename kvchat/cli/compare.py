@@ -107,7 +107,7 @@ def compare(asked: Asked) -> int:
         running = _run(session, asked, bool(interrupted))
     session.close()
     if running.result is None or not running.result.runs:
-        raise EngineError("Stopped before a mode has answered.")
+        raise EngineError("Stopped before a mode has answered.", hint="Run it again and let a mode end.")
     if asked.as_json:
         write(comparison.to_json(running.result))
     else:

@@ -31,7 +31,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
     """Check the settings and your profiles, or one FILE of either kind; exit code 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
-        raise UsageError(f"There is no file {file}.")
+        raise UsageError(f"There is no file {file}.", hint="Check the path.")
     source = sources.file_source(path)
     if file and (profiles.is_profile(source) or _is_among_profiles(file)):
         profiles.read_file(file, None)
@@ -49,11 +49,14 @@ def init() -> None:
     """Write a settings file in which every setting is explained."""
     path = paths.config_file()
     if os.path.lexists(path):
-        raise UsageError(f"{path} is there already and stays as it is.")
+        raise UsageError(f"{path} is there already and stays as it is.", hint="Edit it, or delete it first.")
     try:
         files.write(path, sources.template().encode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}.",
+            hint="Check the folder's permissions.",
+        ) from None
     echo(str(path))
 
 
@@ -79,7 +82,7 @@ def _check_application(path: Path, resolved: Resolved) -> None:
     try:
         actions.check_keys(wanted.keys.given())
     except UsageError as refused:
-        raise UsageError(f"{path.name}: [keys]: {refused}") from None
+        raise UsageError(f"{path.name}: [keys]: {refused.title}", refused.detail, refused.hint) from None
 
 
 def _is_among_profiles(file: Path) -> bool:

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 class Commands(TyperGroup):
-    """Ends quietly when nobody reads stdout any more (``| head -1``)."""
+    """Ends quietly when stdout is closed (``| head -1``)."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -89,7 +89,9 @@ class Commands(TyperGroup):
             if error.errno != errno.ENOSPC:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            raise KvchatError("The output cannot be written.", f"{error.strerror}.") from None
+            raise KvchatError(
+                "The output cannot be written.", f"{error.strerror}.", "Free space on the disk, or write elsewhere."
+            ) from None
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.
@@ -135,7 +137,9 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
     if ctx.invoked_subcommand is None:
         raise typer.Exit(chat(given, resume, plain, record))
     for flag in given.origins.values():
-        raise UsageError(f"{flag} stands before the command; put it behind: kvchat {ctx.invoked_subcommand} {flag} ...")
+        raise UsageError(
+            f"{flag} stands before the command.", hint=f"Put it behind: kvchat {ctx.invoked_subcommand} {flag} ..."
+        )
 
 
 @app.command("chat")

@@ -119,7 +119,7 @@ def _params(given: Iterable[str], mode: str | None) -> dict[str, tuple[tuple[Key
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f'--param "{text}" is not KEY=VALUE.')
+            raise UsageError(f'--param "{text}" is not KEY=VALUE.', hint="For example: --param budget=512")
         if name not in known:
             raise UsageError(f'No mode has a parameter "{name}".', did_you_mean(name, known))
         options[f"--param {name}"] = (_keys_of(name, value, mode), value)

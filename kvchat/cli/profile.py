@@ -71,7 +71,7 @@ def validate(files: Annotated[list[Path] | None, typer.Argument(help="instead of
     """Check profiles; exit code 2 if one is wrong."""
     for file in files or sorted(paths.user_profiles_dir().glob("*.toml")):
         if not file.exists():
-            raise UsageError(f"There is no file {file}.")
+            raise UsageError(f"There is no file {file}.", hint="Check the path.")
         profiles.read_file(file, None)
         echo(f"{file}: good")
     if not files and (problems := profiles.find("auto").problems):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvchat import text_file
 from kvchat.conversations import attachments
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Turn
@@ -32,26 +33,19 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
     Raises:
         UsageError: nothing is left, a file cannot be read, or something is not UTF-8.
     """
-    parts = [attachments.fenced(str(path), _text(_read(path), str(path))) for path in files]
+    parts = [attachments.fenced(str(path), _read(path)) for path in files]
     # the shell hands on bytes that are not UTF-8 as lone surrogates
-    parts += [_text((prompt or "").encode("utf-8", "surrogateescape"), "the prompt"), _text(piped, "stdin")]
+    parts.append(text_file.decoded((prompt or "").encode("utf-8", "surrogateescape"), "The prompt"))
+    parts.append(text_file.decoded(piped, "stdin"))
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
         raise UsageError("The prompt is empty.", hint="Write it behind the command or pipe it in.")
     return text
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> str:
+    """The text of a file, which may be a pipe."""
     try:
-        return path.read_bytes()
+        return text_file.decoded(path.read_bytes(), str(path))
     except OSError as error:
-        raise UsageError(f"The file {path} cannot be read: {error.strerror}.") from None
-
-
-def _text(raw: bytes, name: str) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"Byte {error.start} of {name} is not UTF-8.", f"It is 0x{raw[error.start]:02x}.", "Convert it to UTF-8."
-        ) from None
+        raise text_file.unreadable(str(path), error) from None

@@ -118,7 +118,7 @@ class ProfileFile:
 
 @dataclass(frozen=True)
 class Found:
-    """The profiles in force, weakest first; problems of the user's files and their draws, as they are told."""
+    """The profiles in force, weakest first; sentences about what is wrong with the user's files."""
 
     in_force: tuple[ProfileFile, ...] = ()
     problems: tuple[str, ...] = ()
@@ -206,7 +206,11 @@ def save(measured: Measured, device: str = "auto") -> Path:
         document["measured"] = {key: value for key, value in measured.model_dump().items() if value not in (None, "")}
         files.write(file, tomlkit.dumps(document).encode())
     except (OSError, ValueError, RecursionError) as error:  # of TOML, UTF-8 and numbers of thousands of digits
-        raise UsageError(f"The profile {file} cannot be written.", f"{error}.") from None
+        raise UsageError(
+            f"The profile {file} cannot be written.",
+            f"{error}.",
+            "Repair or remove it, or check the folder's permissions.",
+        ) from None
     return file
 
 

@@ -34,7 +34,7 @@ def save(path: Path, changes: Mapping[Key, Any]) -> None:
     try:
         files.write(path, text.encode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", hint="Check its permissions.") from None
 
 
 def _plain(value: Any) -> Any:

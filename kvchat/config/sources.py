@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvchat import files, paths
+from kvchat import files, paths, text_file
 from kvchat.config.schema import Settings
 from kvchat.config.validation_errors import field_at, reason
 from kvchat.errors import UsageError
@@ -92,14 +92,12 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     """
     name = name or path.name
     try:
-        text = files.read(path).decode()
+        text = text_file.decoded(files.read(path), name)
         values = flatten(tomli.loads(text))
     except FileNotFoundError:
         return SettingsSource()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name}: byte {error.start} is not UTF-8.") from None
+        raise text_file.unreadable(str(path), error) from None
     except tomli.TOMLDecodeError as error:
         line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
         where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"

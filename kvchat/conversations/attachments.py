@@ -41,15 +41,12 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
     try:
         raw = _read(path, limit + 1)
     except OSError as error:
-        raise UsageError(f"The file {path} cannot be read: {error.strerror}.") from None
+        raise text_file.unreadable(f"The file {path}", error) from None
     if len(raw) > limit:
         raise DoesNotFitError(f"The file {path} is too large.", f"At most {size(limit)} fit.", "Take a part of it.")
     if b"\0" in raw:
         raise UsageError(f"The file {path} is no text.", f"Byte {raw.index(0):,} is NUL.", "Only text can be sent.")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise text_file.no_text(f"The file {path}", error) from None
+    return text_file.decoded(raw, f"The file {path}")
 
 
 def fenced(name: str, text: str) -> str:

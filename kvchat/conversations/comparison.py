@@ -108,7 +108,7 @@ def check(path: Path) -> None:
         UsageError: the ending names no format, the file exists, or its folder does not.
     """
     if path.suffix not in FORMATS:
-        raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(FORMATS)}.")
+        raise UsageError(f'"{path}" names no format.', hint=f"A file's name ends in one of {', '.join(FORMATS)}.")
     export.check_new(path)
 
 

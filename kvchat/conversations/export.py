@@ -106,7 +106,7 @@ def write(conversation: Conversation, path: Path) -> None:
     """
     render = FORMATS.get(path.suffix)
     if render is None:
-        raise UsageError(f'"{path}" names no format.', f"A file's name ends in one of {', '.join(FORMATS)}.")
+        raise UsageError(f'"{path}" names no format.', hint=f"A file's name ends in one of {', '.join(FORMATS)}.")
     if not conversation.path:
         raise UsageError("There is nothing to export yet.", hint="Ask something first.")
     write_new(path, render(conversation))
@@ -122,7 +122,7 @@ def write_new(path: Path, text: str) -> None:
     try:
         files.write(path, text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.") from None
+        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.", "Choose another place.") from None
 
 
 def check_new(path: Path) -> None:
@@ -139,7 +139,7 @@ def check_new(path: Path) -> None:
                 f"{path} cannot be written.", f"There is no folder {path.absolute().parent}.", "Make it first."
             )
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.") from None
+        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.", "Choose another place.") from None
 
 
 def read(path: Path) -> Conversation:
@@ -150,13 +150,17 @@ def read(path: Path) -> Conversation:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no file.")
+            raise UsageError(f"{path} is no file.", hint="Give a file that kvchat exported.")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read.", f"{_reason(error)}.") from None
+        raise UsageError(f"{path} cannot be read.", f"{_reason(error)}.", "Check its name and permissions.") from None
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path} is too large for a conversation.", f"At most {MAX_BYTES:,} bytes are read.")
+        raise UsageError(
+            f"{path} is too large for a conversation.",
+            f"At most {MAX_BYTES:,} bytes are read.",
+            "Give a file that kvchat exported.",
+        )
     return from_json(data, str(path))
 
 

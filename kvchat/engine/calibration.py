@@ -67,9 +67,17 @@ def calibrate(
         UsageError: there are no samples, or ``clusters`` is below 1 or above the number of KV heads.
     """
     if not samples:
-        raise UsageError("There is too little text to calibrate on.", f"At least {MIN_TOKENS} tokens are needed.")
+        raise UsageError(
+            "There is too little text to calibrate on.",
+            f"At least {MIN_TOKENS} tokens are needed.",
+            "Give a longer text.",
+        )
     if clusters is not None and not 1 <= clusters <= model.kv_heads:
-        raise UsageError(f"{clusters} clusters are refused.", f"The model has {model.kv_heads} KV heads a layer.")
+        raise UsageError(
+            f"{clusters} clusters are refused.",
+            f"The model has {model.kv_heads} KV heads a layer.",
+            "Give fewer clusters than that.",
+        )
     recorder = Recorder(model)
     for done, sample in enumerate(samples, 1):
         recorder.read(sample)
@@ -217,7 +225,7 @@ def representatives(calibration: Calibration, rule: str) -> list[tuple[int, ...]
         UsageError: there is no such rule.
     """
     if rule not in RULES:
-        raise UsageError(f'There is no rule "{rule}".', f"Known: {', '.join(RULES)}.")
+        raise UsageError(f'There is no rule "{rule}".', hint=f"Known: {', '.join(RULES)}.")
     return [layer.representatives for layer in roles(calibration, calibration.clusters, rule)]
 
 
@@ -258,7 +266,7 @@ def save(calibration: Calibration, file: Path | None = None) -> Path:
     try:
         files.write(file, (json.dumps(asdict(calibration), indent=1) + "\n").encode())
     except OSError as error:
-        raise UsageError(f"{file} cannot be written.", str(error)) from error
+        raise UsageError(f"{file} cannot be written.", str(error), "Check the folder's permissions.") from error
     return file
 
 

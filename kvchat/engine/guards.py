@@ -88,7 +88,7 @@ def whole(value: Any, name: str) -> int:
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):
         given = f"{type(value).__name__} {value!r}"[:80]
-        raise UsageError(f"{name} must be a whole number.", f"Given: {given}.") from None
+        raise UsageError(f"{name} must be a whole number.", f"Given: {given}.", "Give an int.") from None
 
 
 def _busy() -> UsageError:

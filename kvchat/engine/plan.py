@@ -147,7 +147,11 @@ def _context(seen: _Observed, asked: int | None) -> int:
     if asked is None or 0 < asked <= seen.longest:
         return asked or seen.longest
     name = seen.described.location.name
-    raise UsageError(f"A context of {asked:,} tokens is refused.", f"{name} was made for 1 to {seen.longest:,}.")
+    raise UsageError(
+        f"A context of {asked:,} tokens is refused.",
+        f"{name} was made for 1 to {seen.longest:,}.",
+        "Give a context in that range.",
+    )
 
 
 def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:

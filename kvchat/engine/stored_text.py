@@ -26,7 +26,11 @@ class StoredText:
             UsageError: the model has no such layer.
         """
         if not 0 <= whole(layer, "A layer") < self._model.layers:
-            raise UsageError(f"There is no layer {layer}.", f"The model has layers 0 to {self._model.layers - 1}.")
+            raise UsageError(
+                f"There is no layer {layer}.",
+                f"The model has layers 0 to {self._model.layers - 1}.",
+                "Give one of these.",
+            )
         return attended(self._kv.state, layer)
 
     def text(self, start: int, end: int) -> str:

@@ -159,7 +159,7 @@ class Server:
                 case Stop():
                     pass  # the answer it was meant for is over
                 case Refused(reason):
-                    raise EngineError("The engine got a command that it cannot read.", reason)
+                    raise EngineError("The engine got a command that it cannot read.", reason, "Install kvchat again.")
 
     def _load(self, command: Load) -> None:
         """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
@@ -186,7 +186,7 @@ class Server:
             opened = self._loader.open_session(command, self._progress)
             self._loading = False
         except LoadStopped:
-            raise EngineError(f"Loading {command.model} was stopped.") from None
+            raise EngineError(f"Loading {command.model} was stopped.", hint="/model loads one.") from None
         finally:
             self._loading = False
         self._close_session()
@@ -258,7 +258,7 @@ class Server:
 
     def _loaded(self) -> Session:
         if self._session is None:
-            raise EngineError("No model is loaded.")
+            raise EngineError("No model is loaded.", hint="Load one first.")
         return self._session
 
     def _snapshot(self, at_most_every: float = 0.0) -> None:
@@ -306,7 +306,7 @@ def _explained(error: Exception) -> KvchatError:
     if isinstance(error, KvchatError):
         return error
     traceback.print_exception(error)
-    return EngineError("The engine failed.", f"{type(error).__name__}: {error}")
+    return EngineError("The engine failed.", f"{type(error).__name__}: {error}", "/restart starts a fresh one.")
 
 
 def main() -> None:

@@ -50,7 +50,8 @@ class Recorder:
             self._file = files.open_log(path)
             self._begin({"format": FORMAT, "version": VERSION, "kvchat": version})
         except (OSError, ValueError) as error:  # NUL in a name is a value
-            raise UsageError(f"{path} cannot be written.", f"{getattr(error, 'strerror', error)}.") from None
+            reason = f"{getattr(error, 'strerror', error)}."
+            raise UsageError(f"{path} cannot be written.", reason, "Record to another file.") from None
 
     def note_command(self, command: Command) -> None:
         """Record a question; other commands are seen by what comes of them."""
@@ -138,7 +139,7 @@ def _check_header(path: Path, lines: list[bytes]) -> None:
 def _unpacked(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise UsageError(f"There is no recording {path}.")
+            raise UsageError(f"There is no recording {path}.", hint="Check the path.")
         with path.open("rb") as file:
             packed = file.read(2) == GZIP
         with (gzip.open if packed else open)(path, "rb") as file:
@@ -146,11 +147,21 @@ def _unpacked(path: Path) -> bytes:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{path} is damaged.", f"{error}.", "Copy or record it again.") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read.", f"{getattr(error, 'strerror', None) or error}.") from None
+        raise UsageError(
+            f"{path} cannot be read.", f"{getattr(error, 'strerror', None) or error}.", "Check its permissions."
+        ) from None
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path} is too long for a recording.", f"At most {MAX_BYTES:,} bytes are read.")
+        raise UsageError(
+            f"{path} is too long for a recording.",
+            f"At most {MAX_BYTES:,} bytes are read.",
+            "Give a file that --record wrote.",
+        )
     return data
 
 
 def _refusal(path: Path, line: int, detail: str) -> UsageError:
-    return UsageError(f"{path} is no recording of kvchat, or is damaged.", f"Line {line}: {detail}.")
+    return UsageError(
+        f"{path} is no recording of kvchat, or is damaged.",
+        f"Line {line}: {detail}.",
+        "Give a file that --record wrote.",
+    )

@@ -263,7 +263,7 @@ def find_command(name: str) -> Action:
     if not name or not _is_begun(name, known):
         near = " or ".join(f"/{word}" for word in words.nearest(name, COMMANDS))
         hint = f"Did you mean {near}? " if near else ""
-        raise UsageError(f"There is no command /{name}.", hint=f"{hint}F1 or /help lists all.")
+        raise UsageError(f"There is no command /{name}.", hint=f"{hint}/help lists all.")
     return known[words.resolve(name, known, "command")]
 
 
@@ -304,6 +304,6 @@ def check_keys(rebound: Mapping[str, str]) -> None:
 def _check_names(action: Action, keys: list[str]) -> None:
     given = f'The key "{",".join(keys)}" of {action.id} is refused.'
     if not keys or not all(map(is_key, keys)):
-        raise UsageError(given, "Keys are written as in f9, ctrl+n or shift+f6.")
+        raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
     if action.scope not in TYPING and any(map(types_text, keys)):
         raise UsageError(given, "It types text into the prompt.", "Use a function key, or one with ctrl or alt.")

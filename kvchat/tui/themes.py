@@ -99,4 +99,4 @@ def _check(fields: dict[str, object]) -> None:
 
 
 def _refused(path: Path, reason: str) -> UsageError:
-    return UsageError(f"The theme {path} cannot be used.", f"{reason.rstrip('.')}.")
+    return UsageError(f"The theme {path} cannot be used.", f"{reason.rstrip('.')}.", "Repair it, or remove the file.")

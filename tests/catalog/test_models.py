@@ -60,7 +60,7 @@ def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> N
     assert [model.kind for model in found.values()] == ["bundled", "GGUF", "folder", "hub", "hub"]
     assert found[file].weights == Weights(4096, (tmp_path / "mine/publisher/q4.gguf").stat().st_size, "Q4_K")
     assert found[folder].weights == found["org/whole"].weights == found["bundled"].weights
-    assert found["org/begun"].problem == "All of its weight files are missing."
+    assert found["org/begun"].problem == "All of its weight files are missing. Download the model again."
 
 
 def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Pat
         "",
         "It is a part of a model; kvchat reads a GGUF model from one file.",
         "model.safetensors is damaged. Its header cannot be read. Download the model again.",
-        "Its config.json cannot be read.",
-        "1 of its weight files are missing.",
+        "Its config.json cannot be read. Download the model again.",
+        "1 of its weight files are missing. Download the model again.",
     ]
 
 

@@ -72,7 +72,7 @@ def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
         outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert (outcome.returncode, outcome.stderr) == (
         1,
-        "kvchat: The output cannot be written. No space left on device.\n",
+        "kvchat: The output cannot be written. No space left on device. Free space on the disk, or write elsewhere.\n",
     )
 
 
@@ -153,10 +153,12 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session:
 def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSession, tmp_path: Path) -> None:
     file = tmp_path / "latin1.txt"
     file.write_bytes(b"gr\xfc\xdf")
-    assert run("ask", stdin=b"ab\xff").err.startswith("kvchat: Byte 2 of stdin is not UTF-8. It is 0xff.")
-    assert run("ask", "x", "-f", str(file)).err.startswith(f"kvchat: Byte 2 of {file} is not UTF-8. It is 0xfc.")
-    assert run("ask", os.fsdecode(b"abc\xff")).err.startswith("kvchat: Byte 3 of the prompt is not UTF-8.")
-    assert run("ask", "x", "-f", str(tmp_path / "no")).err.endswith("no cannot be read: No such file or directory.\n")
+    assert run("ask", stdin=b"ab\xff").err.startswith("kvchat: stdin is not UTF-8. Byte 2 is 0xff.")
+    assert run("ask", "x", "-f", str(file)).err.startswith(f"kvchat: {file} is not UTF-8. Byte 2 is 0xfc.")
+    assert run("ask", os.fsdecode(b"abc\xff")).err.startswith("kvchat: The prompt is not UTF-8. Byte 3")
+    assert run("ask", "x", "-f", str(tmp_path / "no")).err.startswith(
+        f"kvchat: {tmp_path / 'no'} cannot be read. No such file or directory."
+    )
     assert session.loaded is None
 
 

@@ -131,7 +131,7 @@ def test_a_wrong_value_is_refused_even_where_a_flag_overrides_it(config: Path) -
 
 def test_unreadable_files_are_refused(config: Path) -> None:
     config.write_bytes(b"[kv]\n\xff")
-    with pytest.raises(UsageError, match=r"config.toml: byte 5 is not UTF-8\."):
+    with pytest.raises(UsageError, match=r"config.toml is not UTF-8\. Byte 5 is 0x"):
         sources.load(environ={})
     for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         config.unlink()

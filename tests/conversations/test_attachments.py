@@ -47,11 +47,11 @@ def test_what_cannot_be_sent_is_refused_with_the_reason(tmp_path):
         "latin": "is not UTF-8. Byte 2 is 0xff.",
         "pipe": "is a pipe, not a file.",
         ".": "is a folder, not a file.",
-        "missing": "cannot be read: No such file",
+        "missing": "cannot be read. No such file",
         "/dev/zero": "is a device, not a file.",
     }
     if os.geteuid():
-        said["locked"] = "cannot be read: Permission denied"
+        said["locked"] = "cannot be read. Permission denied"
     for name, reason in said.items():
         with pytest.raises(KvchatError) as refused:
             attachments.read(tmp_path / name, limit=10)

@@ -46,7 +46,7 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
     ("name", "said"),
     [
         ("compair", "There is no command /compair. Did you mean /compare or /"),
-        ("zzz", "There is no command /zzz. F1 or /help lists all."),
+        ("zzz", "There is no command /zzz. /help lists all."),
         ("", "There is no command /."),
         ("re", '"re" is the beginning of several'),
     ],

@@ -127,7 +127,7 @@ async def test_a_file_is_begun_with_by_command(running, tmp_path):
     path = tmp_path / "a file.txt"
     async with running() as (app, _pilot, until):
         typed(app, f"/file {path}")
-        await until(lambda: f"{path} cannot be read: No such file" in toasts(app))
+        await until(lambda: f"{path} cannot be read. No such file" in toasts(app))
         path.write_text("of words")
         typed(app, f"/file {path}")
         await until(lambda: prompt(app).text == f'@"{path}" ')

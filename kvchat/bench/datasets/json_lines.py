@@ -37,7 +37,11 @@ class Line:
         """
         value = next((self.fields[name] for name in names if name in self.fields), None)
         if not isinstance(value, str | int) or isinstance(value, bool):
-            raise UsageError(f"{self.place} is refused.", f"It has no text {' or '.join(map(repr, names))}.")
+            raise UsageError(
+                f"{self.place} is refused.",
+                f"It has no text {' or '.join(map(repr, names))}.",
+                "Give the data set as it was published.",
+            )
         return str(value)
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -48,7 +52,11 @@ class Line:
         """
         values = self.fields.get(name)
         if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-            raise UsageError(f"{self.place} is refused.", f"It has no list of texts {name!r}.")
+            raise UsageError(
+                f"{self.place} is refused.",
+                f"It has no list of texts {name!r}.",
+                "Give the data set as it was published.",
+            )
         return tuple(values)
 
 
@@ -59,10 +67,14 @@ def files(folder: Path, endings: Sequence[str] = (".jsonl",)) -> list[Path]:
         UsageError: there is no such folder, or no such file in it.
     """
     if not folder.is_dir():
-        raise UsageError(f"There is no folder {folder}.")
+        raise UsageError(f"There is no folder {folder}.", hint="Give the folder that holds the data set's files.")
     found = sorted(path for path in folder.rglob("*") if path.suffix in endings and path.is_file())
     if not found:
-        raise UsageError(f"{folder} has no file that ends in {' or '.join(endings)}.", "The data set is such files.")
+        raise UsageError(
+            f"{folder} has no file that ends in {' or '.join(endings)}.",
+            "The data set is such files.",
+            "Give the folder that holds the data set's files.",
+        )
     return found
 
 
@@ -81,7 +93,7 @@ def _object(file: Path, number: int, text: str) -> Mapping[str, Any]:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}, line {number} is no JSON.", f"{error}.") from None
+        raise UsageError(f"{file}, line {number} is no JSON.", f"{error}.", "Download the file again.") from None
     if not isinstance(fields, dict):
-        raise UsageError(f"{file}, line {number} is refused.", "It is JSON, but no object.")
+        raise UsageError(f"{file}, line {number} is refused.", "It is JSON, but no object.", "Download the file again.")
     return fields

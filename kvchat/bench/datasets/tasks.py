@@ -113,9 +113,13 @@ def _published_prompts(folder: Path) -> Mapping[str, str]:
         try:
             prompts = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"{file} cannot be read.", f"{error}.") from None
+            raise UsageError(f"{file} cannot be read.", f"{error}.", "Download the data set again.") from None
         if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
-            raise UsageError(f"{file} is refused.", "It does not give a prompt for each task.")
+            raise UsageError(
+                f"{file} is refused.",
+                "It does not give a prompt for each task.",
+                "Give the file that LongBench publishes.",
+            )
         return prompts
     return {}
 
@@ -149,7 +153,11 @@ def ruler(folder: Path) -> Iterator[Item]:
         task = file.parent.name if file.stem in ("validation", "test") else file.stem
         kind = next((kind for kind in RULER if task.startswith(kind)), None)
         if kind is None:
-            raise UsageError(f"{file} is no task of RULER.", f"Their names begin with {', '.join(RULER)}.")
+            raise UsageError(
+                f"{file} is no task of RULER.",
+                f"Their names begin with {', '.join(RULER)}.",
+                "Rename it, or take it out of the folder.",
+            )
         for line in lines(file):
             references = line.texts("outputs")
             prefix = line.text("answer_prefix") if "answer_prefix" in line.fields else ""
@@ -183,7 +191,11 @@ def aime(folder: Path) -> Iterator[Item]:
 def _aime_score(line: Line) -> Score:
     text = line.text("answer", "Answer")
     if not text.isdecimal() or int(text) > scores.HIGHEST:
-        raise UsageError(f"{line.place} is refused.", f"Its answer {text[:40]!r} is no integer from 0 to 999.")
+        raise UsageError(
+            f"{line.place} is refused.",
+            f"Its answer {text[:40]!r} is no integer from 0 to 999.",
+            "Give the data set as it was published.",
+        )
     return lambda answer: float(scores.final_integer(answer) == int(text))
 
 

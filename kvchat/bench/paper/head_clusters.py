@@ -23,7 +23,11 @@ def corpora(model: LoadedModel, texts: int) -> dict[str, Calibration]:
         UsageError: the model has too few heads to compare clusters of.
     """
     if model.kv_heads < 3:
-        raise UsageError("Two heads make no clusters.", f"A layer of {model.name} has {model.kv_heads} KV heads.")
+        raise UsageError(
+            "Two heads make no clusters.",
+            f"A layer of {model.name} has {model.kv_heads} KV heads.",
+            "Take a model with more KV heads.",
+        )
     books = sorted(BOOKS.glob("*.txt"))
     return {book.stem: calibrate(model, file_samples(model, [book])[:texts], book.stem) for book in books}
 

@@ -31,6 +31,6 @@ def chosen(paper: str, given: Sequence[str]) -> tuple[Study, Any]:
         if name not in known:
             raise UsageError(f'{paper} has no size "{name}".', did_you_mean(name, known))
         if not value.isdecimal() or not int(value):
-            raise UsageError(f'--set "{text}" is refused.', "The value must be a whole number above 0.")
+            raise UsageError(f'--set "{text}" is refused.', hint="The value must be a whole number above 0.")
         sizes[name] = int(value)
     return study, settings(**sizes)

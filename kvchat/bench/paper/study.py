@@ -94,7 +94,7 @@ class Study:
                 raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
         pictures = [name for name, part in self.parts.items() if part.drawn]
         if drawn and only and not set(only) & set(pictures):
-            raise UsageError("These parts have no picture.", f"{', '.join(pictures)} have one.")
+            raise UsageError("These parts have no picture.", hint=f"{', '.join(pictures)} have one.")
 
     def run(
         self,

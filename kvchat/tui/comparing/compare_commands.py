@@ -20,6 +20,7 @@ async def search_needle(chat: ChatController, argument: str) -> None:
     """``/needle TOKENS``"""
     if argument and not (argument.isdecimal() and int(argument) >= MIN_NEEDLE_TOKENS):
         raise UsageError(
-            f'/needle "{argument}" is refused.', f"It takes the length of the text, {MIN_NEEDLE_TOKENS} tokens or more."
+            f'/needle "{argument}" is refused.',
+            hint=f"It takes the length of the text, {MIN_NEEDLE_TOKENS} tokens or more.",
         )
     chat.comparisons.search_needle(int(argument or NEEDLE_TOKENS))

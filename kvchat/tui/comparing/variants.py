@@ -32,7 +32,9 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
         else:
             raise UsageError(f"{word} belongs to no mode.", hint="A mode comes first: full streaming budget=256")
     if len(groups) > MAX_VARIANTS:
-        raise UsageError(f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.")
+        raise UsageError(
+            f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Leave some out."
+        )
     return [Variant(mode, parse_assignments(words)) for mode, *words in groups]
 
 

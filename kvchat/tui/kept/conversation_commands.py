@@ -39,7 +39,7 @@ async def set_title(chat: ChatController, argument: str) -> None:
 async def delete(chat: ChatController, argument: str) -> None:
     """``/delete``"""
     if not chat.state.conversation.messages:
-        raise UsageError("There is nothing to delete yet.")
+        raise UsageError("There is nothing to delete yet.", hint="Ask something first.")
     await chat.delete(chat.state.conversation.id, chat.state.conversation.title)
 
 

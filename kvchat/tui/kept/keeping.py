@@ -107,7 +107,10 @@ class KeptConversations:
             UsageError: none was deleted.
         """
         if not self._deleted:
-            raise UsageError("Nothing has been deleted since the application was started.")
+            raise UsageError(
+                "Nothing has been deleted since the application was started.",
+                hint="/chats lists the conversations there are.",
+            )
         await self.archive.restore(self._deleted[-1])
         await self.open(self._deleted.pop())
 

@@ -40,7 +40,9 @@ class Download:
                 start_new_session=True,
             )
         except OSError as error:
-            raise EngineError("The download cannot be started.", f"{self._command[0]}: {error.strerror}.") from None
+            raise EngineError(
+                "The download cannot be started.", f"{self._command[0]}: {error.strerror}.", "Repair the installation."
+            ) from None
         try:
             return await self._follow(self._process, name, report)
         finally:

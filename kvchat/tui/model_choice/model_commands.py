@@ -23,7 +23,7 @@ async def plan(chat: ChatController, argument: str) -> None:
     options = parse_assignments(words)
     context = options.pop("context", None)
     if options or not (context is None or (isinstance(context, int) and context > 0)):
-        raise UsageError(f'/plan "{argument}" is refused.', "It takes a model and context=N, a number of tokens.")
+        raise UsageError(f'/plan "{argument}" is refused.', hint="It takes a model and context=N, a number of tokens.")
     chat.models.plan(name, context)
 
 

@@ -59,7 +59,9 @@ class Models:
             self._require_idle()
             await self._begin(load)
         elif self._downloading is not None:
-            raise UsageError("Another model is being downloaded.", hint="Esc stops that; it can be gone on with later.")
+            raise UsageError(
+                "Another model is being downloaded.", hint="/stop ends that; it can be gone on with later."
+            )
         else:
             self._downloading = asyncio.create_task(self._fetch(load))
 
@@ -98,12 +100,12 @@ class Models:
         name, others = self._asked.model, self._state.info is not None
         if self._stops == 2 - others:
             self._client.send(Stop())
-            self._view.toast(f"Loading {name} is being stopped; Esc once more ends the engine.")
+            self._view.toast(f"Loading {name} is being stopped; /stop once more ends the engine.")
         elif self._stops > 2 - others:
             self._asked = None
             await self._restart()
         else:
-            self._view.toast(f"Esc once more stops loading {name}.")
+            self._view.toast(f"/stop once more ends loading {name}.")
 
     def keep_pages(self, host_dtype: HostDtype) -> None:
         """Keep pages of K/V that get full from now on exactly or in int8, also during an answer."""
@@ -129,9 +131,9 @@ class Models:
 
     def _require_idle(self) -> None:
         if self._state.phase.busy:
-            raise UsageError("An answer is under way.", hint="Esc stops it; then choose the model.")
+            raise UsageError("An answer is under way.", hint="/stop ends it; then choose the model.")
         if self._state.phase is Phase.LOADING:
-            raise UsageError("A model is being loaded.", hint="Esc stops that; then choose another one.")
+            raise UsageError("A model is being loaded.", hint="/stop ends that; then choose another one.")
 
     # ---- downloading -----------------------------------------------------------------------------
 

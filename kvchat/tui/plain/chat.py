@@ -111,7 +111,7 @@ class PlainChat:
         Raises:
             UsageError: lines have no colors.
         """
-        raise UsageError("Lines have no colors.")
+        raise UsageError("Lines have no colors.", hint="Start kvchat in a terminal without --plain.")
 
     def rebind(self, keys: Mapping[str, str]) -> None:
         """Refuse.
@@ -119,7 +119,7 @@ class PlainChat:
         Raises:
             UsageError: lines have no keys.
         """
-        raise UsageError("Lines have no keys.")
+        raise UsageError("Lines have no keys.", hint="/help lists the commands.")
 
     # ---- lines -----------------------------------------------------------------------------------
 

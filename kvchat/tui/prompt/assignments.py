@@ -30,7 +30,9 @@ def parse_assignments(words: list[str]) -> Params:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise UsageError(f'"{word}" is not a parameter.', "Parameters are written key=value, as in budget=512.")
+            raise UsageError(
+                f'"{word}" is not a parameter.', hint="Parameters are written key=value, as in budget=512."
+            )
         params[key] = parse_literal(text)
     return params
 

@@ -43,7 +43,11 @@ def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -
         started(editor)
         code = editor.wait()
         if code:
-            raise UsageError(f"The editor {command[0]} ended with exit code {code}.", "The text is as it was.")
+            raise UsageError(
+                f"The editor {command[0]} ended with exit code {code}.",
+                "The text is as it was.",
+                "VISUAL and EDITOR name another.",
+            )
         return path.read_bytes().decode().removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         detail = error.strerror if isinstance(error, OSError) else "It left bytes that are not UTF-8"
