@@ -14,20 +14,28 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
 from kvchat.cli import bench_data, bench_report
 from kvchat.cli.bench_options import (
+    Baselines,
     Budget,
     Budgets,
     Cases,
+    ChangeRates,
+    Contexts,
     Device,
     Dtype,
     HostPages,
     Json,
     Mode,
     Model,
+    OtherLoad,
     Out,
     Plot,
     Quantize,
+    ReadsPrompt,
+    Rounds,
+    SaveProfile,
     Seed,
     Shape,
+    Steps,
     Texts,
     Variants,
     baseline_names,
@@ -199,32 +207,23 @@ def perplexity_command(
 @app.command("decode")
 def decode_command(
     mode: Variants = None,
-    context: Annotated[
-        list[int] | None, typer.Option(min=1, help="tokens before the measured ones; repeatable")
-    ] = None,
+    context: Contexts = None,
     budget: Budget = 512,
-    change_rate: Annotated[
-        list[str] | None,
-        typer.Option(help="share of speculative's pages that is new at each step, or natural; repeatable"),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="tokens of a round that count")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")] = 5,
-    baselines: Annotated[
-        str | None, typer.Option(help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none")
-    ] = None,
+    change_rate: ChangeRates = None,
+    steps: Steps = 64,
+    rounds: Rounds = 5,
+    baselines: Baselines = None,
     model: Model = "bundled",
     shape: Shape = "",
-    prefill: Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")] = False,
-    load: Annotated[int, typer.Option(min=0, help="busy processes beside which all is measured once more")] = 0,
+    prefill: ReadsPrompt = False,
+    load: OtherLoad = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "none",
     as_json: Json = False,
     out: Out = None,
     plot: Plot = None,
-    save_profile: Annotated[
-        bool, typer.Option("--save-profile", help="keep the device's measured roofline as your GPU profile")
-    ] = False,
+    save_profile: SaveProfile = False,
 ) -> None:
     """Time per decoded token, memory and traffic, against transformers' caches in the same run."""
     from kvchat.bench import decode

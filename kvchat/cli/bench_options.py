@@ -37,6 +37,23 @@ Out = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
 
+# Of bench decode alone.
+Contexts = Annotated[list[int] | None, typer.Option(min=1, help="tokens before the measured ones; repeatable")]
+ChangeRates = Annotated[
+    list[str] | None,
+    typer.Option(help="share of speculative's pages that is new at each step, or natural; repeatable"),
+]
+Steps = Annotated[int, typer.Option(min=1, help="tokens of a round that count")]
+Rounds = Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")]
+Baselines = Annotated[
+    str | None, typer.Option(help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none")
+]
+ReadsPrompt = Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")]
+OtherLoad = Annotated[int, typer.Option(min=0, help="busy processes beside which all is measured once more")]
+SaveProfile = Annotated[
+    bool, typer.Option("--save-profile", help="keep the device's measured roofline as your GPU profile")
+]
+
 
 def standard_variants(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:
     """The modes that are measured where none is named."""
