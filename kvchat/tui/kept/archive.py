@@ -54,16 +54,18 @@ class Archive:
             self._unsaved.append(conversation)
         async with self._saving:
             while self._store is not None and self._unsaved:
-                changes = self._unsaved[0].take_changes()
+                saved = self._unsaved.pop(0)  # one that changes while it is written is put there again
+                changes = saved.take_changes()
                 try:
                     if changes is not None:
                         await self._run(self._store.save, changes)
                 except StoreError as error:
                     assert changes is not None
-                    self._unsaved[0].put_back(changes)
+                    saved.put_back(changes)
+                    if saved not in self._unsaved:
+                        self._unsaved.insert(0, saved)
                     self._show_problem(error)
                     return
-                del self._unsaved[0]
                 self._is_problem_shown = False
 
     async def search(self, text: str) -> list[Summary]:

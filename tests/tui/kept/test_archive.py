@@ -123,3 +123,22 @@ async def test_a_database_that_is_still_being_opened_is_closed_too(tmp_path, vie
     go.set()
     await archive.close()
     assert len(closed) == 1
+
+
+async def test_what_changes_while_it_is_written_is_written_too(archive, monkeypatch):
+    await archive.open()
+    conversation, written, save = asked("one"), threading.Event(), ConversationStore.save
+
+    def slow(store, changes):
+        written.wait()
+        save(store, changes)
+
+    monkeypatch.setattr(ConversationStore, "save", slow)
+    first = asyncio.ensure_future(archive.save(conversation))
+    await asyncio.sleep(0)  # it has taken the changes and waits for the disk
+    conversation.answer("the ", "stopped")
+    second = asyncio.ensure_future(archive.save(conversation))
+    await asyncio.sleep(0)
+    written.set()
+    await asyncio.gather(first, second)
+    assert (await archive.load(conversation.id)).leaf.ending == "stopped"
