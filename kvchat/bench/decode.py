@@ -170,7 +170,7 @@ def _rate(text: str) -> float | None:
     except ValueError:
         rate = -1.0
     if not 0 <= rate <= 1:
-        raise UsageError(f'The change rate "{text}" is refused.', "It must be natural or a share between 0 and 1.")
+        raise UsageError(f'The change rate "{text}" is refused.', hint="It must be natural or a share between 0 and 1.")
     return rate
 
 

@@ -137,7 +137,11 @@ def attention(
     layer, spec, common = _known.get(module) or _met(module, query.shape[-1], kwargs)
     backend = _backend.get(None)
     if backend is None:
-        raise EngineError("A forward ran without a KV manager.", f"{type(module).__name__} found none bound.")
+        raise EngineError(
+            "A forward ran without a KV manager.",
+            f"{type(module).__name__} found none bound.",
+            "Call attention_hook.forward, which binds one.",
+        )
     if common is None:
         attended = backend.attention(layer, query[0], key[0], value[0], spec)
     else:
@@ -181,4 +185,6 @@ def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: di
 
 
 def _refusal(module: nn.Module, reason: str) -> ModelError:
-    return ModelError("kvchat cannot run this model's attention.", f"{type(module).__name__} {reason}.")
+    return ModelError(
+        "kvchat cannot run this model's attention.", f"{type(module).__name__} {reason}.", "Choose another model."
+    )

@@ -87,7 +87,11 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     _check_kinds(folder)
     weights = _weights(folder, _where(location))
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
-        raise ModelError(f"{_where(location)} has no tokenizer.", f"None of {', '.join(TOKENIZERS)} is there.")
+        raise ModelError(
+            f"{_where(location)} has no tokenizer.",
+            f"None of {', '.join(TOKENIZERS)} is there.",
+            "Download the model again, with its tokenizer.",
+        )
     tensors = sum(map(_count_tensors, weights))
     revision = folder.name if location.on_hub else _digest(folder, weights)
     weight_bytes = sum(file.stat().st_size for file in weights)
@@ -105,7 +109,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file.name} cannot be read.", f"{file} holds no JSON object.")
+        raise ModelError(f"{file.name} cannot be read.", f"{file} holds no JSON object.", "Download the model again.")
     return content
 
 
@@ -118,7 +122,9 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     if folder.is_file() and folder.suffix == GGUF:
         return ModelLocation(name, folder.parent, gguf=folder.name)
     if folder.is_file():
-        raise ModelError(f"{name} is a file.", "A model is a folder with config.json, weights and tokenizer, or GGUF.")
+        raise ModelError(
+            f"{name} is a file.", hint="A model is a folder with config.json, weights and tokenizer, or GGUF."
+        )
     if name and os.path.lexists(folder):
         raise ModelError(
             f"{name} is no file.", "It is a pipe, a socket, a device or a link to nothing.", "Give a file."
@@ -151,7 +157,11 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
             f"{INDEX} cannot be read.", "Its weight_map is no object.", "Download the model again."
         ) from error
     if outside := [shard for shard in shards if Path(shard).name != shard]:
-        raise ModelError(f"{where} names weights outside of it.", f"{outside[0]!r}."[:200])
+        raise ModelError(
+            f"{where} names weights outside of it.",
+            f"{outside[0]!r}."[:200],
+            "Choose another model: this one reads files that are not its own.",
+        )
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(

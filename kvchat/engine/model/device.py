@@ -52,4 +52,8 @@ def _cuda_device(given: str, index: int) -> torch.device:
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU"
         raise UsageError(f'There is no device "{given}".', f"{why}.", "Give auto or cpu.")
-    raise UsageError(f'There is no device "{given}".', f"This machine has {torch.cuda.device_count()} GPU(s).")
+    raise UsageError(
+        f'There is no device "{given}".',
+        f"This machine has {torch.cuda.device_count()} GPU(s).",
+        "Give one of these, or auto.",
+    )

@@ -34,7 +34,7 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
         )
     except errors.HFValidationError as error:
         raise ModelError(
-            f'"{name}" is no model.', "It is neither a folder nor the name of a hub repository."
+            f'"{name}" is no model.', "It is neither a folder nor the name of a hub repository.", "Check the spelling."
         ) from error
     except errors.GatedRepoError as error:
         hint = f"Accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`."
@@ -54,7 +54,9 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
     except ModelError:
         raise
     except Exception as error:  # the network's libraries have errors of their own
-        raise ModelError(f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200]) from error
+        raise ModelError(
+            f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200], "Try again, or give a folder."
+        ) from error
     return Path(folder)
 
 

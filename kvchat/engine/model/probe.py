@@ -131,6 +131,7 @@ def _check_attending(model: Any, seen: _Observer) -> list[int]:
         raise ModelError(
             f"kvchat cannot run {type(model).__name__}.",
             f"{len(seen.shapes)} of its layers attend, and by its configuration {len(attending)} should.",
+            "Choose another model.",
         )
     return attending
 
@@ -145,6 +146,7 @@ def _common(model: Any, shapes: set[Shape]) -> Shape | None:
         raise ModelError(
             f"kvchat cannot run {type(model).__name__}.",
             f"Its layers differ in (query heads, KV heads, key size, value size): {listed}.",
+            "Choose another model.",
         )
     return largest
 

@@ -38,10 +38,14 @@ def reads_chunks(model: Any) -> bool:
     try:
         last = _stepwise(model, chunks[:2], DenseManager(), state)[-1]
     except ValueError as error:
-        raise ModelError(f"kvchat cannot run {type(model).__name__}.", f"transformers says: {error}") from error
+        raise ModelError(
+            f"kvchat cannot run {type(model).__name__}.", f"transformers says: {error}", "Choose another model."
+        ) from error
     if not state.is_kept:
         raise ModelError(
-            f"kvchat cannot run {type(model).__name__}.", "It keeps recurrent state in its layers, not in a cache."
+            f"kvchat cannot run {type(model).__name__}.",
+            "It keeps recurrent state in its layers, not in a cache.",
+            "Choose another model.",
         )
     expected = _reference(model, torch.cat(chunks[:2]))[-1]
     return relative_error(last, expected) <= logits_tolerance(model)

@@ -25,7 +25,11 @@ def model_class(config: Any) -> tuple[Any, Any]:
     """
     found = text_part.find(config)
     if found is None:
-        raise ModelError(f'"{config.model_type}" is no model for chatting.', "It is not a causal language model.")
+        raise ModelError(
+            f'"{config.model_type}" is no model for chatting.',
+            "It is not a causal language model.",
+            "Choose a chat model.",
+        )
     chosen, its_config = found
     reason = refusal(its_config, chosen)
     if reason:
@@ -103,7 +107,11 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
             "Choose a model of an architecture that transformers includes.",
         )
     first = str(error).strip().split("\n", 1)[0][:300]
-    return ModelError(f"{name} cannot be loaded.", f"transformers refuses {what}: {first}")
+    return ModelError(
+        f"{name} cannot be loaded.",
+        f"transformers refuses {what}: {first}",
+        "Choose another model, or a newer transformers.",
+    )
 
 
 def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:

@@ -116,4 +116,4 @@ def test_missing_tensors_come_first():
 
 def test_transformers_own_words_are_passed_on():
     error = unreadable("x", "its config.json", ValueError("first\nsecond"))
-    assert str(error) == "x cannot be loaded. transformers refuses its config.json: first"
+    assert (error.title, error.detail) == ("x cannot be loaded.", "transformers refuses its config.json: first")
