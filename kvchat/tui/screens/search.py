@@ -48,12 +48,12 @@ class FoundList(OptionList, can_focus=False):
     def action_page_down(self) -> None:
         """A page down, where there is a line: Textual fails at pages of none."""
         if self.size:
-            super().action_page_down()
+            super().action_page_down()  # type: ignore[no-untyped-call]
 
     def action_page_up(self) -> None:
         """A page up, where there is a line."""
         if self.size:
-            super().action_page_up()
+            super().action_page_up()  # type: ignore[no-untyped-call]
 
 
 class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):
