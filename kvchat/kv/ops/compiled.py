@@ -64,6 +64,9 @@ def use_threads(threads: int) -> None:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
 
+use_threads(1)  # starts them: only here, where whoever imports this can undo what it changes for others
+
+
 @_compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
 def attention_scores(query: Array, keys: Array, head_stride: int, token_stride: int, scores: Array) -> None:
     """Products of ``query [H, G, d_k]`` and ``keys`` into ``scores [H, G, n]``.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.random_kv import SHAPES, geometry_of
@@ -69,3 +73,14 @@ def test_few_tokens_never_ask_for_numba(monkeypatch):
     monkeypatch.setattr(cpu_ops, "_loops", lambda: pytest.fail("asked"))
     rows = torch.ones((2, cpu_ops.MANY - 1, 8))
     assert CpuOps.products.scores(rows[:, :3], rows).shape == (2, 3, cpu_ops.MANY - 1)
+
+
+def test_numba_leaves_the_threads_of_torch_as_they_are():
+    """Both share one OpenMP, which numba tells to take every processor: beside others all of torch would wait."""
+    script = (
+        "import torch; from kvchat.kv.ops.cpu_ops import MANY, CpuOps; rows = torch.ones((1, MANY, 8));"
+        "CpuOps.products.scores(rows[:, :1], rows); print(torch.get_num_threads())"
+    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1\n", done.stderr
