@@ -87,7 +87,11 @@ class ChatScreen(ShownChat):
         """Run a command, or ask a question."""
         text = message.text
         if self.query(Welcome) and (asked := example(text, self.controller.models.in_use.model)):
-            await self.controller.ask(asked)
+            if is_command(asked):
+                self.accept_prompt()
+                await self.run_command(asked)
+            else:
+                await self.controller.ask(asked)
         elif not text.strip() and self.controller.answers.queue.is_held:
             await self.controller.release_queue()
         elif not text.strip():

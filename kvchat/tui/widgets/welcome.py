@@ -28,11 +28,14 @@ EXAMPLES = {
     ),
 }
 
+NEEDLE = "/needle"
+ABOUT_NEEDLE = "Hide a fact in a long text and ask every mode for it."
+
 
 def example(typed: str, model: str) -> str | None:
-    """The question that ``typed`` stands for on the first screen: a number, or nothing for the first."""
-    examples = EXAMPLES[model == BUNDLED]
-    return examples[int(typed or 1) - 1] if typed in ("", "1", "2", "3") else None
+    """The question or command that ``typed`` stands for on the first screen: a number, or nothing for the first."""
+    examples = (*EXAMPLES[model == BUNDLED], NEEDLE)
+    return examples[int(typed or 1) - 1] if typed in ("", "1", "2", "3", "4") else None
 
 
 class Welcome(Static):
@@ -56,7 +59,7 @@ class Welcome(Static):
         self.update(self._content())
 
     def _content(self) -> Content:
-        examples = EXAMPLES[self._model == BUNDLED]
+        examples = (*EXAMPLES[self._model == BUNDLED], ABOUT_NEEDLE)
         rows = [
             Content.assemble(
                 (f" {number} ", "bold $accent"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from support.app_driver import drawn, finished, press, prompt, typed
 
+from kvchat.tui.screens.needle import NeedleScreen
 from kvchat.tui.widgets.transcript import Transcript
-from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, BUNDLED, EXAMPLES, Welcome, example
+from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, ABOUT_NEEDLE, BUNDLED, EXAMPLES, NEEDLE, Welcome, example
 
 
 def test_numbers_and_nothing_stand_for_questions():
     assert [example(text, BUNDLED) for text in ("", "1", "2", "3")] == [EXAMPLES[True][n] for n in (0, 0, 1, 2)]
-    assert [example(text, "other") for text in ("3", "4", " ", "1 apple")] == [EXAMPLES[False][2], None, None, None]
+    assert [example(text, "other") for text in ("3", "4", "5", " ", "1 a")] == [EXAMPLES[False][2], NEEDLE, *[None] * 3]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -20,7 +21,7 @@ async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size)
         await until(lambda: app.chat.query(Welcome))
         welcome, transcript = app.chat.query_one(Welcome), app.chat.query_one(Transcript)
         shown = str(welcome.content)
-        assert all(text in shown for text in (ABOUT_BUNDLED, *EXAMPLES[True], "F6 changes how much"))
+        assert all(text in shown for text in (ABOUT_BUNDLED, *EXAMPLES[True], ABOUT_NEEDLE, "F6 changes how much"))
         await until(lambda: 0 < welcome.region.height <= transcript.region.height)
         press(app, "enter")
         await until(lambda: finished(app))
@@ -49,3 +50,12 @@ async def test_a_number_or_a_click_asks(running):
         await pilot.click(Welcome, offset=(8, row))
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][1]
+
+
+async def test_the_needle_is_one_key_away_and_leads_back_to_the_first_screen(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        typed(app, "4")
+        await until(lambda: isinstance(app.screen, NeedleScreen) and app.screen.shown.is_over)
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
+        assert app.chat.query(Welcome)
