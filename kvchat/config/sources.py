@@ -103,7 +103,7 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
         where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"
         raise UsageError(where, _excerpt(line, error.colno - 1)) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, hundreds of brackets
-        raise UsageError(f"{name}: {error}.\n  {path}") from None
+        raise UsageError(f"{name}: {error}.\n  {path}", hint="Correct the file, or delete it.") from None
     lines = text.split("\n")
     numbers = _line_numbers(lines)
     return SettingsSource(

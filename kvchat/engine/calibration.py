@@ -245,7 +245,7 @@ def find(revision: str, problem: Callable[[UsageError], object] = lambda error: 
         except UsageError as error:
             problem(error)
         except OSError as error:
-            problem(UsageError(f"{file} cannot be read.", f"{error.strerror}."))
+            problem(UsageError(f"{file} cannot be read.", f"{error.strerror}.", "Check its permissions."))
     return None
 
 

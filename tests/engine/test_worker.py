@@ -74,8 +74,8 @@ class Child:
         self._ends = os.fdopen(stdin, "rb"), os.fdopen(stdout, "wb")
         self.server = worker.Server(self._ends[1], loader, clock)
         self._threads = [
-            threading.Thread(target=self.server.read, args=(self._ends[0],)),
-            threading.Thread(target=self._run),
+            threading.Thread(target=self.server.read, args=(self._ends[0],), daemon=True),
+            threading.Thread(target=self._run, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -287,7 +287,7 @@ def test_errors_become_failures_and_the_server_goes_on(
     session.error = ZeroDivisionError("oh")
     child.send(CHAT)
     events = child.until(Failed)
-    assert events[-1] == Failed("The engine failed.", "ZeroDivisionError: oh")
+    assert events[-1] == Failed("The engine failed.", "ZeroDivisionError: oh", "/restart starts a fresh one.")
     assert "".join(e.text for e in events if isinstance(e, Text)) == "The quick"
     assert "Traceback" in capfd.readouterr().err
     session.error = None
@@ -299,7 +299,7 @@ def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
     child = Child(FakeLoader(DoesNotFitError("Too big.")), clock)
     child.send(Load("huge"), CHAT)
     assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
-    assert child.until(Failed) == [Failed("No model is loaded.", fatal=True)]
+    assert child.until(Failed) == [Failed("No model is loaded.", hint="Load one first.", fatal=True)]
     child.close()
 
 
@@ -468,7 +468,7 @@ def test_a_load_is_stopped_at_its_next_stage(clock: Clock) -> None:
 
     child.server._loader.while_loading = loading
     child.send(OTHER)
-    assert child.until(Failed)[-1] == Failed("Loading other was stopped.")
+    assert child.until(Failed)[-1] == Failed("Loading other was stopped.", hint="/model loads one.")
     assert child.until(Loaded)[-1] == old.info
     child.close()
 
@@ -484,7 +484,7 @@ def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
         send(process, FIRST)
         receive(process, Loading)
         send(process, Stop())
-        assert receive(process, Failed) == Failed("Loading first was stopped.", fatal=True)
+        assert receive(process, Failed) == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
         assert process.stdin
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
@@ -498,7 +498,7 @@ def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(c
     server._inbox.put(Stop(), 0)
     server._do(server._inbox.get(0))
     events.seek(0)
-    assert [read_event(events), read_event(events)][1] == Failed("Loading first was stopped.", fatal=True)
+    assert [read_event(events), read_event(events)][1] == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
     assert server._session is None
 
 
