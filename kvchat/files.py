@@ -13,6 +13,10 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from kvchat.errors import UsageError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, none left of a quota, or of what a file may have
+
 
 def read(path: Path) -> bytes:
     """The bytes of the regular file at ``path``.
@@ -48,6 +52,15 @@ def write(path: Path, data: bytes) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def unwritable(path: Path, error: OSError | ValueError, hint: str) -> UsageError:
+    """What is said of a file that could not be written; ``hint`` is what to do where the disk has room.
+
+    NUL in a name is a ValueError.
+    """
+    hint = "Free space on the disk, or write elsewhere." if getattr(error, "errno", None) in FULL else hint
+    return UsageError(f"{path} cannot be written.", f"{getattr(error, 'strerror', None) or error}.", hint)
 
 
 def append(path: Path, data: bytes) -> None:
@@ -86,6 +99,14 @@ def open_log(path: Path) -> FileIO:
         with suppress(PermissionError):  # another user's file keeps its mode
             os.fchmod(descriptor, 0o600)
     return open(descriptor, "ab", buffering=0)
+
+
+def name_temporary_folder() -> None:
+    """Let a process start on a full disk, where Python finds no temporary folder and torch cannot be imported."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = os.environ.get("TMPDIR") or "/tmp"
 
 
 def make_folder(folder: Path) -> None:

@@ -28,7 +28,7 @@ LEAVES = {"errors", "files", "foreign_text", "paths", "text_file", "threads", "u
 BELOW_ENGINE = LEAVES | {"nvml", "protocol", "config", "kv"}
 MAY = {
     "errors": set(),
-    "files": set(),
+    "files": {"errors"},
     "foreign_text": set(),
     "paths": set(),
     "text_file": {"errors"},

@@ -108,7 +108,7 @@ class Frame:
         try:
             files.write(self.file, (json.dumps(result) + "\n").encode())
         except OSError as error:
-            raise UsageError(f"{self.file} cannot be written.", f"{error.strerror}.", "Give another --out.") from None
+            raise files.unwritable(self.file, error, "Give another --out.") from None
 
     def _tell_kept(self, result: Result, cells: Sequence[Cell]) -> None:
         if self.file is not None:

@@ -268,7 +268,7 @@ def _save(figure: Figure, file: Path) -> None:
     try:
         files.write(file, drawn.getvalue())
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}.", hint="Give another --plot.") from None
+        raise files.unwritable(file, error, "Give another --plot.") from None
 
 
 def _environment(result: Mapping[str, Any]) -> str:

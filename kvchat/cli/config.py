@@ -53,10 +53,7 @@ def init() -> None:
     try:
         files.write(path, sources.template().encode())
     except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror}.",
-            hint="Check the folder's permissions.",
-        ) from None
+        raise files.unwritable(path, error, "Check the folder's permissions.") from None
     echo(str(path))
 
 

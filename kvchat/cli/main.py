@@ -60,6 +60,7 @@ from kvchat.threads import spin_briefly, stay_within_share
 
 def main() -> None:
     """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
+    files.name_temporary_folder()
     spin_briefly()
     stay_within_share()
     replace_unknown_characters()

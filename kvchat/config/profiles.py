@@ -205,12 +205,10 @@ def save(measured: Measured, device: str = "auto") -> Path:
         document["match"] = {key: value for key, value in _match_of(gpu).items() if value is not None}
         document["measured"] = {key: value for key, value in measured.model_dump().items() if value not in (None, "")}
         files.write(file, tomlkit.dumps(document).encode())
-    except (OSError, ValueError, RecursionError) as error:  # of TOML, UTF-8 and numbers of thousands of digits
-        raise UsageError(
-            f"The profile {file} cannot be written.",
-            f"{error}.",
-            "Repair or remove it, or check the folder's permissions.",
-        ) from None
+    except OSError as error:
+        raise files.unwritable(file, error, "Check the folder's permissions.") from None
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and numbers of thousands of digits
+        raise UsageError(f"The profile {file} cannot be changed.", f"{error}.", "Repair or remove it.") from None
     return file
 
 

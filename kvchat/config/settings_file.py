@@ -16,7 +16,6 @@ import tomlkit
 
 from kvchat import files
 from kvchat.config.sources import KEYS, Key, check, file_source, flatten
-from kvchat.errors import UsageError
 
 Table = MutableMapping[str, Any]
 
@@ -34,7 +33,7 @@ def save(path: Path, changes: Mapping[Key, Any]) -> None:
     try:
         files.write(path, text.encode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.", hint="Check its permissions.") from None
+        raise files.unwritable(path, error, "Check its permissions.") from None
 
 
 def _plain(value: Any) -> Any:

@@ -122,7 +122,7 @@ def write_new(path: Path, text: str) -> None:
     try:
         files.write(path, text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.", "Choose another place.") from None
+        raise files.unwritable(path, error, "Choose another place.") from None
 
 
 def check_new(path: Path) -> None:
@@ -139,7 +139,7 @@ def check_new(path: Path) -> None:
                 f"{path} cannot be written.", f"There is no folder {path.absolute().parent}.", "Make it first."
             )
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be written.", f"{_reason(error)}.", "Choose another place.") from None
+        raise files.unwritable(path, error, "Choose another place.") from None
 
 
 def read(path: Path) -> Conversation:

@@ -266,7 +266,7 @@ def save(calibration: Calibration, file: Path | None = None) -> Path:
     try:
         files.write(file, (json.dumps(asdict(calibration), indent=1) + "\n").encode())
     except OSError as error:
-        raise UsageError(f"{file} cannot be written.", str(error), "Check the folder's permissions.") from error
+        raise files.unwritable(file, error, "Check the folder's permissions.") from None
     return file
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
+from kvchat import files
 from kvchat.engine.loader import EngineLoader, Loader, Session
 from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent
@@ -312,6 +313,7 @@ def _explained(error: Exception) -> KvchatError:
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
     end_with_parent()
+    files.name_temporary_folder()
     spin_briefly()
     stay_within_share()
     faulthandler.enable()

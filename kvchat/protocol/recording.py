@@ -49,9 +49,8 @@ class Recorder:
                 raise UsageError(f"{path} exists.", hint="Record to another file.")
             self._file = files.open_log(path)
             self._begin({"format": FORMAT, "version": VERSION, "kvchat": version})
-        except (OSError, ValueError) as error:  # NUL in a name is a value
-            reason = f"{getattr(error, 'strerror', error)}."
-            raise UsageError(f"{path} cannot be written.", reason, "Record to another file.") from None
+        except (OSError, ValueError) as error:
+            raise files.unwritable(path, error, "Record to another file.") from None
 
     def note_command(self, command: Command) -> None:
         """Record a question; other commands are seen by what comes of them."""

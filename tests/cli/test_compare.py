@@ -62,7 +62,10 @@ def test_a_mode_that_cannot_be_entered_is_told_and_one_that_was_stopped_early_is
     assert code == 3
     assert "sync is refused: It needs more memory." in printed
     session.compare = lambda turns, variants, sampling: iter([Comparing(0, "a", 1), Compared((), 7)])
-    assert compare("hello")[::2] == (1, "kvchat: Stopped before a mode has answered. Run it again and let a mode end.\n")
+    assert compare("hello")[::2] == (
+        1,
+        "kvchat: Stopped before a mode has answered. Run it again and let a mode end.\n",
+    )
 
 
 @pytest.mark.parametrize(

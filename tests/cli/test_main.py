@@ -400,7 +400,7 @@ def test_locate_creates_nothing(run: Run, tmp_path: Path) -> None:
 def test_a_full_disk_leaves_no_settings_file_behind(run: Run, full_disk: None) -> None:
     outcome = run("config", "init")
     assert outcome.code == 2
-    assert "cannot be written: No space left" in outcome.err
+    assert "cannot be written. No space left on device. Free space" in outcome.err
     assert not list(paths.config_dir().iterdir())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.environment import environ
@@ -30,14 +31,27 @@ print("tried", len(tried), tried[:3], file=sys.stderr)
 """
 
 
-def run(*arguments: str, limit: int = 0, given: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
+def run(
+    *arguments: str,
+    limit: int | None = None,
+    file_limit: int | None = None,
+    given: bytes = b"",
+    folder: Path | None = None,
+    **variables: str,
+) -> subprocess.CompletedProcess[bytes]:
+    """``kvchat`` with at most so many bytes of addresses, so many in a file it writes, its own files in ``folder``."""
+
     def restrict() -> None:
-        if limit:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        for kind, most in ((resource.RLIMIT_AS, limit), (resource.RLIMIT_FSIZE, file_limit)):
+            if most is not None:
+                resource.setrlimit(kind, (most, most))
 
     command = [sys.executable, "-m", "kvchat", *arguments]
-    env = environ(**variables)
-    return subprocess.run(command, input=given, capture_output=True, timeout=600, env=env, preexec_fn=restrict)
+    own = {"KVCHAT_DATA_DIR": str(folder), "KVCHAT_CONFIG": f"{folder}/config.toml"} if folder else {}
+    env = environ(**own, **variables)
+    return subprocess.run(
+        command, input=given, capture_output=True, timeout=600, env=env, cwd=folder, preexec_fn=restrict
+    )
 
 
 @pytest.mark.parametrize("command", [["modes"], ["doctor"], ["config", "show"]], ids=" ".join)
@@ -77,3 +91,34 @@ def test_too_little_memory_for_the_engine_is_said_in_the_chat() -> None:
     result = run("chat", "--plain", given=b"Hello!\n", limit=400 * 2**20)
     assert b"There is too little memory to start a model." in result.stderr
     assert b"restarted" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        (["ask", "Hello!", "--max-new-tokens", "3"], 0, ""),
+        (["config", "init"], 2, "config.toml cannot be written. File too large. Free space on the disk"),
+        (["chats", "list"], 1, "chats.db cannot be opened."),
+        (["compare", "Hi!", "full", "--max-new-tokens", "3", "--out", "told.md"], 2, "told.md cannot be written."),
+        (["chat", "--plain", "--record", "told.jsonl"], 2, "told.jsonl cannot be written."),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else None,
+)
+def test_where_no_file_can_be_written_one_line_says_so(
+    command: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    result = run(*command, file_limit=0, folder=tmp_path)
+    told = result.stderr.decode()
+    assert (result.returncode, told.count("\n")) == (code, min(code, 1)), told
+    assert said in told
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def test_the_chat_goes_on_where_no_file_can_be_written(tmp_path: Path) -> None:
+    result = run("chat", "--plain", given=b"Hello!\n/export told.md\n", file_limit=0, folder=tmp_path)
+    told = result.stderr.decode()
+    assert b"model: " in result.stdout
+    assert "The conversations of this run are kept in memory only." in told
+    assert "The engine's messages are dropped." in told
+    assert "told.md cannot be written." in told
+    assert "Traceback" not in told

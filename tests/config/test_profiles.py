@@ -400,7 +400,7 @@ def test_a_full_disk_leaves_the_old_profile(nvml: Install, request: pytest.Fixtu
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_profile_that_cannot_be_written_is_named(nvml: Install) -> None:
+def test_a_profile_that_is_no_toml_is_named(nvml: Install) -> None:
     own("cpu.toml", "[kv")
-    with pytest.raises(UsageError, match=r"cpu\.toml cannot be written"):
+    with pytest.raises(UsageError, match=r"cpu\.toml cannot be changed"):
         profiles.save(Measured(read=9.0))

@@ -498,7 +498,8 @@ def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(c
     server._inbox.put(Stop(), 0)
     server._do(server._inbox.get(0))
     events.seek(0)
-    assert [read_event(events), read_event(events)][1] == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
+    stopped = Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
+    assert [read_event(events), read_event(events)][1] == stopped
     assert server._session is None
 
 
