@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.environment import environ
+from support.environment import PYTHONPATH, environ
 
 pytestmark = pytest.mark.slow
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 WATCHED = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
-# Says at the end how many connections and look-ups of names were tried.
-CONNECTIONS = f"""
-import sys
-tried = []
+# What every Python process reads as it starts: it notes each connection and look-up of a name that is tried.
+WATCH = f"""
+import os, sys
 def watch(event, given):
     if event in {WATCHED}:
-        tried.append(event)
+        with open(os.environ["TRIED"], "a") as tried:
+            print(event, given, file=tried)
 sys.addaudithook(watch)
-from kvchat.cli.main import main
-try:
-    main()
-except SystemExit as left:
-    assert not left.code, left.code
-print("tried", len(tried), tried[:3], file=sys.stderr)
 """
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of what processes of this test try to reach; made where one of them starts."""
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
+    monkeypatch.setattr("support.environment.PYTHONPATH", os.pathsep.join((str(tmp_path), PYTHONPATH)))
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
+    return tmp_path / "tried"
 
 
 def run(
@@ -61,13 +67,24 @@ def test_an_ascii_locale_gets_question_marks(command: list[str]) -> None:
     assert result.stdout.isascii()
 
 
-def test_an_answer_needs_no_locale_no_home_no_terminal_and_no_connection() -> None:
-    command = [sys.executable, "-c", CONNECTIONS, "ask", "Hello!", "--max-new-tokens", "4"]
-    nowhere = {"HOME": "/proc/1/no", "KVCHAT_DATA_DIR": "/proc/1/no"}
-    env = {name: value for name, value in environ(**PLAIN, **nowhere).items() if not name.startswith("HF_")}
-    result = subprocess.run(command, input=b"", capture_output=True, timeout=600, env=env)
-    assert (result.returncode, result.stderr) == (0, b"tried 0 []\n")
+def test_an_answer_needs_no_locale_no_home_no_terminal_and_no_connection(tried: Path) -> None:
+    result = run("ask", "Hello!", "--max-new-tokens", "4", **PLAIN, HOME="/proc/1/no", KVCHAT_DATA_DIR="/proc/1/no")
+    assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.strip()
+    assert not tried.exists()
+
+
+def test_a_chat_and_its_engine_connect_to_nothing(tried: Path, tmp_path: Path) -> None:
+    asked = b"Hello!\n/mode sync\n/plan bundled\n/models\n"
+    result = run("chat", "--plain", given=asked, folder=tmp_path)
+    assert b"\nmodel: " in result.stdout
+    assert not tried.exists(), tried.read_text()
+
+
+def test_what_connects_is_noted(tried: Path) -> None:
+    command = [sys.executable, "-c", "import socket; socket.getaddrinfo('localhost', 1)"]
+    subprocess.run(command, env=environ(), check=True)
+    assert tried.read_text().startswith("socket.getaddrinfo")
 
 
 def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale() -> None:
