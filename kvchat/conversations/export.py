@@ -154,7 +154,9 @@ def read(path: Path) -> Conversation:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read.", f"{_reason(error)}.", "Check its name and permissions.") from None
+        raise UsageError(
+            f"{path} cannot be read.", f"{files.reason(error)}.", "Check its name and permissions."
+        ) from None
     if len(data) > MAX_BYTES:
         raise UsageError(
             f"{path} is too large for a conversation.",
@@ -191,11 +193,6 @@ def from_json(data: bytes, name: str) -> Conversation:
         raise _refusal(name, f"Its last message {file.leaf} is not in it.")
     conversation.go_to(None if file.leaf is None else ids[file.leaf])
     return conversation
-
-
-def _reason(error: OSError | ValueError) -> str:
-    """Why a path is no use; Python refuses one with NUL as a value, each version in other words."""
-    return error.strerror or str(error) if isinstance(error, OSError) else "There is a NUL in its name"
 
 
 def _refusal(name: str, detail: str) -> UsageError:

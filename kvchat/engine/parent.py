@@ -1,10 +1,12 @@
-"""The engine ends with the process that started it, however that ends."""
+"""What ties the engine to the process that started it: it ends with that, however that ends, and speaks to it alone."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
+from typing import BinaryIO
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -17,3 +19,12 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def take_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Stdin and stdout for the protocol alone: what a library prints goes to stderr, what it asks for is empty."""
+    commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return commands, events

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from kvchat import files
 from kvchat.engine.loader import EngineLoader, Loader, Session
 from kvchat.engine.mailboxes import Inbox, Outbox, Refused
-from kvchat.engine.parent import end_with_parent
+from kvchat.engine.parent import end_with_parent, take_streams
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import HideNeedle
@@ -318,7 +318,7 @@ def main() -> None:
     stay_within_share()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    commands, events = _take_streams()
+    commands, events = take_streams()
     server = Server(events, EngineLoader(), interrupt=_interrupt)
     signal.signal(STOP_SIGNAL, lambda *_: server.check_stopped())
     finished = threading.Event()
@@ -337,15 +337,6 @@ def main() -> None:
 
 def _interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
-
-
-def _take_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Stdin and stdout for the protocol alone: what a library prints goes to stderr, what it asks for is empty."""
-    commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    return commands, events
 
 
 if __name__ == "__main__":

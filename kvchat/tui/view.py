@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Literal, Protocol
 
 from kvchat.conversations.conversation import Message
+from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
@@ -123,6 +124,9 @@ class ChatView(Protocol):
 
     def show_comparison(self, shown: RunningComparison) -> None:
         """Show a comparison and how far it is."""
+
+    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
+        """Show which conversations are kept, the one written to last first; ``present`` is the id of this one."""
 
     def show_models(self) -> None:
         """Show the models on this machine, of which one can be chosen."""

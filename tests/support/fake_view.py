@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvchat.conversations.conversation import CUT_OFF, Message
+from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
@@ -104,6 +105,7 @@ class FakeView:
     """
 
     def __init__(self) -> None:
+        self.conversations: tuple[list[str], str] = ([], "")
         self.questions: list[FakeQuestion] = []
         self.answers: list[FakeAnswer] = []
         self.switches: list[FakeSwitch] = []
@@ -179,6 +181,9 @@ class FakeView:
 
     def show_comparison(self, comparison: RunningComparison) -> None:
         self.comparisons.append(comparison)
+
+    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
+        self.conversations = ([summary.title for summary in kept], present)
 
     def show_models(self) -> None:
         self.are_models_shown = True

@@ -116,16 +116,17 @@ def multiply_on_cpu(model: Any) -> None:
         quantize_(head, Int8WeightOnlyConfig(), filter_fn=lambda module, name: True)
     for module in model.modules():
         if type(module) is nn.Linear and isinstance(module.weight, Int8Tensor):
+            scale = module.weight.scale.flatten()
             module.__dict__["forward"] = partial(
-                _int8_product, module.weight.qdata, module.weight.scale.flatten(), module.bias
+                _int8_product, module.weight.qdata, scale, scale.bfloat16(), module.bias
             )
 
 
-def _int8_product(weight: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """``x [..., in]`` times int8 ``weight [out, in]``, each row with its ``scale [out]``."""
+def _int8_product(weight: Tensor, scale: Tensor, rounded: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """``x [..., in]`` times int8 ``weight [out, in]``, each row with its ``scale [out]``, ``rounded`` in bfloat16."""
     if x.numel() == x.shape[-1]:
         # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
-        product = torch._weight_int8pack_mm(x.view(1, -1).bfloat16(), weight, scale.bfloat16())
+        product = torch._weight_int8pack_mm(x.view(1, -1).bfloat16(), weight, rounded)
         product = product.to(x.dtype).view(*x.shape[:-1], -1)
         return product if bias is None else product + bias
     return nn.functional.linear(x, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)

@@ -18,10 +18,12 @@ T = TypeVar("T")
 class Archive:
     """Saves conversations; what cannot be saved stays in memory and is tried again with the next ``save``.
 
-    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only.
+    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only. ``writes`` counts
+    the changes of the database.
     """
 
     def __init__(self, path: Path | None, view: ChatView) -> None:
+        self.writes = 0
         self._path = path
         self._view = view
         self._thread = ThreadPoolExecutor(1, "conversations")
@@ -59,6 +61,7 @@ class Archive:
                 try:
                     if changes is not None:
                         await self._run(self._store.save, changes)
+                        self.writes += 1
                 except StoreError as error:
                     assert changes is not None
                     saved.put_back(changes)
@@ -87,10 +90,12 @@ class Archive:
     async def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back."""
         await self._run(self._opened().delete, id)
+        self.writes += 1
 
     async def restore(self, id: str) -> None:
         """Bring a deleted conversation back."""
         await self._run(self._opened().restore, id)
+        self.writes += 1
 
     def _use(self, path: Path | None) -> None:
         self._store = ConversationStore(path)

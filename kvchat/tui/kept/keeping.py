@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
@@ -17,7 +18,7 @@ CHECKPOINT_S = 0.5  # at most twice that is lost of an answer, however the appli
 
 
 class KeptConversations:
-    """The part of ``ChatController`` that goes from one conversation to another and saves them."""
+    """The part of ``ChatController`` that goes from one conversation to another, saves and lists them."""
 
     view: ChatView
     state: ChatState
@@ -25,6 +26,7 @@ class KeptConversations:
     answers: Answers
     _system: str | None
     _deleted: list[str]
+    _listed: tuple[int, str] | None = None
 
     async def open_archive(self, resume: bool = False) -> Summary | None:
         """Open the database, and with ``resume`` the latest conversation; the latest one before that.
@@ -44,11 +46,12 @@ class KeptConversations:
         return latest
 
     async def keep(self) -> None:
-        """Save what is said and answered until cancelled."""
+        """Save what is said and answered, and list the conversations where that changed them, until cancelled."""
         while True:
             await asyncio.sleep(CHECKPOINT_S)
             self.answers.checkpoint()
             await self._save()
+            await self._list()
 
     async def new(self) -> None:
         """Begin a new conversation; a running answer is stopped, the present conversation is kept on disk."""
@@ -143,3 +146,11 @@ class KeptConversations:
 
     async def _save(self) -> None:
         await self.archive.save(self.state.conversation)
+
+    async def _list(self) -> None:
+        """Show which conversations are kept, where they or the present one are others than when last shown."""
+        present = self.state.conversation.id
+        if self._listed != (self.archive.writes, present):
+            self._listed = (self.archive.writes, present)
+            with suppress(KvchatError):  # told where a person asks for them
+                self.view.show_conversations(await self.archive.search(""), present)

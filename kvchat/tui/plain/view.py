@@ -10,6 +10,7 @@ from kvchat.catalog import models as catalog
 from kvchat.conversations import comparison
 from kvchat.conversations.comparison import COLUMNS, NOTHING, label
 from kvchat.conversations.conversation import Message
+from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
@@ -211,6 +212,9 @@ class PlainView:
 
     def accept_prompt(self) -> None:
         """A line that was read is not given back."""
+
+    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
+        """Only /chats lists them."""
 
     def show_models(self) -> None:
         """Print the models on this machine."""

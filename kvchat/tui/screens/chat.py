@@ -29,6 +29,7 @@ from kvchat.tui.screens.shown_chat import ShownChat
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.composer import Composer
+from kvchat.tui.widgets.conversation_column import ConversationColumn
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
@@ -37,6 +38,7 @@ from kvchat.tui.widgets.welcome import Welcome, example
 
 QUIT_WINDOW_S = 2.0
 COLUMN = "column"  # that watches details
+WITH_CONVERSATIONS = 190  # cells a line: the three columns leave the transcript 82
 
 
 class ChatScreen(ShownChat):
@@ -65,6 +67,7 @@ class ChatScreen(ShownChat):
     def compose(self) -> ComposeResult:
         yield ModeBar()
         with Horizontal(id="body"):
+            yield ConversationColumn()
             yield TranscriptPane()
             yield KvColumn()
             yield DetailColumn()
@@ -80,6 +83,10 @@ class ChatScreen(ShownChat):
         run_beside(self, self.controller.listen)
         run_beside(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Show the conversations where the transcript keeps its width."""
+        self.set_class(event.size.width >= WITH_CONVERSATIONS, "with-conversations")
 
     # ---- what the user asks for ------------------------------------------------------------------
 
@@ -164,6 +171,12 @@ class ChatScreen(ShownChat):
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
         self.app.push_screen(ConversationsScreen(self.controller, text))
+
+    @on(ConversationColumn.Chosen)
+    async def open_chosen(self, event: ConversationColumn.Chosen) -> None:
+        """Go on with the conversation that was clicked."""
+        with self._refusals_as_toasts():
+            await self.controller.open(event.id)
 
     def on_key(self, event: events.Key) -> None:
         """What is typed while another part has the focus goes to the prompt."""

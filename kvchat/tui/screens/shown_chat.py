@@ -11,6 +11,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from kvchat.conversations.conversation import Message
+from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.details import Details
@@ -28,6 +29,7 @@ from kvchat.tui.view import Severity
 from kvchat.tui.widgets.answer import Answer, past_message
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.composer import Composer
+from kvchat.tui.widgets.conversation_column import ConversationColumn
 from kvchat.tui.widgets.gutter import Gutter
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
@@ -114,6 +116,9 @@ class ShownChat(Screen[None]):
 
     def show_comparison(self, shown: RunningComparison) -> None:
         needle.show(self.app, self.controller.comparisons, shown)
+
+    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
+        self.query_one(ConversationColumn).show(kept, present)
 
     def show_models(self) -> None:
         self.app.push_screen(ModelsScreen(self.controller))

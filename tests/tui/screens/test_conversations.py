@@ -11,6 +11,7 @@ from textual.widgets import Input, OptionList
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import MARK, ConversationStore, Summary
 from kvchat.tui.screens.conversations import ConversationsScreen, describe, describe_age
+from kvchat.tui.widgets.conversation_column import ConversationColumn
 from kvchat.tui.widgets.messages import Question
 
 
@@ -48,6 +49,20 @@ async def test_a_conversation_is_searched_for_and_opened(running, config, size):
         press(app, "enter")
         await until(lambda: app.screen is app.chat)
         await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
+
+
+@pytest.mark.parametrize(("width", "is_shown"), [(200, True), (160, False)])
+async def test_a_click_in_the_column_of_a_large_screen_opens_one(running, config, width, is_shown):
+    async with running(config, size=(width, 60)) as (app, pilot, until):
+        column = app.chat.query_one(ConversationColumn)
+        await until(lambda: column.option_count == 2)
+        assert bool(column.display) == is_shown
+        if is_shown:
+            await pilot.click(column, offset=(3, 2))
+            await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
+            await until(lambda: column.highlighted == 1)
+            press(app, "f7")
+            await until(lambda: not column.display)
 
 
 async def test_deleting_and_restoring(running, config):

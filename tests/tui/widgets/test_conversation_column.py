@@ -1,0 +1,62 @@
+"""The column of conversations: what is listed and marked, and what a click asks for."""
+
+from __future__ import annotations
+
+import pytest
+from textual.app import App
+from textual.pilot import Pilot
+
+from kvchat.conversations.store import Summary
+from kvchat.tui.widgets.conversation_column import ConversationColumn
+
+CAT = Summary(id="1", title="A cat", updated=2.0, messages=4)
+DOG = Summary(id="2", title="A [b]dog[/b] \x1b[31mwith a very, very long title", updated=1.0, messages=2)
+
+
+class ColumnApp(App[None]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[str] = []
+
+    def compose(self):
+        yield ConversationColumn()
+
+    def on_conversation_column_chosen(self, event: ConversationColumn.Chosen) -> None:
+        self.chosen.append(event.id)
+
+
+@pytest.fixture
+async def column():
+    app = ColumnApp()
+    async with app.run_test(size=(60, 10)) as pilot:
+        column = app.query_one(ConversationColumn)
+        column.show([CAT, DOG], "1")
+        await pilot.pause()
+        yield column
+
+
+def lines(column):
+    shown = [column.render_line(y).text.strip() for y in range(column.size.height)]
+    return [line for line in shown if line]
+
+
+async def test_a_title_has_one_line_and_no_control_characters(column):
+    assert lines(column) == ["A cat", "A [b]dog[/b] ␛[31mwith a ve…"]
+    assert column.highlighted == 0
+
+
+async def test_a_click_asks_for_another_and_the_mark_waits_for_it(column):
+    pilot = Pilot(column.app)
+    await pilot.click(column, offset=(3, 2))
+    assert (column.app.chosen, column.highlighted) == (["2"], 0)
+    await pilot.click(column, offset=(3, 1))
+    assert column.app.chosen == ["2"]
+
+
+async def test_the_mark_follows_the_present_one(column):
+    column.show([CAT, DOG], "2")
+    assert column.highlighted == 1
+    column.show([CAT, DOG], "3")
+    assert column.highlighted is None
+    column.show([], "3")
+    assert lines(column) == []
