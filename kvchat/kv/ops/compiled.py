@@ -16,6 +16,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 
 from kvchat.kv.memory.device_slots import EMPTY
 
@@ -64,7 +65,14 @@ def use_threads(threads: int) -> None:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
 
-use_threads(1)  # starts them: only here, where whoever imports this can undo what it changes for others
+def _start_threads() -> None:
+    """Start numba's threads, one for each processor: OpenMP counts them as torch's number, which stays what it was."""
+    threads = torch.get_num_threads()
+    use_threads(1)
+    torch.set_num_threads(threads)
+
+
+_start_threads()
 
 
 @_compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)

@@ -112,13 +112,10 @@ class CpuOps(TorchOps):
 @cache
 def _loops() -> ModuleType | None:
     """The compiled loops; None where numba does not run. Asked for only where they are used: it takes 0.5 s."""
-    threads = torch.get_num_threads()
     try:
         from kvchat.kv.ops import compiled
     except ImportError:  # numba refuses versions of numpy and Python that it does not know
         return None
-    finally:
-        torch.set_num_threads(threads)  # numba starts as many as there are processors, which counts for torch too
     return compiled
 
 
