@@ -4,6 +4,7 @@ KvchatError                 anything safe to show: a title, what was given, what
 ├── UsageError              wrong flags, prompt or settings                     exit code 2
 │   └── ModelError          the model cannot be found, read or supported        exit code 2
 ├── DoesNotFitError         context, budget or memory is too small; has numbers exit code 3
+│   └── OutOfMemoryError    memory ran out in the middle of work                exit code 3
 └── EngineError             the engine failed while working                     exit code 1
 """
 
@@ -46,6 +47,10 @@ class DoesNotFitError(KvchatError):
     """Context, budget or memory is too small for what was asked; the message carries the numbers."""
 
     exit_code = 3
+
+
+class OutOfMemoryError(DoesNotFitError):
+    """Memory ran out in the middle of work; what was stored before is kept."""
 
 
 class EngineError(KvchatError):

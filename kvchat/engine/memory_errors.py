@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvchat.errors import DoesNotFitError
+from kvchat.errors import OutOfMemoryError
 from kvchat.kv.manager import KVManager
 from kvchat.units import size
 
@@ -25,14 +25,14 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
     """Say what ran out of memory while ``doing`` something; what was stored before is kept.
 
     Raises:
-        DoesNotFitError: instead of torch's out-of-memory errors.
+        OutOfMemoryError: instead of torch's out-of-memory errors.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise DoesNotFitError(
+        raise OutOfMemoryError(
             f"Memory ran out while {doing}.",
             f"The {kv.mode.name} mode holds {size(kv.device_bytes, 2)} of K/V on {kv.state.device} for {kv.total:,} "
             f"stored tokens: {(str(error).splitlines() or ['no more memory'])[0]}",

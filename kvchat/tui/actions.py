@@ -156,6 +156,8 @@ ACTIONS = (
            doc="show the next branch of the last message that has some"),
     Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=model_commands.choose,
            doc="load another model, which reads the conversation; alone: the models on this machine"),
+    Action(id="unload", command="unload", run=model_commands.unload,
+           doc="free the memory that the model takes; the next question loads it again"),
     Action(id="plan", command="plan", usage="NAME context=N", run=model_commands.plan,
            doc="what a model takes in memory and what fits; alone: the one in use, with what was measured"),
     Action(id="profile", command="profile", run=model_commands.show_profile,

@@ -61,6 +61,18 @@ class ChatController(KeptConversations):
         self._show_phase(Phase.LOADING)
         await self._start(self.client.restart())
 
+    async def unload(self) -> None:
+        """End the engine, which frees all its memory; the next question starts it again.
+
+        Raises:
+            UsageError: the engine is busy or down.
+        """
+        self.branches.require_ready()
+        await self.client.close()
+        self.view.show_snapshot(None)
+        await self.answers.down()
+        self.view.add_note("The model is unloaded, the conversation is kept; the next question loads the model again.")
+
     async def listen(self) -> None:
         """Handle the engine's events until cancelled."""
         while True:

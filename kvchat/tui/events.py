@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvchat.errors import EngineError, KvchatError, UsageError
+from kvchat.errors import EngineError, KvchatError, OutOfMemoryError, UsageError
 from kvchat.protocol.comparing import Compared, Comparing
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Planned, Snapshot
@@ -32,6 +32,7 @@ from kvchat.protocol.messages import (
 )
 from kvchat.protocol.replaying import Asked, Replayed
 from kvchat.tui.answering.answers import Answers
+from kvchat.tui.answering.ways_out import WayOut, ways_out
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.details import DetailsWatch
@@ -199,11 +200,13 @@ class EngineEvents:
         self.view.toast(f"The recording is over: {seconds(replayed.seconds)}. /restart plays it again.", timeout=10)
 
     async def _failed(self, failed: Failed) -> None:
-        if self.state.phase.busy:
+        was_busy = self.state.phase.busy
+        if was_busy:
             await self.answers.abandon()
         self.comparisons.abandon(failed.title)
         is_kept = self.models.give_up(failed.fatal)
-        self._show_error(EngineError(failed.title, failed.detail, failed.hint))
+        ran_out = was_busy and failed.kind == OutOfMemoryError.__name__
+        self._show_error(EngineError(failed.title, failed.detail, failed.hint), ways_out(self.state) if ran_out else ())
         if failed.fatal or self.state.info is None:
             await self.answers.down()
         elif not is_kept:
@@ -219,8 +222,8 @@ class EngineEvents:
         self._show_error(EngineError(title, "\n".join(crashed.log), f"{hint}; the conversation is kept."))
         await (self._restart() if again else self.answers.down())
 
-    def _show_error(self, error: KvchatError) -> None:
-        self.view.add_error(error)
+    def _show_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+        self.view.add_error(error, ways_out)
         self.view.log_event(error.title)
 
 

@@ -11,6 +11,7 @@ from kvchat.errors import KvchatError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
+from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed
 
@@ -98,8 +99,8 @@ class ChatView(Protocol):
     def add_note(self, text: str, struck: str = "") -> None:
         """Add a quiet note, followed by ``struck`` with a line through it."""
 
-    def add_error(self, error: KvchatError) -> None:
-        """Add an error to the transcript."""
+    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+        """Add an error to the transcript, and what can be done."""
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
         """Show a notice for ``timeout`` seconds."""

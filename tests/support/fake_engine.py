@@ -142,6 +142,9 @@ class FakeEngine:
                 )
             )
             return
+        if prompt == "oom":
+            send(messages.Failed("Memory ran out while decoding.", "9 GiB of 8.", "It is kept.", "OutOfMemoryError"))
+            return
         self.stored = words * (int(os.environ.get("FAKE_REPEAT", "1")))
         self.total = len(self.stored)
         self.answer(prompt, len(words))

@@ -11,6 +11,7 @@ from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Switched
+from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase
 
@@ -24,6 +25,7 @@ class FakeClient:
         self.sent: list[Command] = []
         self.starts = 0
         self.log_problem = ""
+        self.is_closed = False
         self.start_error: EngineError | None = None
         self.send_error: KvchatError | None = None
 
@@ -31,6 +33,9 @@ class FakeClient:
         self.starts += 1
         if self.start_error:
             raise self.start_error
+
+    async def close(self) -> None:
+        self.is_closed = True
 
     async def restart(self) -> None:
         await self.start()
@@ -153,7 +158,8 @@ class FakeView:
     def add_note(self, text: str, struck: str = "") -> None:
         self.notes.append(text + struck)
 
-    def add_error(self, error: KvchatError) -> None:
+    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+        self.ways_out = [way.lines for way in ways_out]
         self.errors.append(error)
 
     def toast(self, text: str, title: str = "", severity: str = "information", timeout: float = 5.0) -> None:

@@ -181,6 +181,23 @@ async def test_a_crash_is_shown_and_the_conversation_goes_on(running):
         assert len(app.controller.state.conversation.turns) == 4
 
 
+async def test_where_memory_ran_out_a_click_does_what_is_offered(running):
+    async with running(size=(100, 30)) as (app, pilot, until):
+        typed(app, "oom")
+        await until(lambda: app.chat.query(Problem))
+        await pilot.pause()
+        offered = app.chat.query_one(Problem)
+        await until(lambda: drawn(offered))
+        assert "→ /unload   unload the model" in str(offered.render())
+        line = next(y for y in range(offered.size.height) if "/unload" in offered.render_line(y).text)
+        await pilot.click(offered, offset=(offered.render_line(line).text.index("/unload") + 3, line))
+        await until(lambda: app.controller.state.phase is Phase.DOWN)
+        assert app.client.pid is None
+        prompt(app).load_text("")
+        typed(app, "hello")
+        await until(lambda: finished(app))
+
+
 async def test_a_restarted_engine_is_given_the_values_of_each_mode(running, monkeypatch):
     async with running() as (app, _pilot, until):
         await until(lambda: app.controller.state.phase is Phase.READY)

@@ -62,6 +62,20 @@ async def test_a_lost_log_is_reported_once(chat):
     assert chat.view.toasts == ["The log cannot be written. The engine's messages are dropped."]
 
 
+async def test_unloading_ends_the_engine_and_the_next_question_starts_one(chat):
+    await chat.load()
+    await chat.ask("one")
+    with pytest.raises(UsageError, match="busy"):
+        await chat.controller.unload()
+    await chat.controller.handle(DONE)
+    await chat.controller.unload()
+    assert (chat.client.is_closed, chat.phase) == (True, Phase.DOWN)
+    assert chat.view.notes[-1].startswith("The model is unloaded")
+    await chat.ask("two")
+    await chat.load()
+    assert chat.turns == ["one", "hi", "two"]
+
+
 async def test_a_question_is_sent_with_the_whole_conversation(chat):
     await chat.load()
     chat.controller.set_system("be brief")

@@ -16,6 +16,11 @@ async def choose(chat: ChatController, argument: str) -> None:
     await chat.models.choose(name, parse_assignments(words))
 
 
+async def unload(chat: ChatController, argument: str) -> None:
+    """``/unload``"""
+    await chat.unload()
+
+
 async def plan(chat: ChatController, argument: str) -> None:
     """``/plan NAME context=N``; alone for the model in use."""
     words = split_words(argument)

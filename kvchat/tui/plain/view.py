@@ -15,6 +15,7 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
+from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.plain.lines import LineWriter
@@ -169,11 +170,13 @@ class PlainView:
         """Print a note."""
         self._lines.line(text + struck)
 
-    def add_error(self, error: KvchatError) -> None:
-        """Print an error: title, detail and hint."""
+    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+        """Print an error: title, detail, hint, and what can be done."""
         self.problems += 1
         self.switches += 1
-        self._lines.problem("\n".join(part for part in (f"Error: {error.title}", error.detail, error.hint) if part))
+        done = [f"{', then '.join(way.lines)}: {way.doc}" for way in ways_out]
+        parts = (f"Error: {error.title}", error.detail, error.hint, *done)
+        self._lines.problem("\n".join(part for part in parts if part))
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
         """Print a notice."""

@@ -136,6 +136,12 @@ class ChatScreen(ShownChat):
         with self._refusals_as_toasts():
             await self._run(BY_ID[id], "")
 
+    async def action_run_lines(self, lines: Sequence[str]) -> None:
+        """Run slash commands one after the other, as if they were typed."""
+        self.query_one(Prompt).focus()
+        for line in lines:
+            await self.run_command(line)
+
     async def action_stop(self) -> None:
         """Stop the answer, the loading of a model or the editing of a message, and focus the prompt."""
         await self.controller.stop_work()

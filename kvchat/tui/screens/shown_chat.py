@@ -18,6 +18,7 @@ from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui import clipboard
+from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.background import run_beside
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.controller import ChatController
@@ -79,8 +80,8 @@ class ShownChat(Screen[None]):
     def add_note(self, text: str, struck: str = "") -> None:
         self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))
 
-    def add_error(self, error: KvchatError) -> None:
-        self._add(Problem(error))
+    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+        self._add(Problem(error, ways_out))
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
         self.app.notify(text, title=title, severity=severity, timeout=timeout)

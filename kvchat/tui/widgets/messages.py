@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.content import Content
+from textual.style import Style
 from textual.widgets import Static
 
 from kvchat.conversations.attachments import folded
@@ -10,6 +13,7 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
+from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.state import describe_switch
 from kvchat.units import count, size
 
@@ -116,12 +120,20 @@ class SwitchNote(Note):
 
 
 class Problem(Static):
-    """An error: title, detail, hint."""
+    """An error: title, detail, hint, and what can be done, which a click does."""
 
     DEFAULT_CSS = "Problem { margin: 1 1 0 1; padding: 0 1; border-left: outer $error; }"
 
-    def __init__(self, error: KvchatError) -> None:
+    def __init__(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
         self.error = error
         title, detail, hint = map(visible, (error.title, error.detail, error.hint))
         parts = [Content.styled(f"✖ {title}", "bold $error"), Content(detail), Content.styled(hint, "dim")]
+        parts += [
+            Content.assemble(
+                ("→ ", "bold $accent"),
+                (" ".join(way.lines), Style.from_meta({"@click": f"screen.run_lines({way.lines})"})),
+                (f"   {way.doc}", "dim"),
+            )
+            for way in ways_out
+        ]
         super().__init__(Content("\n").join(part for part in parts if part), markup=False)

@@ -1,0 +1,44 @@
+"""What can be done where memory ran out during an answer: commands that a click runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvchat.config import modes
+from kvchat.errors import UsageError
+from kvchat.tui.state import ChatState
+
+READS_LEAST = "streaming"
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """``doc`` says what ``lines``, slash commands one after the other, do."""
+
+    doc: str
+    lines: tuple[str, ...]
+
+
+def ways_out(state: ChatState) -> tuple[WayOut, ...]:
+    """Half the budget, the mode that reads least, no model; an answer that was cut off goes on after the first two."""
+    leaf = state.conversation.leaf
+    after = ("/continue",) if leaf is not None and leaf.role == "assistant" else ()
+    goes_on = " and go on" if after else ""
+    found = []
+    if (half := _half_budget(state)) is not None:
+        found.append(WayOut(f"halve the budget{goes_on}", (f"/budget {half}", *after)))
+    if state.mode != READS_LEAST:
+        found.append(WayOut(f"take the mode that holds least{goes_on}", (f"/mode {READS_LEAST}", *after)))
+    return (*found, WayOut("unload the model, which frees all its memory", ("/unload",)))
+
+
+def _half_budget(state: ChatState) -> int | None:
+    """Half of what the mode may read; None where it has no budget, or one that cannot be halved."""
+    budget = state.params.get("budget")
+    if not isinstance(budget, int):
+        return None
+    try:
+        modes.parse(state.mode, {**state.params, "budget": budget // 2})
+    except UsageError:
+        return None
+    return budget // 2
