@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvchat.engine.model import int8_rows
 from kvchat.errors import ModelError, UsageError, did_you_mean
 
 CHOICES = ("auto", "none", "int8", "int4", "nf4")
@@ -105,10 +105,7 @@ def own_method(config: Any) -> str:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Let a model with int8 weights on a CPU multiply one token by torch's own int8 kernel, its head too.
-
-    torchao's tensors multiply by unpacking all weights first there, which takes longer than float weights do.
-    """
+    """Let a model with int8 weights on a CPU multiply as ``int8_rows`` does, its head too."""
     from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
 
     head = model.get_output_embeddings()
@@ -116,20 +113,7 @@ def multiply_on_cpu(model: Any) -> None:
         quantize_(head, Int8WeightOnlyConfig(), filter_fn=lambda module, name: True)
     for module in model.modules():
         if type(module) is nn.Linear and isinstance(module.weight, Int8Tensor):
-            scale = module.weight.scale.flatten()
-            module.__dict__["forward"] = partial(
-                _int8_product, module.weight.qdata, scale, scale.bfloat16(), module.bias
-            )
-
-
-def _int8_product(weight: Tensor, scale: Tensor, rounded: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """``x [..., in]`` times int8 ``weight [out, in]``, each row with its ``scale [out]``, ``rounded`` in bfloat16."""
-    if x.numel() == x.shape[-1]:
-        # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
-        product = torch._weight_int8pack_mm(x.view(1, -1).bfloat16(), weight, rounded)
-        product = product.to(x.dtype).view(*x.shape[:-1], -1)
-        return product if bias is None else product + bias
-    return nn.functional.linear(x, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
+            int8_rows.install(module)
 
 
 def possible(device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from support import tiny_models
 
 from kvchat.engine.model import quantization
+from kvchat.engine.model.fusion.recognize import projections
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.self_test import selftest
@@ -222,6 +223,15 @@ def test_the_bundled_model_in_8_bits(int8, model, capfd):
 def test_8_bits_are_near_the_weights_they_stand_for(int8, model):
     plain = sample_logits(load_model("bundled", "cpu", "auto", silent, fuse=False).model)
     assert relative_error(sample_logits(int8.model), plain) < 0.06
+
+
+@needs_torchao
+def test_8_bit_projections_are_merged_in_fused_layers(int8):
+    attention = int8.model.model.layers[0].self_attn
+    storages = {linear.weight.qdata.untyped_storage().data_ptr() for linear in projections(attention)}
+    assert (int8.fused, int8.notes, len(storages)) == ("norms, merged projections, rope, fused layers", (), 1)
+    unfused = load_model("bundled", "cpu", "auto", silent, quantize="int8", fuse=False)
+    assert relative_error(sample_logits(int8.model), sample_logits(unfused.model)) < 0.01
 
 
 @needs_torchao

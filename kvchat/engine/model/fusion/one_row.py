@@ -15,14 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvchat.engine.model.int8_rows import Int8Rows, Weight
+
 PROCESSOR = Path("/proc/cpuinfo")
 MAKE = "AuthenticAMD"
 # Fewer are slower (one is the slow product itself), more only where there are more threads.
 BLOCKS = 4
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``x [..., K]`` through ``weight [N, K]``, plus ``bias [N]``: ``[..., N]``."""
+    if isinstance(weight, Int8Rows):
+        return weight.multiply(x, bias)
     if is_one_row(x) and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
         blocks = _blocks(len(weight))
         if blocks > 1 and weight.is_contiguous():

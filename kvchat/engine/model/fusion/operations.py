@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvchat.engine.model import int8_rows
 from kvchat.engine.model.fusion.one_row import is_one_row, linear
+from kvchat.engine.model.int8_rows import Int8Rows, Weight, weight_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Operations:
     def project(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         norm: Norm | None = None,
         residual: Tensor | None = None,
@@ -59,9 +61,9 @@ class Operations:
         projected = linear(x if norm is None else self.normed(x, norm), weight, bias)
         return projected if residual is None else projected.add_(residual)
 
-    def gated(self, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    def gated(self, x: Tensor, weight: Weight, norm: Norm) -> Tensor:
         """``silu(gate) * up`` of ``x [..., K]`` normalized; ``weight [2 N, K]`` is gate's above up's."""
-        if self._kernels and is_one_row(x):
+        if self._kernels and is_one_row(x) and isinstance(weight, Tensor):
             gate_weight, up_weight = weight.chunk(2)
             result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
             return result
@@ -92,7 +94,7 @@ class MergedLinear:
 
     def __init__(self, linears: list[nn.Linear], operations: Operations) -> None:
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        self.weight = merge([linear.weight for linear in linears])
+        self.weight = merge_weights(linears)
         self.bias = merge(biases) if biases else None
         self.norm: Norm | None = None
         self._sizes = [linear.out_features for linear in linears]
@@ -123,7 +125,14 @@ class Output:
 
     def __call__(self, x: Tensor) -> Tensor:
         residual, self.residual = self.residual, None
-        return self._operations.project(x, self._linear.weight, self._linear.bias, None, residual)
+        return self._operations.project(x, weight_of(self._linear), self._linear.bias, None, residual)
+
+
+def merge_weights(linears: Sequence[nn.Linear]) -> Weight:
+    """The weights of Linears of one input as one matrix, of which theirs become views."""
+    if isinstance(weight_of(linears[0]), Int8Rows):
+        return int8_rows.merge(linears)
+    return merge([linear.weight for linear in linears])
 
 
 def merge(parameters: Sequence[Tensor]) -> Tensor:

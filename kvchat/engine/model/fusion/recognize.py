@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvchat.engine.model import tolerances
 from kvchat.engine.model.fusion.operations import Norm, Operations
+from kvchat.engine.model.int8_rows import Int8Rows, weight_of
 
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in every model that has one
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}  # only the first three read the layer's input
@@ -104,15 +105,23 @@ def rotates_halves(forward: Any) -> bool:
 def _mergeable(linears: list[Any]) -> bool:
     if not all(is_plain(linear) for linear in linears):
         return False
-    alike = {
-        (x.in_features, x.bias is None, x.weight.dtype, x.weight.device, x.weight.is_contiguous()) for x in linears
-    }
-    return len(alike) == 1
+    return len({_likeness(linear) for linear in linears}) == 1
+
+
+def _likeness(linear: Any) -> tuple[Any, ...]:
+    weight = weight_of(linear)
+    data = weight.data
+    return linear.in_features, linear.bias is None, type(weight), data.dtype, data.device, data.is_contiguous()
 
 
 def is_plain(module: Any) -> bool:
-    """``module`` is a Linear of unquantized weights with its own forward."""
-    return type(module) is nn.Linear and module.weight.is_floating_point() and "forward" not in module.__dict__
+    """``module`` is a Linear with its own forward: of unquantized weights, or of 8 bits on a CPU."""
+    if type(module) is not nn.Linear:
+        return False
+    weight, forward = weight_of(module), module.__dict__.get("forward")
+    if isinstance(weight, Int8Rows):
+        return bool(forward == weight.forward)
+    return weight.is_floating_point() and forward is None
 
 
 def _has(module: Any, *names: str) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.fusion import one_row
-from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations, Output, merge
+from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations, Output, merge_weights
 from kvchat.engine.model.fusion.recognize import (
     ROTATION,
     is_attention,
@@ -37,6 +37,7 @@ from kvchat.engine.model.fusion.recognize import (
     rms_norm,
     rotates_halves,
 )
+from kvchat.engine.model.int8_rows import weight_of
 from kvchat.engine.model.tolerances import logits_tolerance, relative_error
 
 NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"
@@ -86,20 +87,23 @@ class Swaps:
 
     def __init__(self) -> None:
         self.kinds: dict[str, None] = {}
-        self._modules: list[nn.Module] = []
+        self._before: dict[nn.Module, Callable[..., Any] | None] = {}
 
     def replace(self, module: nn.Module, forward: Callable[..., Any], kind: str = "") -> None:
         """Let ``module`` compute ``forward``."""
+        self._before.setdefault(module, module.__dict__.get("forward"))
         module.forward = forward
-        self._modules.append(module)
         if kind:
             self.kinds[kind] = None
 
     def undo(self) -> None:
-        """Restore the forward of every module's class. Merged weights stay views of the same values."""
-        for module in self._modules:
-            module.__dict__.pop("forward", None)
-        self._modules.clear()
+        """Restore every module's forward. Merged weights stay views of the same values."""
+        for module, forward in self._before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
+        self._before.clear()
 
 
 def _note(model: Any, swaps: Swaps, failure: str) -> str:
@@ -131,10 +135,10 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
         _fuse_layer(layer, norms, merged[layer.self_attn], operations, swaps)
     head = model.get_output_embeddings()
     if is_plain(head) and LAYERS in swaps.kinds:
-        swaps.replace(head, partial(operations.project, weight=head.weight, bias=head.bias), LAYERS)
+        swaps.replace(head, partial(operations.project, weight=weight_of(head), bias=head.bias), LAYERS)
     if one_row.in_blocks() and model.device.type == "cpu":
         for module in filter(is_plain, model.modules()):
-            swaps.replace(module, partial(one_row.linear, weight=module.weight, bias=module.bias))
+            swaps.replace(module, partial(one_row.linear, weight=weight_of(module), bias=module.bias))
 
 
 def _fuse_layer(
@@ -143,14 +147,14 @@ def _fuse_layer(
     attention, mlp = layer.self_attn, layer.mlp
     first, second = norms[layer.input_layernorm], norms[layer.post_attention_layernorm]
     output = Output(attention.o_proj, operations)
-    gate_up = merge([mlp.gate_proj.weight, mlp.up_proj.weight])
+    gate_up = merge_weights([mlp.gate_proj, mlp.up_proj])
     down = mlp.down_proj
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         merged.norm, output.residual = first, hidden_states
         attended, _ = attention(hidden_states=hidden_states, **kwargs)
         active = operations.gated(attended, gate_up, second)
-        return operations.project(active, down.weight, down.bias, None, attended)
+        return operations.project(active, weight_of(down), down.bias, None, attended)
 
     swaps.replace(attention.o_proj, output, LAYERS)
     swaps.replace(layer, forward, LAYERS)
