@@ -8,6 +8,7 @@ closes, so it cannot outlive the application.
 from __future__ import annotations
 
 import asyncio
+import errno
 import subprocess
 import sys
 import time
@@ -84,10 +85,12 @@ class EngineClient:
                 start_new_session=True,  # the terminal's Ctrl+C is for the application alone
             )
         except OSError as error:
+            few = error.errno in (errno.EMFILE, errno.ENFILE)
+            cure = "Raise the limit of open files (ulimit -n)." if few else "Repair the installation."
             raise EngineError(
                 "The engine cannot be started.",
                 f"{self.command[0]}: {error.strerror}.",
-                "Repair the installation; /restart tries again.",
+                f"{cure} /restart tries again.",
             ) from None
         finally:
             if log:

@@ -26,9 +26,9 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.welcome import Welcome
 
 SLASH = (
-    "stop queue mode next previous budget sink window set system pin regen continue edit undo unload branch rebuild new "
+    "stop queue mode next previous budget sink window set system pin regen continue edit undo branch rebuild new "
     "last open title fork delete restore export import stats copy code compare needle pause speed editor file thinking "
-    "theme panels details restart help settings chats quit model plan profile"
+    "theme panels details restart help settings chats quit model unload plan profile"
 )
 
 

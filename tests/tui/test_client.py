@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -157,6 +158,15 @@ async def test_a_log_that_cannot_be_written_is_told_and_not_needed(log):
     client.send(Chat((Turn("user", "crash"),), Sampling()))
     assert await received(client, Crashed) == Crashed(3, ())
     await client.close()
+
+
+async def test_a_limit_of_open_files_is_told_as_such(tmp_path, monkeypatch):
+    async def start(*command, **streams):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    with pytest.raises(EngineError, match=r"Too many open files\. Raise the limit of open files"):
+        await EngineClient(FAKE_ENGINE, tmp_path / "log").start()
 
 
 async def test_a_command_that_does_not_exist(tmp_path):
