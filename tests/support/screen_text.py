@@ -27,13 +27,13 @@ def screen_text(app: App[None]) -> str:
     return "".join(f"{strip.crop(region.x, region.right).text.rstrip()}\n" for strip in strips)
 
 
-async def difference(app: App[None], expected: Path, update: bool) -> str:
+async def difference(app: App[None], expected: Path, update: bool, patience_s: float = PATIENCE_S) -> str:
     """Wait until the screen is as the file says; else how it differs when patience ends.
 
     With ``update`` the settled screen is written to the file.
     """
     wanted = expected.read_text("utf-8") if expected.exists() and not update else None
-    shown, deadline = screen_text(app), time.monotonic() + (SETTLED_S if update else PATIENCE_S)
+    shown, deadline = screen_text(app), time.monotonic() + (SETTLED_S if update else patience_s)
     while shown != wanted and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
         before, shown = shown, screen_text(app)

@@ -15,7 +15,8 @@ import pytest
 from support.app_driver import press, prompt
 from support.fake_engine import ANSWER, ribbon
 from support.fake_view import FakeClient
-from support.screen_text import difference
+from support.patience import PATIENCE_S
+from support.screen_text import SETTLED_S, difference
 
 from kvchat.catalog.fit import Room
 from kvchat.catalog.headers import Weights
@@ -91,7 +92,9 @@ async def test_the_screens_are_as_they_were(still, size):
     app, different = KvchatApp(replace(config, load=Load("Qwen/Qwen3-4B"))), []
 
     async def see(name: str) -> None:
-        different.append(await difference(app, SNAPSHOTS / f"{name}-{size[0]}x{size[1]}.txt", update))
+        file = SNAPSHOTS / f"{name}-{size[0]}x{size[1]}.txt"
+        patience_s = SETTLED_S if any(different) else PATIENCE_S  # it fails already
+        different.append(await difference(app, file, update, patience_s))
 
     async with app.run_test(size=size) as pilot:
         chat = app.controller
