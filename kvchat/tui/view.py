@@ -78,6 +78,10 @@ class ChatView(Protocol):
     def chosen(self) -> str | None:
         """The id of the message chosen in the transcript."""
 
+    @property
+    def lists_conversations(self) -> bool:
+        """Whether ``show_conversations`` shows something now; where it does not nothing is looked for."""
+
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Show messages with their footers in place of all below the message ``below``; None: of all there is."""
 

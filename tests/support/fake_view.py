@@ -110,6 +110,7 @@ class FakeView:
     """
 
     def __init__(self) -> None:
+        self.lists_conversations = True
         self.conversations: tuple[list[str], str] = ([], "")
         self.questions: list[FakeQuestion] = []
         self.answers: list[FakeAnswer] = []

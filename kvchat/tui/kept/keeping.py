@@ -150,7 +150,7 @@ class KeptConversations:
     async def _list(self) -> None:
         """Show which conversations are kept, where they or the present one are others than when last shown."""
         present = self.state.conversation.id
-        if self._listed != (self.archive.writes, present):
+        if self.view.lists_conversations and self._listed != (self.archive.writes, present):
             self._listed = (self.archive.writes, present)
             with suppress(KvchatError):  # told where a person asks for them
                 self.view.show_conversations(await self.archive.search(""), present)

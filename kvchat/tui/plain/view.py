@@ -124,6 +124,7 @@ class PlainView:
     """
 
     chosen: str | None = None
+    lists_conversations = False
 
     def __init__(self, lines: LineWriter, echoes: bool, model_folders: Sequence[Path] = ()) -> None:
         self.problems = 0

@@ -50,6 +50,10 @@ class ShownChat(Screen[None]):
     def chosen(self) -> str | None:
         return self._transcript.chosen
 
+    @property
+    def lists_conversations(self) -> bool:
+        return bool(self.query_one(ConversationColumn).display)
+
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         if below is None:
             self.query_one(Ribbon).clear()

@@ -55,7 +55,8 @@ async def test_a_conversation_is_searched_for_and_opened(running, config, size):
 async def test_a_click_in_the_column_of_a_large_screen_opens_one(running, config, width, is_shown):
     async with running(config, size=(width, 60)) as (app, pilot, until):
         column = app.chat.query_one(ConversationColumn)
-        await until(lambda: column.option_count == 2)
+        await until(lambda: app.controller._listed if is_shown else app.controller.archive._store)
+        await until(lambda: column.option_count == 2 * is_shown)
         assert bool(column.display) == is_shown
         if is_shown:
             await pilot.click(column, offset=(3, 2))
