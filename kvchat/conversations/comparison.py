@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.conversations import export
-from kvchat.errors import UsageError
 from kvchat.protocol.comparing import Variant
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Sampling
@@ -107,8 +106,7 @@ def check(path: Path) -> None:
     Raises:
         UsageError: the ending names no format, the file exists, or its folder does not.
     """
-    if path.suffix not in FORMATS:
-        raise UsageError(f'"{path}" names no format.', hint=f"A file's name ends in one of {', '.join(FORMATS)}.")
+    export.check_ending(path, FORMATS)
     export.check_new(path)
 
 

@@ -6,7 +6,7 @@ Markdown and HTML hold the path shown, JSON the whole tree.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -104,12 +104,10 @@ def write(conversation: Conversation, path: Path) -> None:
         UsageError: the ending names no format, the file exists, its folder does not, it cannot be written, or nothing
             has been said yet.
     """
-    render = FORMATS.get(path.suffix)
-    if render is None:
-        raise UsageError(f'"{path}" names no format.', hint=f"A file's name ends in one of {', '.join(FORMATS)}.")
+    check_ending(path, FORMATS)
     if not conversation.path:
         raise UsageError("There is nothing to export yet.", hint="Ask something first.")
-    write_new(path, render(conversation))
+    write_new(path, FORMATS[path.suffix](conversation))
 
 
 def write_new(path: Path, text: str) -> None:
@@ -123,6 +121,16 @@ def write_new(path: Path, text: str) -> None:
         files.write(path, text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise files.unwritable(path, error, "Choose another place.") from None
+
+
+def check_ending(path: Path, formats: Iterable[str]) -> None:
+    """Check that a file's name ends as one of ``formats`` does.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if path.suffix not in formats:
+        raise UsageError(f'"{path}" names no format.', hint=f"A file's name ends in one of {', '.join(formats)}.")
 
 
 def check_new(path: Path) -> None:

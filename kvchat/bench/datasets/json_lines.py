@@ -37,11 +37,7 @@ class Line:
         """
         value = next((self.fields[name] for name in names if name in self.fields), None)
         if not isinstance(value, str | int) or isinstance(value, bool):
-            raise UsageError(
-                f"{self.place} is refused.",
-                f"It has no text {' or '.join(map(repr, names))}.",
-                "Give the data set as it was published.",
-            )
+            raise self.refusal(f"It has no text {' or '.join(map(repr, names))}.")
         return str(value)
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -52,12 +48,12 @@ class Line:
         """
         values = self.fields.get(name)
         if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-            raise UsageError(
-                f"{self.place} is refused.",
-                f"It has no list of texts {name!r}.",
-                "Give the data set as it was published.",
-            )
+            raise self.refusal(f"It has no list of texts {name!r}.")
         return tuple(values)
+
+    def refusal(self, reason: str) -> UsageError:
+        """What is said of a row that is not as the data set's publisher writes it."""
+        return UsageError(f"{self.place} is refused.", reason, "Give the data set as it was published.")
 
 
 def files(folder: Path, endings: Sequence[str] = (".jsonl",)) -> list[Path]:

@@ -191,11 +191,7 @@ def aime(folder: Path) -> Iterator[Item]:
 def _aime_score(line: Line) -> Score:
     text = line.text("answer", "Answer")
     if not text.isdecimal() or int(text) > scores.HIGHEST:
-        raise UsageError(
-            f"{line.place} is refused.",
-            f"Its answer {text[:40]!r} is no integer from 0 to 999.",
-            "Give the data set as it was published.",
-        )
+        raise line.refusal(f"Its answer {text[:40]!r} is no integer from 0 to 999.")
     return lambda answer: float(scores.final_integer(answer) == int(text))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvchat.engine.model import attention_hook, tolerances
 from kvchat.engine.model.attention_hook import Shape
 from kvchat.engine.model.recurrent_state import RecurrentState, attending_layers
-from kvchat.errors import ModelError
+from kvchat.engine.model.supported import cannot_run
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 
@@ -128,10 +128,8 @@ def _check_attending(model: Any, seen: _Observer) -> list[int]:
     """The layers that attend."""
     attending = attending_layers(model.config)
     if sorted(seen.shapes) not in (attending, list(range(len(attending)))):
-        raise ModelError(
-            f"kvchat cannot run {type(model).__name__}.",
-            f"{len(seen.shapes)} of its layers attend, and by its configuration {len(attending)} should.",
-            "Choose another model.",
+        raise cannot_run(
+            model, f"{len(seen.shapes)} of its layers attend, and by its configuration {len(attending)} should."
         )
     return attending
 
@@ -143,11 +141,7 @@ def _common(model: Any, shapes: set[Shape]) -> Shape | None:
     largest = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
     if any(shape.q_heads != largest.q_heads or largest.kv_heads % shape.kv_heads for shape in shapes):
         listed = ", ".join(str(tuple(shape)) for shape in sorted(shapes))
-        raise ModelError(
-            f"kvchat cannot run {type(model).__name__}.",
-            f"Its layers differ in (query heads, KV heads, key size, value size): {listed}.",
-            "Choose another model.",
-        )
+        raise cannot_run(model, f"Its layers differ in (query heads, KV heads, key size, value size): {listed}.")
     return largest
 
 

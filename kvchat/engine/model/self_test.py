@@ -18,6 +18,7 @@ from kvchat.engine.model import attention_hook
 from kvchat.engine.model.attention_hook import AttentionBackend
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.recurrent_state import RecurrentState
+from kvchat.engine.model.supported import cannot_run
 from kvchat.engine.model.tolerances import logits_tolerance, relative_error
 from kvchat.errors import ModelError
 
@@ -38,15 +39,9 @@ def reads_chunks(model: Any) -> bool:
     try:
         last = _stepwise(model, chunks[:2], DenseManager(), state)[-1]
     except ValueError as error:
-        raise ModelError(
-            f"kvchat cannot run {type(model).__name__}.", f"transformers says: {error}", "Choose another model."
-        ) from error
+        raise cannot_run(model, f"transformers says: {error}") from error
     if not state.is_kept:
-        raise ModelError(
-            f"kvchat cannot run {type(model).__name__}.",
-            "It keeps recurrent state in its layers, not in a cache.",
-            "Choose another model.",
-        )
+        raise cannot_run(model, "It keeps recurrent state in its layers, not in a cache.")
     expected = _reference(model, torch.cat(chunks[:2]))[-1]
     return relative_error(last, expected) <= logits_tolerance(model)
 

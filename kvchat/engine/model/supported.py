@@ -98,6 +98,11 @@ def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> Non
         )
 
 
+def cannot_run(model: Any, reason: str) -> ModelError:
+    """What is said of a loaded model whose forward is not as kvchat needs it."""
+    return ModelError(f"kvchat cannot run {type(model).__name__}.", reason, "Choose another model.")
+
+
 def unreadable(name: str, what: str, error: Exception) -> ModelError:
     """The refusal of a model for an ``error`` that transformers raised while it read ``what``."""
     if "trust_remote_code" in str(error):

@@ -105,7 +105,7 @@ class Mode:
     ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
-    ... and beyond it     ``context_end``                                where the model's context ends: go on, or not
+    ... and beyond it    ``context_end``                                where the model's context ends: go on, or not
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
     before a step        ``prepare_step()``, ``graph_key()``            grow; which kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
