@@ -100,8 +100,7 @@ def _attend_part(
     g = tl.arange(0, GROUP_ROWS)
     col_k, col_v = tl.arange(0, COLS_K), tl.arange(0, COLS_V)
     in_group, in_k, in_v = g[:, None] < GROUP, col_k[None, :] < D_K, col_v[None, :] < D_V
-    q_at = query + (head * GROUP + g)[:, None] * query_stride + col_k[None, :]
-    q = operand(tl.load(q_at, mask=in_group & in_k, other=0.0))
+    q = _group_of(query, head * GROUP + g, query_stride, col_k, in_group & in_k)
     keys = slots + row * n * D
     values = keys + tl.num_programs(0).to(tl.int64) * n * D
     entries = (row % TABLES) * n
@@ -132,6 +131,12 @@ def _attend_part(
     if row < TABLES:
         heads_of_table = tl.num_programs(0) // TABLES
         tl.atomic_add(active, (tl.sum(opened, 0) * heads_of_table).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _group_of(query, rows, stride, col, mask):
+    """The queries ``rows [G]`` of a KV head's group, as an operand."""
+    return operand(tl.load(query + rows[:, None] * stride + col[None, :], mask=mask, other=0.0))
 
 
 @triton.jit(do_not_specialize=["first", "parts", "ring", "window"], do_not_specialize_on_alignment=["heads"])
@@ -178,8 +183,7 @@ def _attend_spilled(
     g = tl.arange(0, GROUP_ROWS)
     col_k, col_v = tl.arange(0, COLS_K), tl.arange(0, COLS_V)
     in_group, in_k, in_v = g[:, None] < GROUP, col_k[None, :] < D_K, col_v[None, :] < D_V
-    q_at = query + (head * GROUP + g)[:, None] * query_stride + col_k[None, :]
-    q = operand(tl.load(q_at, mask=in_group & in_k, other=0.0))
+    q = _group_of(query, head * GROUP + g, query_stride, col_k, in_group & in_k)
     highest = tl.full((GROUP_ROWS,), LOWEST, tl.float32)
     total = tl.zeros((GROUP_ROWS,), tl.float32)
     attended = tl.zeros((GROUP_ROWS, COLS_V), tl.float32)

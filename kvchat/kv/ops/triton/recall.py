@@ -60,49 +60,45 @@ def _move_pages(
     upto = tl.cumsum(changed, 0)
     moved = tl.sum(changed, 0)
     if tl.program_id(0) == 0:
-        wanted = tl.sum((new >= 0).to(tl.int32), 0)
-        tl.atomic_add(counters, (moved * PAGE).to(tl.int64), sem="relaxed")
-        tl.atomic_add(counters + 1, (wanted * PAGE).to(tl.int64), sem="relaxed")
-        if ITEM > 0:
-            of_new = tl.load(places + new, mask=changed > 0, other=0)
-            tl.atomic_add(counters + 2, tl.sum((of_new < 0).to(tl.int64) * PAGE, 0), sem="relaxed")
+        _count_pages(counters, places, new, changed, moved, PAGE, ITEM)
     v_rows = (pairs // k).to(tl.int64) * n
     if ITEM > 0:
         for item in range(tl.program_id(0), moved, tl.num_programs(0)):
-            which = tl.sum((upto <= item).to(tl.int32), 0)
-            row = which // k
-            head = tl.load(heads + row) if PICKED else row.to(tl.int64)
+            which, row, head = _moved_pair(upto, item, heads, k, PICKED)
             line = tl.arange(0, PAGE_ROWS)
             position = tl.load(placed + which).to(tl.int64) * PAGE + line
             target = (row.to(tl.int64) * (n // PAGE) + which % k) * PAGE + line
             _copy_tokens(
-                host,
-                codes,
-                scales,
-                places,
-                slots,
-                position,
-                head,
-                target,
-                v_rows,
-                line < PAGE,
-                KV_HEADS,
-                PAGE,
-                D,
-                COLS,
-                ITEM,
-            )
+                host, codes, scales, places, slots, position, head.to(tl.int64), target, v_rows, line < PAGE,
+                KV_HEADS, PAGE, D, COLS, ITEM,
+            )  # fmt: skip
     else:
         v_slots = slots + v_rows * D
         pieces: tl.constexpr = (PAGE * D + PIECE - 1) // PIECE
         for item in range(tl.program_id(0), moved * pieces, tl.num_programs(0)):
-            # The pair before which as many have changed.
-            which = tl.sum((upto <= item // pieces).to(tl.int32), 0)
-            row = which // k
-            head = tl.load(heads + row) if PICKED else row
+            which, row, head = _moved_pair(upto, item // pieces, heads, k, PICKED)
             source = (tl.load(placed + which).to(tl.int64) * KV_HEADS + head) * (2 * PAGE * D)
             target = (row.to(tl.int64) * (n // PAGE) + which % k) * (PAGE * D)
             _copy_piece(host + source, slots + target, v_slots + target, item % pieces, PAGE * D, PIECE)
+
+
+@triton.jit
+def _count_pages(counters, places, new, changed, moved, PAGE: tl.constexpr, ITEM: tl.constexpr):
+    """Count the tokens of the pages that move, of those wanted, and of those that come rounded."""
+    wanted = tl.sum((new >= 0).to(tl.int32), 0)
+    tl.atomic_add(counters, (moved * PAGE).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counters + 1, (wanted * PAGE).to(tl.int64), sem="relaxed")
+    if ITEM > 0:
+        of_new = tl.load(places + new, mask=changed > 0, other=0)
+        tl.atomic_add(counters + 2, tl.sum((of_new < 0).to(tl.int64) * PAGE, 0), sem="relaxed")
+
+
+@triton.jit
+def _moved_pair(upto, number, heads, k, PICKED: tl.constexpr):
+    """The pair before which ``number`` pairs have changed, its row of slots and that row's KV head."""
+    which = tl.sum((upto <= number).to(tl.int32), 0)
+    row = which // k
+    return which, row, tl.load(heads + row) if PICKED else row
 
 
 @triton.jit
