@@ -23,7 +23,7 @@ def describe(model: LoadedModel, kv: KVManager, switcher: ModeSwitcher) -> Loade
         page=kv.state.geometry.page,
         kv_bytes_per_token=kv.state.geometry.token_bytes,
         mode=kv.mode.name,
-        params=kv.mode.in_force(),
+        params=kv.mode.report().params,
         notes=(
             *model.notes,
             *map(str, switcher.calibration_problems),

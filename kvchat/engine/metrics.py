@@ -178,6 +178,7 @@ class MetricsCollector:
             exposed_ms_p50=exposed_p50,
             exposed_ms_p95=exposed_p95,
             reduced_tokens=reduced_tokens,
+            badges=report.badges,
             cell_tokens=cell,
             ribbon=letters,
             attended=shares,

@@ -172,7 +172,7 @@ class ModeSwitcher:
                 self._kv.recover(level)
         elif level in WIDER:
             narrow = self.parameters
-            budget = mode.in_force()["budget"] * WIDER[level]
+            budget = mode.report().params["budget"] * WIDER[level]
             with suppress(DoesNotFitError):
                 self.enter(narrow.model_copy(update={"budget": budget}))
                 self._widened = (self._kv.mode, narrow, self._kv.total + RECENT)

@@ -25,8 +25,9 @@ class Reports:
     def snapshot(self) -> Snapshot:
         """What the KV manager holds and did; cheap enough for ten a second."""
         snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
+        badges = *snapshot.badges, *self._runner.badges
         prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
-        return replace(snapshot, prices=prices, badges=self._runner.badges, kv_parked_bytes=parked)
+        return replace(snapshot, prices=prices, badges=badges, kv_parked_bytes=parked)
 
     def details(self) -> Details:
         """The same by layer and KV head, and recall by its time; cheap enough for two a second."""

@@ -19,14 +19,14 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
-from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.saved_tokens import SavedTokens, restore
 from kvchat.kv.state import KVState
 
 
 class KVManager:
-    """Owns the ``state`` of one conversation and the ``mode`` that works on it.
+    """Owns the ``state`` of one conversation and the ``mode`` that works on it; ``step`` is what it said of the last.
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
     ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or
@@ -43,6 +43,7 @@ class KVManager:
         self._fresh = False  # the next refill may read everything again
         # Slots are to be made again: memory ran out while the mode was entered, or it keeps other tokens for good.
         self.mode, self._half_entered = mode, True
+        self.step = Step()
         self.refill(fresh=True)
 
     @property
@@ -71,14 +72,13 @@ class KVManager:
         self._make_room(self.total + 1)
         self._dirty = True
         self.state.pinned.index_fill_(0, self.state.position.view(1), pinned)
-        if self.mode.prepare_step():
-            self.state.resize(self.mode.plan(self.state.capacity).layouts, self.state.capacity)
+        self.step = self.mode.prepare_step()
 
     def graph_key(self) -> tuple[object, ...]:
         """Return the CUDA-graph key of this step: equal keys mean the same operations on the same buffers."""
         layouts = (slots.layout for slots in self.state.slots)
         buffers = ((t.data_ptr(), t.shape) for t in self.graph_buffers())
-        return self.mode, self.mode.graph_key(), *layouts, *buffers
+        return self.mode, self.step.kind, *layouts, *buffers
 
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that a step reads or changes and that last from step to step."""
@@ -87,7 +87,7 @@ class KVManager:
     def forward_begin(self) -> None:
         """Begin the step's forward. From here to ``forward_end`` all is work for the device: a graph can hold it."""
         state = self.state
-        state.transfer.timer.begin_forward(self.mode.graph_key())
+        state.transfer.timer.begin_forward(self.step.kind)
         for slots in state.slots:
             slots.begin_step()
         self._queries = list(state.query)
@@ -104,7 +104,7 @@ class KVManager:
 
     def commit_step(self) -> None:
         """Count the step's token as stored."""
-        self.state.transfer.timer.end_step(self.mode.graph_key())
+        self.state.transfer.timer.end_step(self.step.kind)
         self.state.host.total += 1
         self._dirty = False
         self.state.steps += 1
@@ -278,8 +278,8 @@ class KVManager:
         """
         self.truncate(0)
         try:
-            self.state.adopt(tokens, read, rounded, pinned)
-            self.state.specs, self.state.query_bytes = list(specs), query
+            self.state.adopt(tokens, read, rounded, pinned, specs)
+            self.state.query_bytes = query
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)
@@ -291,7 +291,7 @@ class KVManager:
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
-        self.state.specs[layer] = spec
+        self.state.note_spec(layer, spec)
         if self._reread_from is not None:
             keys, values = self.state.host.dense(layer, self._reread_from + query.shape[1])
             return attend_prefill(query, self.mode.context_end.unbased(layer, keys), values, self._reread_from, spec)

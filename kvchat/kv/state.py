@@ -15,6 +15,8 @@ from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer
 
+SEES_ALL = 2**40  # tokens, of a layer without a window
+
 
 class KVState:
     """Host pool, device slots and what a step keeps between them.
@@ -27,7 +29,8 @@ class KVState:
         query: ``[layers, H_q, d_k]``, the last token's queries.
         pinned: ``[reserved]`` bool, tokens that a mode should keep if it has the choice (the chat's control tokens).
         pins: positions of the pinned messages' tokens, which every mode reads; ascending.
-        specs: each layer's attention rule, None until its first forward.
+        specs: each layer's attention rule, None until its first forward; of all layers at once, ``[layers]`` on the
+            device, ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
         rounds: pages that get full are stored in 8 bits.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
         ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
@@ -45,6 +48,8 @@ class KVState:
         self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
         self.pins: tuple[int, ...] = ()
         self.specs: list[AttentionSpec | None] = [None] * g.layers
+        self.scales = torch.full((g.layers,), g.d_k**-0.5, device=device)
+        self.sight = torch.full((g.layers,), SEES_ALL, device=device)
         self.slots: list[DeviceSlots] = []
         self.slots_of: list[list[DeviceSlots]] = []
         self.rounds = False
@@ -80,6 +85,13 @@ class KVState:
         """(token, layer, KV head) triples that attention read in all steps so far; waits for the device."""
         return self._read_before + sum(int(slots.active) for slots in self.slots)
 
+    def note_spec(self, layer: int, spec: AttentionSpec | None) -> None:
+        """Keep a layer's attention rule, which every forward names anew."""
+        if spec is not self.specs[layer]:
+            self.specs[layer] = spec
+            self.scales[layer] = self.scaling(layer)
+            self.sight[layer] = SEES_ALL if spec is None or spec.window is None else spec.window
+
     def scaling(self, layer: int) -> float:
         """Return the layer's attention scale; 1/sqrt(d_k) before its first forward."""
         spec = self.specs[layer]
@@ -88,8 +100,8 @@ class KVState:
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that a step reads or changes and that last from step to step."""
         slots = [tensor for slots in self.slots for tensor in slots.graph_buffers()]
-        own = [self.query, self.position, self.pinned, self.transfer.counters, *self.head_orders.values()]
-        return [*own, *slots, *self.host.graph_buffers()]
+        own = [self.query, self.position, self.pinned, self.scales, self.sight, self.transfer.counters]
+        return [*own, *self.head_orders.values(), *slots, *self.host.graph_buffers()]
 
     def in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
         """Return a layer's outputs ``[H_q, d_v]``, given those of the heads in each of its slots ``[H, G, d_v]``."""
@@ -107,13 +119,22 @@ class KVState:
         for slots in self.slots:
             slots.truncate(tokens)
 
-    def adopt(self, tokens: int, read: Callable[[HostPool, int], int], rounded: bool, pinned: Sequence[int]) -> None:
+    def adopt(
+        self,
+        tokens: int,
+        read: Callable[[HostPool, int], int],
+        rounded: bool,
+        pinned: Sequence[int],
+        specs: Sequence[AttentionSpec],
+    ) -> None:
         """Store ``tokens`` that ``read`` puts into the empty host pool, as ``KVManager.adopt`` says."""
         self.reserve(tokens)
         self.admit(rounded)
         self.host.settle()
         self.host.total = read(self.host, tokens)
         self.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
+        for layer, spec in enumerate(specs):
+            self.note_spec(layer, spec)
 
     # ---- room, between steps only
 

@@ -81,7 +81,7 @@ def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
     shapes, slots = {}, run.kv.state.slots[0].n
     for i in range(26):  # twice as many as the longest of the modes' own intervals, and what follows
         ops, outputs = watched(run, [300 + i])
-        phase = run.kv.mode.graph_key()
+        phase = run.kv.step.kind
         picking.fresh = 300 + i
         for one, other in zip(outputs, picking.step(), strict=True):
             # The same tokens in other slots: only the order of sums may differ.

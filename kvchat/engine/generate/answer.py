@@ -220,7 +220,7 @@ class AnswerLoop(Released):
         if self.is_full():
             self._switcher.check_context(self._kv.total + 1)
         logits = self._runner.step(token)
-        self.stored.extend([token], reduced=not self._kv.mode.is_exact(self._kv.total))
+        self.stored.extend([token], reduced=not self._kv.step.exact)
         return logits
 
     def truncate(self, tokens: int) -> None:

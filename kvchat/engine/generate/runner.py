@@ -67,9 +67,9 @@ class ModelRunner:
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """Warnings about how the engine runs, for ``Snapshot.badges``."""
+        """Warnings about how steps run, whatever the mode; for ``Snapshot.badges``."""
         kv = self.kv
-        return *kv.mode.badges, *kv.state.host.badges, *kv.state.ops.badges, *self.graphs.badges
+        return *kv.state.host.badges, *kv.state.ops.badges, *self.graphs.badges
 
     # ---- a decode step
 

@@ -84,7 +84,7 @@ class ModeReport:
     ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
     has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs
     are read counts as on the device, any other as ``absent``. The first ``on_host`` tokens lie on the host alone,
-    though they are read.
+    though they are read. ``badges`` are warnings that hold now, each with its reason after a colon.
     """
 
     params: dict[str, Any]
@@ -92,6 +92,18 @@ class ModeReport:
     absent: TokenState = TokenState.ON_HOST
     resident_share: float = 1e-9
     on_host: int = 0
+    badges: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a mode says of the step that comes.
+
+    Steps of one ``kind`` run the same operations on the same shapes; an ``exact`` one reads all tokens before its own.
+    """
+
+    kind: tuple[int, ...] = ()
+    exact: bool = True
 
 
 class Mode:
@@ -107,14 +119,14 @@ class Mode:
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
     ... and beyond it    ``context_end``                                where the model's context ends: go on, or not
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
-    before a step        ``prepare_step()``, ``graph_key()``            grow; which kind of step it is
+    before a step        ``prepare_step()``                             grow; what kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
     ... in each layer    ``attention_begin(layer, query, key, spec)``   correct; are the weights wanted?
     ... in each layer    ``attention_end(layer, query, weights, spec)`` score, select, recall
     in a step            ``forward_end(position)``                      look back at the whole step
-    after a step         ``is_exact(tokens)``                           did it read everything?
     on an alarm          ``recover(level)``                             read more for a while
-    for screens          ``in_force()``, ``report()``, ``badges``       parameters, figures, state of tokens, warnings
+    for screens          ``report()``                                   parameters, figures, state of tokens, warnings
+    for graphs           ``graph_buffers()``                            what is kept beside the slots
     ===================  =============================================  ==========================================
 
     From ``forward_begin`` to ``forward_end`` everything may become part of a CUDA graph: tensors of fixed shape, state
@@ -152,7 +164,7 @@ class Mode:
         self.preamble = preamble
         self.pinned = preamble if parameters.pin_system else 0
 
-    def pin_to_sinks(self) -> None:
+    def _pin_to_sinks(self) -> None:
         """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
         self.beyond_budget = max(0, self.pinned - self.sink)
         self.sink += self.beyond_budget
@@ -201,13 +213,9 @@ class Mode:
         They are those of all tokens; of those that ``context_end`` bounds, from its ``first_read`` on.
         """
 
-    def prepare_step(self) -> bool:
-        """Make room for a step's token in what the mode keeps, outside the graph; True if ``plan`` changed."""
-        return False
-
-    def graph_key(self) -> tuple[int, ...]:
-        """Return which kind of step comes next; steps of one kind run the same operations on the same shapes."""
-        return ()
+    def prepare_step(self) -> Step:
+        """Make room for a step's token in what the mode keeps, outside the graph; costs no wait where it can."""
+        return Step()
 
     def graph_buffers(self) -> list[Tensor]:
         """Return what the mode keeps on the device from step to step, beside the slots."""
@@ -232,25 +240,12 @@ class Mode:
     def forward_end(self, position: Tensor) -> None:
         """Act after the last layer."""
 
-    def is_exact(self, tokens: int) -> bool:
-        """Return whether a token decoded as number ``tokens`` reads everything before it. Costs no wait."""
-        return True
-
     def recover(self, level: Level) -> None:
         """Read more again between two steps, because the text may have gone wrong; ``level`` is SR, WR or FR."""
 
-    def in_force(self) -> dict[str, Any]:
-        """Return the parameters in force, with what was chosen for ``auto``."""
-        return self.parameters.model_dump()
-
     def report(self) -> ModeReport:
-        """Return parameters in force, figures and the state of tokens; may wait for the device."""
-        return ModeReport(self.in_force())
-
-    @property
-    def badges(self) -> tuple[str, ...]:
-        """Warnings that hold now, each with its reason after a colon; waits for nothing."""
-        return ()
+        """Return parameters in force, figures, the state of tokens and warnings; may wait for the device."""
+        return ModeReport(self.parameters.model_dump())
 
     def _wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
         """Return the table that holds sinks, pinned messages and the last ``recent`` tokens before the next one."""

@@ -53,7 +53,7 @@ from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, TokenState
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.freeze_timers import RULES, Timers, state_bytes
 from kvchat.kv.modes.page_bounds import PageBounds
@@ -65,8 +65,6 @@ RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are giv
 MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
 SPARE, SPARE_ON_CPU = 8, 32
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
-LAYER_BYTES = 12  # its scale and sight; once more for two counters
-SEES_ALL = 2**40  # tokens, of a layer without a window
 FOREVER = 2**30  # steps
 SHRINK = 0.8  # shrink when this share of the slots would suffice
 
@@ -85,14 +83,13 @@ class Freeze(Mode):
         self.rule = RULES[parameters.profile]
         self.sink, self.window = self.rule.sink, parameters.K
         self._refuse_small_budget()
-        self.pin_to_sinks()
+        self._pin_to_sinks()
         self.rule = replace(self.rule, sink=self.sink)
         self.pin(())
         self.timers: Timers | None = None
         self._size = 0
         self._peak = 0
         self._looked_at = 0
-        self._exact = True
 
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
@@ -104,7 +101,7 @@ class Freeze(Mode):
         size = self._size or min(capacity, self.budget or capacity)
         layouts = [Layout(0, g.layers, sink=0, window=size, unordered=True)]
         bounds = g.pages(capacity) * g.layers * g.kv_heads * 2 * g.d_k * g.dtype.itemsize if self.rule.recalls else 0
-        return Plan(layouts, state_bytes(capacity) + bounds + LAYER_BYTES * (g.layers + 1))
+        return Plan(layouts, state_bytes(capacity) + bounds)
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
@@ -134,7 +131,6 @@ class Freeze(Mode):
         timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)
-            self._note_layers()
             timers.name(self._named(self.state.position - 1))
         if self.budget is not None:
             timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
@@ -156,11 +152,10 @@ class Freeze(Mode):
 
     def _bring(self) -> None:
         """Make the slots hold exactly the tokens that the next one reads."""
-        slots, frozen = self.slots, self._timers.frozen
-        slots.held.fill_(EMPTY)
-        if self._fit(self._timers.awake(self.state.total) + 1):
-            self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
-            slots = self.slots
+        frozen = self._timers.frozen
+        self.slots.held.fill_(EMPTY)
+        self._fit(self._timers.awake(self.state.total) + 1)
+        slots = self.slots
         table = slots.table[0, 0].clone()
         table.masked_fill_((table != EMPTY) & frozen[table.long()], EMPTY)
         missing = ~frozen[: self.state.total]
@@ -170,8 +165,8 @@ class Freeze(Mode):
         table[free[: len(positions)]] = positions.to(torch.int32)
         self.state.transfer.load_table(slots, table.expand_as(slots.table))
 
-    def _fit(self, needed: int) -> bool:
-        """Whether there must be more slots for ``needed`` tokens, or could be fewer for what was needed lately."""
+    def _fit(self, needed: int) -> None:
+        """Have slots for ``needed`` tokens, and fewer where fewer were needed lately."""
         self._peak = max(self._peak, needed)
         n, steps = self.slots.n, self.state.steps
         spare = self._peak // (SPARE_ON_CPU if self.state.ops.asks else SPARE)
@@ -179,24 +174,21 @@ class Freeze(Mode):
         due = steps - self._looked_at >= RESIZE_INTERVAL
         if due:
             self._peak, self._looked_at = needed, steps
-        if needed <= n and not (due and size < SHRINK * n):
-            return False
-        self._size = size
-        return True
+        if needed > n or (due and size < SHRINK * n):
+            self._size = size
+            self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
 
     # ---- a step
 
-    def prepare_step(self) -> bool:
+    def prepare_step(self) -> Step:
         tokens = self.state.total + 1
         self._timers.reserve(tokens)
         if self.rule.recalls:
             self.bounds.reserve(self.state.capacity)
             self.bounds.tokens = tokens
-            if self.state.total == 1:  # a conversation that begins with a step: what its layers see is known after it
-                self._note_layers()
         needed = self._timers.awake(self.state.total) + 1
-        self._exact = needed == tokens
-        return self._fit(needed)
+        self._fit(needed)
+        return Step(exact=needed == tokens)
 
     def forward_begin(self, position: Tensor) -> None:
         self._return(position)
@@ -257,9 +249,9 @@ class Freeze(Mode):
         """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
         pages = torch.arange(bounds.shape[2], device=bounds.device)
-        masked = (pages * g.page > position) | ((pages + 1) * g.page <= position + 1 - self._sight)
+        masked = (pages * g.page > position) | ((pages + 1) * g.page <= position + 1 - self.state.sight.view(-1, 1))
         scores = self.state.ops.page_scores(self.state.query.flatten(0, 1), bounds.flatten(0, 1), 1.0)
-        scores = scores.float().view(g.layers, g.kv_heads, g.group, -1) * self._scaling
+        scores = scores.float().view(g.layers, g.kv_heads, g.group, -1) * self.state.scales.view(-1, 1, 1, 1)
         share = scores.masked_fill(masked[:, None, None], -torch.inf).softmax(-1).mean(2).nan_to_num().amax((0, 1))
         page = torch.div(index, g.page, rounding_mode="floor").clamp(max=len(share) - 1)
         return (share > MAJORITY)[page] & (index <= position)
@@ -271,24 +263,14 @@ class Freeze(Mode):
         row = torch.maximum(self.bounds.data.index_select(2, page), torch.cat((keys, -keys), -1))
         self.bounds.data.index_copy_(2, page, row)
 
-    def _note_layers(self) -> None:
-        """Each layer's attention scale, and how many tokens it sees."""
-        layers, device = range(self.geometry.layers), self.state.device
-        windows = [spec.window if spec else None for spec in self.state.specs]
-        self._scaling = torch.tensor([self.state.scaling(i) for i in layers], device=device).view(-1, 1, 1, 1)
-        self._sight = torch.tensor([SEES_ALL if w is None else w for w in windows], device=device).view(-1, 1)
-
     # ---- what others read
 
     def graph_buffers(self) -> list[Tensor]:
-        own = [self.bounds.data, self._scaling, self._sight] if self.rule.recalls else []
+        own = [self.bounds.data] if self.rule.recalls else []
         return [self.thawed, self.pin_mask, *self._timers.buffers(), *own]
 
-    def is_exact(self, tokens: int) -> bool:
-        return self._exact
-
     def report(self) -> ModeReport:
-        return ModeReport(self.in_force(), self._stats(), TokenState.FROZEN, resident_share=0.5)
+        return ModeReport(self.parameters.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)
 
     def _stats(self) -> dict[str, Any]:
         timers = self._timers

@@ -23,7 +23,7 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.memory.prefill_plan import CHUNKS, staging_bytes
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, everything
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
 
 
 class Full(Mode):
@@ -60,9 +60,9 @@ class Full(Mode):
         """Tokens are read over the link, or will be."""
         return not self.geometry.unified and any(slots.layout.spills for slots in self.state.slots)
 
-    def graph_key(self) -> tuple[int, ...]:
+    def prepare_step(self) -> Step:
         # Stock torch reads as many blocks as there is memory for.
-        return (self.state.host.room,) if self.spills else ()
+        return Step((self.state.host.room,) if self.spills else ())
 
     def forward_end(self, position: Tensor) -> None:
         if self.spills:
@@ -83,4 +83,4 @@ class Full(Mode):
     def report(self) -> ModeReport:
         on_host = max(0, self.state.total - self.state.slots[0].layout.window) if self.spills else 0
         stats: dict[str, Any] = {"read over the link": f"{on_host:,} tok"} if self.spills else {}
-        return ModeReport(self.in_force(), stats, on_host=on_host)
+        return ModeReport(self.parameters.model_dump(), stats, on_host=on_host)

@@ -33,7 +33,6 @@ Costs: a step scores all pages (2*d_k elements a page and head), and recalls onl
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, budget_of, everything, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, budget_of, everything, refuse_small_budget
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
@@ -76,7 +75,7 @@ class Speculative(Mode):
                 "Give a larger window.",
             )
         self.k = (self.budget - self.sink - self.window) // p
-        self.pin_to_sinks()
+        self._pin_to_sinks()
         self.first = 1 if parameters.first_full else 0
         if geometry.layers == self.first:
             raise DoesNotFitError(
@@ -121,7 +120,7 @@ class Speculative(Mode):
         self._choose_all(self._candidates(position))
         self._open(slice(None), position - self.window)
 
-    def prepare_step(self) -> bool:
+    def prepare_step(self) -> Step:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
         self.bounds.reserve(self.state.capacity)
         if not self.state.ops.asks:
@@ -129,7 +128,7 @@ class Speculative(Mode):
         # Candidates are whole pages: a page's bounds are wanted only when it is full.
         elif self.state.total // self.geometry.page > self.bounds.tokens // self.geometry.page:
             self.bounds.refresh(self.state.host)
-        return False
+        return Step(exact=self._reads_all(self.state.total + 1))
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
@@ -164,7 +163,7 @@ class Speculative(Mode):
     def forward_end(self, position: Tensor) -> None:
         if self.k and not self.state.ops.asks:
             self._open(slice(None), self._oldest + 1)
-        elif self.k and self.is_exact(self.state.total + 2) and not self._holds_all(self._next, self.state.total + 2):
+        elif self.k and self._reads_all(self.state.total + 2) and not self._holds_all(self._next, self.state.total + 2):
             self._choose_all(self._next)
         if self.k:
             query = self.state.query[self.first :]
@@ -172,15 +171,10 @@ class Speculative(Mode):
         if self._flags:
             self.state.transfer.count_corrections(torch.cat(self._flags).sum())
 
-    def is_exact(self, tokens: int) -> bool:
-        return self._candidate_pages(tokens) <= self.k
-
-    def in_force(self) -> dict[str, Any]:
-        return super().in_force() | {"budget": self.budget, "sink": self.sink, "window": self.window}
-
     def report(self) -> ModeReport:
+        chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
         stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        return ModeReport(self.in_force(), stats | self._turning())
+        return ModeReport(self.parameters.model_dump() | chosen, stats | self._turning())
 
     def _turning(self) -> dict[str, str | float]:
         """Share of head-steps corrected since the mode was entered, and the mean of C over them."""
@@ -232,8 +226,10 @@ class Speculative(Mode):
 
     def _holds_all(self, candidates: Candidates, tokens: int) -> bool:
         """Every candidate page of the step that makes ``tokens`` is resident: they all fit, and the newest is there."""
+        if not self._reads_all(tokens):
+            return False
         newest = int(candidates.last)
-        return self.is_exact(tokens) and (newest < candidates.first or bool((self.slots.pages == newest).any(2).all()))
+        return newest < candidates.first or bool((self.slots.pages == newest).any(2).all())
 
     def _candidates(self, position: Tensor) -> Candidates:
         """The pages with a token between sinks and window at the step at ``position``."""
@@ -260,6 +256,10 @@ class Speculative(Mode):
         read = Counter(position // p for position in self.pins)
         read[self.sink // p] += self.sink % p
         return [page for page, tokens in read.items() if tokens == p]
+
+    def _reads_all(self, tokens: int) -> bool:
+        """Whether a token decoded as number ``tokens`` reads everything before it."""
+        return self._candidate_pages(tokens) <= self.k
 
     def _candidate_pages(self, tokens: int) -> int:
         """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""

@@ -34,8 +34,6 @@ tokens are loaded and turned once for every half of it and every prompt.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -48,6 +46,7 @@ from kvchat.kv.modes.base import (
     ModelTraits,
     ModeReport,
     Plan,
+    Step,
     TokenState,
     budget_of,
     refuse_small_budget,
@@ -90,7 +89,7 @@ class Streaming(Mode):
         self.window = self.capacity - self.sink
         self.limited_by_context = parameters.R == 0  # sinks that are re-aligned go on beyond it
         refuse_small_budget(self.name, self.capacity, self.sink, 1 + parameters.B)
-        self.pin_to_sinks()
+        self._pin_to_sinks()
         self.capacity += self.beyond_budget
         self._moving = MovingBase(traits.context, traits.rotations, self.capacity)
         if not self.limited_by_context:
@@ -123,11 +122,11 @@ class Streaming(Mode):
     def graph_buffers(self) -> list[Tensor]:
         return [self.kept_from, self.base, self.kept_keys, self._pins, self._before, self._bases_of_kept]
 
-    def prepare_step(self) -> bool:
-        total = self.state.total
+    def prepare_step(self) -> Step:
+        total, p = self.state.total, self.parameters
         if not self.limited_by_context and self._moving.begins_base(total):
             self._load(total - int(self.kept_from))
-        return False
+        return Step(exact=p.R == 0 or total < self.capacity + p.R)
 
     # ---- the cache
 
@@ -165,17 +164,11 @@ class Streaming(Mode):
         self._note_sink(slots, position)
         self._realign()
 
-    def is_exact(self, tokens: int) -> bool:
-        return self.parameters.R == 0 or tokens <= self.capacity + self.parameters.R
-
-    def in_force(self) -> dict[str, Any]:
+    def report(self) -> ModeReport:
         chosen = {"budget": self.capacity - self.beyond_budget, "sink": self.sink}
         chosen["window"] = self.window - self.parameters.B
-        return super().in_force() | chosen
-
-    def report(self) -> ModeReport:
         stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
-        return ModeReport(self.in_force(), stats, TokenState.UNREACHABLE)
+        return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
 
     def num_cached(self) -> int:
         """Stored tokens that were not dropped; waits for the device."""

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, everything, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything, refuse_small_budget
 from kvchat.kv.modes.sync_budget import paper_k, refuse_small_mem
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
@@ -79,7 +78,7 @@ class Sync(Mode):
         if traits.calibration is not None:
             self.split = True
             self.sink, self.window = SINK, recent
-            self.pin_to_sinks()
+            self._pin_to_sinks()
             self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
         self.needs_calibration = not self.split
 
@@ -187,12 +186,13 @@ class Sync(Mode):
 
     # ---- a step
 
-    def prepare_step(self) -> bool:
-        if self.split:
-            self.t += 1
-            self.anticipations += self.anticipates
-            self._widen_held()
-        return False
+    def prepare_step(self) -> Step:
+        if not self.split:
+            return Step()
+        self.t += 1
+        self.anticipations += self.anticipates
+        self._widen_held()
+        return Step((int(self.anticipates), self.static), self._reads_all(self.state.total + 1))
 
     def _widen_held(self) -> None:
         """Make room for what is held; fewer slots than k needs are there only while they hold every token."""
@@ -229,9 +229,6 @@ class Sync(Mode):
     def anticipates(self) -> bool:
         """The current step, counted from 1 since the mode filled its slots, chooses."""
         return self.t % self.parameters.m == 0
-
-    def graph_key(self) -> tuple[int, ...]:
-        return (int(self.anticipates), self.static) if self.split else ()
 
     # ---- choosing
 
@@ -274,17 +271,12 @@ class Sync(Mode):
 
     # ---- what others read
 
-    def is_exact(self, tokens: int) -> bool:
-        return not self.split or tokens - self.window <= self.k
-
-    def in_force(self) -> dict[str, Any]:
-        mem = {"mem": self.mem} if self.parameters.budget is None else {}
-        return super().in_force() | {"clusters": self.clusters} | mem
-
     def report(self) -> ModeReport:
+        mem = {"mem": self.mem} if self.parameters.budget is None else {}
+        in_force = self.parameters.model_dump() | {"clusters": self.clusters} | mem
         if not self.split:
             as_full = f"all {self.geometry.kv_heads}: as full ({self._why_full()})"
-            return ModeReport(self.in_force(), {"representative heads": as_full})
+            return ModeReport(in_force, {"representative heads": as_full})
         kept, chosen = self.overlap.tolist()
         stats = {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
@@ -295,12 +287,15 @@ class Sync(Mode):
             "anticipation steps": self.anticipations,
             "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
         }
-        return ModeReport(self.in_force(), stats)
+        return ModeReport(in_force, stats, badges=self._badges())
 
-    @property
-    def badges(self) -> tuple[str, ...]:
+    def _reads_all(self, tokens: int) -> bool:
+        """Whether a token decoded as number ``tokens`` reads everything before it."""
+        return tokens - self.window <= self.k
+
+    def _badges(self) -> tuple[str, ...]:
         """That less is read and no memory saved."""
-        if not self.split or self.is_exact(self.state.total) or (share := self._memory_share()) < 1:
+        if self._reads_all(self.state.total) or (share := self._memory_share()) < 1:
             return ()
         why = "a smaller budget" if self.parameters.offload else "offload=true"
         return (f"sync saves no memory: its K/V takes {share:.0%} of full's on the device; {why} would save some",)

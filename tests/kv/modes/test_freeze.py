@@ -172,7 +172,7 @@ def test_a_floor_above_all_tokens_reads_everything():
     run.prefill(100)
     run.step(50)
     assert run.active() == set(range(150))
-    assert run.kv.mode.is_exact(150)
+    assert run.kv.step.exact
 
 
 def test_a_new_turn_leaves_frozen_what_its_last_query_does_not_name():
@@ -222,7 +222,7 @@ def test_a_step_is_exact_if_and_only_if_it_reads_everything(length):
     exact = []
     for _ in range(80):
         run.step()
-        exact.append(run.kv.mode.is_exact(run.kv.total))
+        exact.append(run.kv.step.exact)
         assert exact[-1] == bool(attended(run.kv.state, 0).all())
     assert 0 < sum(exact) < 80
 

@@ -127,7 +127,7 @@ def test_covers_says_when_a_token_reads_everything():
     run.prefill(40)
     for _ in range(60):
         run.step()
-        assert run.kv.mode.is_exact(run.kv.total) == bool(attended(run.kv.state, 1).all())
+        assert run.kv.step.exact == bool(attended(run.kv.state, 1).all())
 
 
 def test_refusals_name_the_numbers():

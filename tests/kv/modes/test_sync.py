@@ -127,7 +127,7 @@ def test_with_nobody_to_follow_it_is_full_and_says_so(params):
     )
     assert "as full" in mode.report().stats["representative heads"]
     assert mode.needs_calibration == (params == {"calibrated": False})
-    assert mode.is_exact(10**6)
+    assert mode.prepare_step().exact
 
 
 def test_one_head_is_full():
@@ -190,7 +190,7 @@ def test_no_token_is_out_of_reach_between_the_ring_and_the_next_choice():
     for _ in range(80):
         run.step()
         assert bool(attended(run.kv.state, 1).all())
-        assert run.kv.mode.is_exact(run.kv.total)
+        assert run.kv.step.exact
 
 
 def test_overlap_is_counted_from_one_anticipation_to_the_next():
@@ -219,7 +219,7 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
     assert int(runs[1].kv.state.transfer.totals[0]) == 0
     assert runs[1].kv.device_bytes > 2 * runs[0].kv.device_bytes
     assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"
-    assert [run.kv.mode.badges for run in runs] == [
+    assert [run.kv.mode.report().badges for run in runs] == [
         (),
         ("sync saves no memory: its K/V takes 100% of full's on the device; offload=true would save some",),
     ]
@@ -231,9 +231,10 @@ def test_a_budget_near_what_is_stored_warns_while_less_is_read_for_more_memory(s
     run = Run(toy(("plain",) * 3, **FOUR), "sync", budget=1200, rho=0.0)
     run.prefill(stored)
     mode = run.kv.mode
-    assert bool(mode.badges) == warns
-    assert mode.badges == () or "a smaller budget would save some" in mode.badges[0]
-    assert (mode._memory_share() >= 1 and not mode.is_exact(run.kv.total)) == warns
+    badges = mode.report().badges
+    assert bool(badges) == warns
+    assert badges == () or "a smaller budget would save some" in badges[0]
+    assert (mode._memory_share() >= 1 and not mode.prepare_step().exact) == warns
 
 
 @pytest.mark.parametrize("budget", [320, 1024])

@@ -96,8 +96,8 @@ async def test_what_is_typed_while_the_model_is_loaded_waits_and_is_done_in_its_
         press(app, "f6")
         waiting = ["/mode streaming budget=256", "hello", "/set temperature 0.25", "/mode frezee", "/next"]
         await until(lambda: texts(app.chat.query(Question)) == [f"❯ {line}  (queued)" for line in waiting])
+        await until(lambda: prompt(app).border_subtitle == "5 queued, ↑ takes the last one back")
         assert not toasts(app)
-        assert prompt(app).border_subtitle == "5 queued, ↑ takes the last one back"
         await app.controller.answers.ready()
         await until(lambda: finished(app) and app.controller.state.mode == "sync")
         assert texts(app.chat.query(Question)) == ["❯ hello"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, TokenState
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
 from kvchat_recency import RecencyParameters
 
 
@@ -27,8 +27,8 @@ class Recency(Mode):
     def plan(self, capacity: int) -> Plan:
         return Plan([Layout(0, self.geometry.layers, min(self.sink, capacity), min(self.window, capacity))])
 
-    def is_exact(self, tokens: int) -> bool:
-        return tokens <= self.sink + self.window
+    def prepare_step(self) -> Step:
+        return Step(exact=self.state.total < self.sink + self.window)
 
     def report(self) -> ModeReport:
         read = min(self.state.total, self.sink + self.window)
