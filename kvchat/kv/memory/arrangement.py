@@ -59,13 +59,9 @@ class ByPage:
         """How many rows behind its K a token's V lies."""
         return self.geometry.page
 
-    def block_index(self, pages: Tensor, heads: Tensor, reserved: int) -> Tensor:
-        """Blocks of K of ``pages`` and ``heads`` (broadcast)."""
-        return (pages * self.geometry.kv_heads + heads) * 2
-
-    def value_blocks(self, reserved: int) -> int:
-        """How many blocks behind its K a page's V lies."""
-        return 1
+    def block_strides(self, reserved: int) -> tuple[int, int, int]:
+        """How many blocks lie from a page to the next, from a head to the next and from K to V."""
+        return 2 * self.geometry.kv_heads, 2, 1
 
 
 class ByHead(ByPage):
@@ -102,11 +98,9 @@ class ByHead(ByPage):
     def value_rows(self, reserved: int) -> int:
         return self.geometry.kv_heads * reserved
 
-    def block_index(self, pages: Tensor, heads: Tensor, reserved: int) -> Tensor:
-        return heads * (reserved // self.geometry.page) + pages
-
-    def value_blocks(self, reserved: int) -> int:
-        return self.geometry.kv_heads * (reserved // self.geometry.page)
+    def block_strides(self, reserved: int) -> tuple[int, int, int]:
+        pages = reserved // self.geometry.page
+        return 1, pages, self.geometry.kv_heads * pages
 
 
 class RoundedByPage(ByPage):

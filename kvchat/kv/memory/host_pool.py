@@ -158,14 +158,10 @@ class HostPool:
         """How many rows behind its K a token's V lies."""
         return self._lies.value_rows(self.reserved)
 
-    def block_index(self, pages: Tensor, heads: Tensor) -> Tensor:
-        """Blocks of K of ``pages`` and KV ``heads`` (broadcast, int64); V lies ``value_blocks`` further."""
-        return self._lies.block_index(pages, heads, self.reserved)
-
     @property
-    def value_blocks(self) -> int:
-        """How many blocks behind its K a page's V lies."""
-        return self._lies.value_blocks(self.reserved)
+    def block_strides(self) -> tuple[int, int, int]:
+        """How many ``blocks`` lie from a page to the next, from a KV head to the next and from K to V."""
+        return self._lies.block_strides(self.reserved)
 
     def rounded_at(self, positions: Tensor) -> Tensor | None:
         """Whether tokens ``positions`` lie in 8-bit pages; None where there is none."""

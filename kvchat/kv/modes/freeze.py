@@ -209,7 +209,7 @@ class Freeze(Mode):
         if self.rule.recalls:
             self._widen_bounds(position)
             named = self._named(position)
-        timers.observe(position, table, self._scores.result(), self.state.pinned, named)
+        timers.observe(position, table, self._scores.result(), self.state.pinned, named, self.state.ops.asks)
         self._note_held()
         self.slots.table.masked_fill_((self.slots.table != EMPTY) & timers.frozen[self.slots.table.long()], EMPTY)
 

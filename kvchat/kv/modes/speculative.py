@@ -186,7 +186,10 @@ class Speculative(Mode):
         return {"heads corrected": f"{corrected / steps / heads:.0%}", "mean C": round(float(self.cosine) / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        scores = self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer))
+        return self._of_others(self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer)))
+
+    def _of_others(self, scores: Tensor) -> Tensor:
+        """The scores of pages that are not read anyway."""
         if len(self._wholly_pinned):
             scores.index_fill_(-1, self._wholly_pinned, torch.finfo(scores.dtype).min)
         return scores
@@ -199,24 +202,22 @@ class Speculative(Mode):
         """Recall now, for the heads whose query turned; the pages' scores."""
         scores = self._scores(layer, query)
         again = self.parameters.tau <= 1  # something was chosen for this step already
-        self._recall(layer, self.choose(layer, scores, self._now, self._turned(layer, query)), again)
+        turned = self.state.ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
+        self._flags.append(turned)
+        self._recall(layer, self.choose(layer, scores, self._now, turned), again)
         self._open_layer(layer)
         return scores
 
-    def _turned(self, layer: int, query: Tensor) -> Tensor:
-        """The heads whose query turned, bool ``[H]``; they are counted."""
-        flagged = self.state.ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
-        self._flags.append(flagged)
-        return flagged
-
     def _choose_late(self, layer: int, query: Tensor) -> None:
         """One choice in place of two: of heads that turned by this query, of the others by the last token's."""
-        chosen_by = self.state.query[layer]
-        if self.parameters.tau > -1:
-            turned = self._turned(layer, query)[:, None, None]
-            by_head = len(turned), -1, query.shape[-1]
-            chosen_by = torch.where(turned, query.view(by_head), chosen_by.view(by_head)).view_as(query)
-        self._recall(layer, self.choose(layer, self._scores(layer, chosen_by), self._now))
+        before, bounds, tau = self.state.query[layer], self.bounds.of(layer), self.parameters.tau
+        if tau > -1:
+            scores, turned = self.state.ops.late_scores(query, before, tau, bounds, self.state.scaling(layer))
+            self._flags.append(turned)
+            scores = self._of_others(scores)
+        else:
+            scores = self._scores(layer, before)
+        self._recall(layer, self.choose(layer, scores, self._now))
         self._open_layer(layer)
 
     def _choose_all(self, candidates: Candidates) -> None:

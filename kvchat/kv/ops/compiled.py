@@ -45,7 +45,7 @@ def _has_threads() -> bool:
 HAS_THREADS = _has_threads()
 
 
-def _compiled(signature: str, fastmath: bool = False, parallel: bool = False) -> Callable[[Loop], Loop]:
+def compiled(signature: str, fastmath: bool = False, parallel: bool = False) -> Callable[[Loop], Loop]:
     """Compile a loop for ``signature``, once for all processes where there is room for it on disk."""
     options = {"nogil": True, "fastmath": fastmath, "parallel": parallel}
 
@@ -75,7 +75,7 @@ def _start_threads() -> None:
 _start_threads()
 
 
-@_compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
 def attention_scores(query: Array, keys: Array, head_stride: int, token_stride: int, scores: Array) -> None:
     """Products of ``query [H, G, d_k]`` and ``keys`` into ``scores [H, G, n]``.
 
@@ -96,7 +96,7 @@ def attention_scores(query: Array, keys: Array, head_stride: int, token_stride: 
                 scores[head, g, token] = score
 
 
-@_compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, :, ::1])", fastmath=True, parallel=HAS_THREADS)
 def attention_sums(weights: Array, values: Array, head_stride: int, token_stride: int, sums: Array) -> None:
     """The values times ``weights [H, G, n]``, added up for each ``TOKENS`` tokens into ``sums [H, part, G, d_v]``."""
     heads, parts, group, d = sums.shape
@@ -126,40 +126,68 @@ def attention_sums(weights: Array, values: Array, head_stride: int, token_stride
                     total[g, i] += weights[head, g, token] * value[i]
 
 
-@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4, f4[:, :, ::1])", fastmath=True)
-def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
-    """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H_q, d_k]``, ``bounds [H, page, 2 * d_k]``."""
-    heads, group, pages = scores.shape
-    d = query.shape[1]
-    parts = np.empty((group, 2 * d), np.float32)
+@compiled("i8(i4[:, ::1], i4[:, ::1], i8, f4[:, ::1])")
+def open_slots(table: Array, attended: Array, first: int, bias: Array) -> int:
+    """``DeviceSlots.bias`` of ``table [H, n]``, from token ``first`` on; how many are read."""
+    heads, n = table.shape
+    read = 0
     for head in range(heads):
+        for slot in range(n):
+            attended[head, slot] = table[head, slot]
+            opened = table[head, slot] >= first
+            read += opened
+            bias[head, slot] = 0 if opened else -np.inf
+    return read
+
+
+@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+def _score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
+    """One head's ``query [G, d_k]`` and ``bounds [page, 2 * d_k]`` into ``scores [G, page]``."""
+    group, d = query.shape
+    parts = np.empty((group, 2 * d), np.float32)
+    for g in range(group):
+        for i in range(d):
+            x = query[g, i] * scaling
+            parts[g, i] = max(x, np.float32(0))
+            parts[g, d + i] = max(-x, np.float32(0))
+    for page in range(len(bounds)):
         for g in range(group):
-            for i in range(d):
-                x = query[head * group + g, i] * scaling
-                parts[g, i] = max(x, np.float32(0))
-                parts[g, d + i] = max(-x, np.float32(0))
-        for page in range(pages):
-            for g in range(group):
-                score = np.float32(0)
-                for i in range(2 * d):
-                    score += parts[g, i] * bounds[head, page, i]
-                scores[head, g, page] = score
+            score = np.float32(0)
+            for i in range(2 * d):
+                score += parts[g, i] * bounds[page, i]
+            scores[g, page] = score
 
 
-@_compiled("void(f4[:, ::1], f4[:, ::1], f8, b1[::1])", fastmath=True)
-def needs_correction(query: Array, before: Array, tau: float, turned: Array) -> None:
-    """``selection.needs_correction`` into ``turned [H]``; both queries are ``[H_q, d_k]``."""
-    group = len(query) // len(turned)
-    for head in range(len(turned)):
-        cosines = np.float32(0)
-        for q in range(head * group, (head + 1) * group):
-            product, now, then = np.float32(0), np.float32(TINY), np.float32(TINY)
-            for i in range(query.shape[1]):
-                product += query[q, i] * before[q, i]
-                now += query[q, i] * query[q, i]
-                then += before[q, i] * before[q, i]
-            cosines += product / math.sqrt(now * then)
-        turned[head] = cosines / group < tau
+@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+def _mean_cosine(query: Array, before: Array) -> float:
+    """Of the rows of two queries ``[G, d_k]``."""
+    cosines = np.float32(0)
+    for q in range(len(query)):
+        product, now, then = np.float32(0), np.float32(TINY), np.float32(TINY)
+        for i in range(query.shape[1]):
+            product += query[q, i] * before[q, i]
+            now += query[q, i] * query[q, i]
+            then += before[q, i] * before[q, i]
+        cosines += product / math.sqrt(now * then)
+    return float(cosines / len(query))
+
+
+@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4, f4[:, :, ::1])")
+def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
+    """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H, G, d_k]``, ``bounds [H, page, 2 * d_k]``."""
+    for head in range(len(query)):
+        _score_pages(query[head], bounds[head], scaling, scores[head])
+
+
+@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f8, f4[:, :, ::1], f4, f4[:, :, ::1], b1[::1])")
+def late_scores(
+    query: Array, before: Array, tau: float, bounds: Array, scaling: float, scores: Array, turned: Array
+) -> None:
+    """``TorchOps.late_scores`` into ``scores [H, G, page]`` and ``turned [H]``; both queries are ``[H, G, d_k]``."""
+    for head in range(len(query)):
+        turned[head] = _mean_cosine(query[head], before[head]) < tau
+        chosen_by = query[head] if turned[head] else before[head]
+        _score_pages(chosen_by, bounds[head], scaling, scores[head])
 
 
 @numba.njit  # type: ignore[untyped-decorator]
@@ -211,7 +239,7 @@ def _place(wanted: Array, resident: Array, kept: Array, placed: Array) -> None:
             slot += 1
 
 
-@_compiled("void(f4[:, :, ::1], i8, i8, i8[:, ::1], i8[:, ::1])")
+@compiled("void(f4[:, :, ::1], i8, i8, i8[:, ::1], i8[:, ::1])")
 def choose(scores: Array, first: int, last: int, resident: Array, placed: Array) -> None:
     """``TorchOps.choose`` among the pages ``first`` to ``last`` (at least one), all heads, into ``placed [H, k]``."""
     heads, group, _ = scores.shape
@@ -226,7 +254,7 @@ def choose(scores: Array, first: int, last: int, resident: Array, placed: Array)
         _place(wanted, resident[head], kept, placed[head])
 
 
-@_compiled("void(i8[:, :, ::1], i4[:, :, ::1], i8, i8, i8)")
+@compiled("void(i8[:, :, ::1], i4[:, :, ::1], i8, i8, i8)")
 def open_pages(pages: Array, table: Array, page_size: int, first: int, last: int) -> None:
     """``DeviceSlots.open_pages`` of ``pages [layers, H, k]`` in ``table [layers, H, n]``."""
     layers, heads, k = pages.shape
@@ -239,22 +267,35 @@ def open_pages(pages: Array, table: Array, page_size: int, first: int, last: int
                     table[layer, head, slot * page_size + i] = token if first <= token <= last else EMPTY
 
 
-@_compiled("i8(u1[:, ::1], u1[:, :, :, ::1], i8[:, ::1], i8, i8[:, ::1], i8[:, ::1])")
-def move_pages(source: Array, target: Array, blocks: Array, value_blocks: int, placed: Array, resident: Array) -> int:
-    """Copy the pages ``placed [H, k]`` that are not ``resident [H, k]``; how many these are.
+@compiled("void(i8[:, ::1], i8[:, :, :, ::1], i8, i8, i8, i8[::1], i8[:, ::1], i8[:, ::1], i8, i8[::1])")
+def move_pages(
+    source: Array,
+    target: Array,
+    page_stride: int,
+    head_stride: int,
+    value_stride: int,
+    heads: Array,
+    placed: Array,
+    resident: Array,
+    tokens: int,
+    counters: Array,
+) -> None:
+    """Copy the pages ``placed [H, k]`` of KV ``heads [H]`` that are not ``resident [H, k]``, of ``tokens`` tokens each.
 
-    From the bytes ``source [block, bytes]``, K in ``blocks [H, k]`` and V ``value_blocks`` further, to ``target [2, H,
-    slot, bytes]``.
+    From ``source [block, word]``, by its strides in blocks, to ``target [2, H, slot, word]``; a word is 8 bytes. The
+    K/V pairs moved and wanted are added to ``counters [2]``.
     """
-    heads, k = placed.shape
-    size, moved = source.shape[1], 0
-    for head in range(heads):
-        for slot in range(k):
+    size = source.shape[1]
+    for head in range(len(heads)):
+        for slot in range(placed.shape[1]):
             page = placed[head, slot]
-            if page != resident[head, slot] and page != EMPTY:
-                moved += 1
-                for kind in range(2):
-                    block = blocks[head, slot] + kind * value_blocks
-                    for i in range(size):
-                        target[kind, head, slot, i] = source[block, i]
-    return moved
+            if page == EMPTY:
+                continue
+            counters[1] += tokens
+            if page == resident[head, slot]:
+                continue
+            counters[0] += tokens
+            for kind in range(2):
+                block = page * page_stride + heads[head] * head_stride + kind * value_stride
+                for i in range(size):
+                    target[kind, head, slot, i] = source[block, i]

@@ -64,22 +64,36 @@ class CpuOps(TorchOps):
         slots.active += g.kv_heads * (end - first)
         return attended, None
 
+    def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
+        table = slots.table_of(layer)
+        # A table for all layers is looked at once a step; numpy knows no bfloat16.
+        if slots.layout.shared or self.geometry.dtype != torch.float32 or not (loops := compiled_loops()):
+            return super().bias(slots, layer, window)
+        bias = torch.empty(table.shape)
+        first = 0 if window is None else max(0, self._now + 1 - window)
+        slots.active += loops.open_slots(table.numpy(), slots.attended_of(layer).numpy(), first, bias.numpy())
+        return bias.unsqueeze(1)
+
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-        if not ((loops := _loops()) and bounds.dtype == torch.float32):  # numpy knows no bfloat16
+        if not ((loops := compiled_loops()) and bounds.dtype == torch.float32):  # numpy knows no bfloat16
             return super().page_scores(query, bounds, scaling)
-        scores = torch.empty((len(bounds), len(query) // len(bounds), bounds.shape[1]))
-        loops.page_scores(query.contiguous().numpy(), bounds.numpy(), scaling, scores.numpy())
+        grouped, scores = _by_head(query, bounds)
+        loops.page_scores(grouped, bounds.numpy(), scaling, scores.numpy())
         return scores
 
-    def needs_correction(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
-        if not ((loops := _loops()) and query.dtype == torch.float32):
-            return super().needs_correction(query, before, tau)
-        turned = torch.empty(self.geometry.kv_heads, dtype=torch.bool)
-        loops.needs_correction(query.contiguous().numpy(), before.numpy(), tau, turned.numpy())
-        return turned
+    def late_scores(
+        self, query: Tensor, before: Tensor, tau: float, bounds: Tensor, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        if not ((loops := compiled_loops()) and bounds.dtype == torch.float32):
+            return super().late_scores(query, before, tau, bounds, scaling)
+        grouped, scores = _by_head(query, bounds)
+        turned = torch.empty(len(bounds), dtype=torch.bool)
+        then = _by_head(before, bounds)[0]
+        loops.late_scores(grouped, then, tau, bounds.numpy(), scaling, scores.numpy(), turned.numpy())
+        return scores, turned
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
-        if not (loops := _loops()):
+        if not (loops := compiled_loops()):
             return super().choose(scores, candidates, resident, flagged)
         first, last = candidates.first, int(candidates.last)
         if last < first or not resident.numel():
@@ -89,28 +103,24 @@ class CpuOps(TorchOps):
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-        if not (loops := _loops()):
+        if not (loops := compiled_loops()):
             super().open_pages(slots, layers, first, last)
             return
         pages, table = slots.pages[layers].numpy(), slots.table[layers].numpy()
         loops.open_pages(pages, table, self.geometry.page, first, int(last))
 
     def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
-        if not (loops := _loops()):
+        if not (loops := compiled_loops()):
             super().move_pages(slots, layer, placed, resident, counters)
             return
-        blocks = self.host.block_index(placed, slots.heads_of(layer)[:, None])
-        source, target = (rows.view(torch.uint8).numpy() for rows in (self.host.blocks(layer), slots.blocks(layer)))
+        source, target = (rows.view(torch.int64).numpy() for rows in (self.host.blocks(layer), slots.blocks(layer)))
         target = target.reshape(2, len(placed), -1, target.shape[1])
-        where = blocks.numpy(), self.host.value_blocks, placed.numpy(), resident.numpy()
-        moved = loops.move_pages(source, target, *where)
-        counted, p = counters.numpy(), self.geometry.page
-        counted[0] += moved * p
-        counted[1] += np.count_nonzero(placed.numpy() != EMPTY) * p
+        pages = slots.heads_of(layer).numpy(), placed.numpy(), resident.numpy()
+        loops.move_pages(source, target, *self.host.block_strides, *pages, self.geometry.page, counters.numpy())
 
 
 @cache
-def _loops() -> ModuleType | None:
+def compiled_loops() -> ModuleType | None:
     """The compiled loops; None where numba does not run. Asked for only where they are used: it takes 0.5 s."""
     try:
         from kvchat.kv.ops import compiled
@@ -121,10 +131,17 @@ def _loops() -> ModuleType | None:
 
 def _attention_loops(rows: Tensor) -> ModuleType | None:
     """The loops where they suit K or V ``rows [H, n, d]``; numpy knows no bfloat16."""
-    if rows.shape[1] < MANY or rows.dtype != torch.float32 or not (loops := _loops()):
+    if rows.shape[1] < MANY or rows.dtype != torch.float32 or not (loops := compiled_loops()):
         return None
     loops.use_threads(torch.get_num_threads())
     return loops
+
+
+def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tensor]:
+    """``query [H_q, d_k]`` as ``[H, G, d_k]``, and room for its scores of the pages in ``bounds``: ``[H, G, page]``."""
+    heads, pages, _ = bounds.shape
+    grouped = query.contiguous().view(heads, -1, query.shape[-1])
+    return grouped.numpy(), torch.empty((heads, grouped.shape[1], pages))
 
 
 def _memory(rows: Tensor) -> np.ndarray[Any, Any]:

@@ -81,7 +81,7 @@ class TorchOps:
         Returns:
             ``[H, G, d_v]`` and the weights, None where they are not wanted. Slots that spill have none.
         """
-        bias = slots.bias(layer, self.position, spec.window)
+        bias = self.bias(slots, layer, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if slots.layout.spills:
             return self._attend_spilled(
@@ -90,6 +90,10 @@ class TorchOps:
         keys, values = slots.keys(layer), slots.values(layer)
         attended, weights = attend(grouped, keys, values, bias, spec, sinks, self.products)
         return attended, Weights(weights) if needs_weights else None
+
+    def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
+        """``DeviceSlots.bias`` for the step's token."""
+        return slots.bias(layer, self.position, window)
 
     def _of_slots(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
@@ -137,6 +141,19 @@ class TorchOps:
         """``selection.needs_correction``: queries ``[H_q, d_k]`` -> bool ``[H]``."""
         return needs_correction(query, before, self.geometry.kv_heads, tau)
 
+    def late_scores(
+        self, query: Tensor, before: Tensor, tau: float, bounds: Tensor, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Page scores by the query of the heads that turned, by the one ``before`` of all others.
+
+        Returns:
+            ``[H, G, page]``, and which heads turned, bool ``[H]``.
+        """
+        turned = self.needs_correction(query, before, tau)
+        by_head = len(turned), -1, query.shape[-1]
+        chosen_by = torch.where(turned[:, None, None], query.view(by_head), before.view(by_head))
+        return self.page_scores(chosen_by.view_as(query), bounds, scaling), turned
+
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         """The pages that each slot is to hold next.
 
@@ -166,8 +183,9 @@ class TorchOps:
         g = self.geometry
         changed = (placed != resident) & (placed >= 0)
         count(counters, changed, placed, g.page)
-        source = self.host.block_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
-        v_source, v_target = self.host.value_blocks, placed.shape[0] * slots.n // g.page
+        page, head, v_source = self.host.block_strides
+        source = placed.clamp(min=0) * page + slots.heads_of(layer)[:, None] * head
+        v_target = placed.shape[0] * slots.n // g.page
         self._move(self.host.blocks(layer), slots.blocks(layer), source, v_source, slots.page_blocks, v_target, changed)
 
     def move_tokens(

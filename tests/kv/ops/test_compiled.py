@@ -13,14 +13,14 @@ from kvchat.kv.ops import compiled, cpu_ops
 
 
 def test_they_are_what_a_cpu_uses():
-    assert cpu_ops._loops() is compiled
+    assert cpu_ops.compiled_loops() is compiled
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/no-folder", "/proc/no-folder"])
 def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", folder)
 
-    @compiled._compiled("void(f4[::1])")
+    @compiled.compiled("void(f4[::1])")
     def double(x):
         for i in range(len(x)):
             x[i] *= 2
@@ -38,10 +38,11 @@ def test_pages_of_equal_weight_are_taken_in_order_and_what_stays_keeps_its_slot(
 
 
 def test_a_page_moves_only_where_another_one_lies():
-    source = np.arange(12, dtype=np.uint8).reshape(6, 2)  # K of three pages, then V
-    target = np.full((2, 1, 3, 2), 99, np.uint8)
-    placed, resident = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]])
-    assert compiled.move_pages(source, target, placed, 3, placed, resident) == 1
+    source = np.arange(12).reshape(6, 2)  # K of three pages, then V
+    target = np.full((2, 1, 3, 2), 99)
+    placed, resident, counters = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]]), np.zeros(2, np.int64)
+    compiled.move_pages(source, target, 1, 3, 3, np.array([0]), placed, resident, 32, counters)
+    assert counters.tolist() == [32, 64]
     assert target[:, 0].tolist() == [[[99, 99], [0, 1], [99, 99]], [[99, 99], [6, 7], [99, 99]]]
 
 

@@ -11,6 +11,7 @@ import torch
 from support.random_kv import SHAPES, geometry_of
 
 from kvchat.kv.attention import TORCH
+from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import cpu_ops, verify
 from kvchat.kv.ops.cpu_ops import CpuOps
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monkeypatch):
     monkeypatch.setattr(cpu_ops, "MANY", 1)
     if loops != "compiled":
-        monkeypatch.setattr(cpu_ops, "_loops", lambda: None)
+        monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
     expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
     assert {name for name in expected if not verify.error(measured[name], expected[name]) <= 1e-6} == set()
 
@@ -50,6 +51,34 @@ def test_choices_are_the_references_however_few_candidates_there_are(first, last
             resident = placed
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tau", [-0.2, 0.0, 0.9])
+def test_pages_are_scored_late_as_the_reference_does(shape, tau):
+    g = geometry_of(shape, torch.float32)
+    reference, ops = (kind(g, HostPool(g, CPU), CPU) for kind in (TorchOps, CpuOps))
+    draw = torch.Generator().manual_seed(1)
+    query, before = torch.randn((2, g.q_heads, g.d_k), generator=draw)
+    bounds = torch.randn((g.kv_heads, 9, 2 * g.d_k), generator=draw)
+    expected, measured = (each.late_scores(query, before, tau, bounds, 0.3) for each in (reference, ops))
+    torch.testing.assert_close(measured[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(measured[1], expected[1])
+
+
+@pytest.mark.parametrize("window", [None, 5, 1000])
+def test_a_heads_own_table_opens_what_the_reference_opens(window):
+    g = geometry_of("many", torch.float32)
+    reference, ops = (kind(g, HostPool(g, CPU), CPU) for kind in (TorchOps, CpuOps))
+    tables = [DeviceSlots(Layout(0, 2, sink=4, window=60, shared=False), g, CPU) for _ in range(2)]
+    table = torch.randint(-1, 40, tables[0].table.shape, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    for slots, each in zip(tables, (reference, ops), strict=True):
+        slots.table.copy_(table)
+        each.begin_step(torch.tensor(39))
+    biases = [each.bias(slots, 1, window) for slots, each in zip(tables, (reference, ops), strict=True)]
+    assert torch.equal(*biases)
+    assert torch.equal(tables[1].attended_of(1), table[1])
+    assert int(tables[0].active) == int(tables[1].active) == int((biases[0] == 0).sum())
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("n", [2048, 2049, 2561, 3071])
 @pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 1), (4, 2, 64), (2, 7, 20), (3, 1, 80)])
@@ -70,7 +99,7 @@ def test_the_products_of_attention_over_many_tokens_are_torchs(heads, group, d, 
 
 
 def test_few_tokens_never_ask_for_numba(monkeypatch):
-    monkeypatch.setattr(cpu_ops, "_loops", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: pytest.fail("asked"))
     rows = torch.ones((2, cpu_ops.MANY - 1, 8))
     assert CpuOps.products.scores(rows[:, :3], rows).shape == (2, 3, cpu_ops.MANY - 1)
 
