@@ -29,7 +29,7 @@ from kvchat.bench.rounds import Rounds
 from kvchat.bench.rows import NATURAL, line
 from kvchat.bench.timing import Variant, current, warm_up
 from kvchat.bench.variant import parsed
-from kvchat.config.modes import ModeParameters
+from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
@@ -49,8 +49,10 @@ class Settings:
 
     ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
     ``shape`` names a model shape with random weights instead of the chosen model; ``prefill`` reads a prompt there
-    instead of drawing K/V. ``change_rates`` are "natural" or shares of 1; ``baselines`` None takes those that suit the
-    device. ``load`` is the number of busy processes beside which everything is measured a second time.
+    instead of drawing K/V. ``change_rates`` are "natural" or shares of 1. For each of ``corrections``, shares of 1,
+    every speculative mode is measured once more, with that share of heads corrected.
+    ``baselines`` None takes those that suit the device. ``load`` is the number of busy processes beside which
+    everything is measured a second time.
     """
 
     shape: str = ""
@@ -58,6 +60,7 @@ class Settings:
     modes: tuple[str, ...] = ("full", "full:resident=512", "streaming", "speculative", "freeze", "sync")
     budget: int = 512
     change_rates: tuple[str, ...] = (NATURAL,)
+    corrections: tuple[float, ...] = ()
     steps: int = 64
     rounds: int = 5
     baselines: tuple[str, ...] | None = None
@@ -72,6 +75,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
         KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
     _wanted(settings)  # refuses before the model is loaded
+    _check_corrections(settings)
     baselines.check(settings.baselines or ())
     frame = frame or Frame()
     model = _model(settings, choice, frame.report)
@@ -93,6 +97,7 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
         ids = _store(runner, context, settings)
         heads = _calibration(settings, model, ids)
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
+        mode_runs += [ModeRun(runner, text, chosen, None, heads, share) for text, chosen, share in _corrected(settings)]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
         rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
@@ -172,6 +177,30 @@ def _rate(text: str) -> float | None:
     if not 0 <= rate <= 1:
         raise UsageError(f'The change rate "{text}" is refused.', hint="It must be natural or a share between 0 and 1.")
     return rate
+
+
+def _corrected(settings: Settings) -> list[tuple[str, ModeParameters, float]]:
+    """Each speculative variant with each share of corrections."""
+    parameters = [(text, parsed(text, settings.budget)) for text in settings.modes]
+    return [
+        (text, chosen, share)
+        for text, chosen in parameters
+        for share in settings.corrections
+        if isinstance(chosen, SpeculativeParameters)
+    ]
+
+
+def _check_corrections(settings: Settings) -> None:
+    """Refuse shares that are none, and those of no speculative mode.
+
+    Raises:
+        UsageError
+    """
+    for share in settings.corrections:
+        if not 0 <= share <= 1:
+            raise UsageError(f"A share of corrections of {share:g} is refused.", hint="Give a number between 0 and 1.")
+    if settings.corrections and not any(text.partition(":")[0] == "speculative" for text in settings.modes):
+        raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
 
 
 def _default_baselines(settings: Settings, model: LoadedModel) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvchat.bench.fixed_change_rate import FixedChangeRate
+from kvchat.bench.fixed_corrections import FixedCorrections
 from kvchat.bench.timing import Timing, time_steps
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
@@ -23,7 +24,10 @@ def spills(chosen: ModeParameters) -> bool:
 
 
 class ModeRun:
-    """A mode of kvchat with the parameters ``chosen``; ``change_rate`` None leaves the selection to the mode."""
+    """A mode of kvchat with the parameters ``chosen``.
+
+    ``change_rate`` None leaves the selection to the mode, ``corrections`` None who is corrected.
+    """
 
     def __init__(
         self,
@@ -32,9 +36,11 @@ class ModeRun:
         chosen: ModeParameters,
         change_rate: float | None,
         calibration: Calibration | None,
+        corrections: float | None = None,
     ) -> None:
         self.name = name
         self.change_rate = change_rate
+        self.corrections = corrections
         self._figures: dict[str, Any] = {}
         self._runner = runner
         self.chosen = chosen
@@ -69,6 +75,7 @@ class ModeRun:
             "moved_bytes": (state.transfer.recalled_bytes() - bytes_before) / len(tokens),
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
+            "corrected": self._corrected_share(corrected / len(tokens)),
             "not_captured": self._runner.graphs.refusal,
         }
         return timing
@@ -78,12 +85,21 @@ class ModeRun:
         """Bytes on the device, bytes moved per token, share of selected K/V that was new, corrections per token."""
         return self._figures
 
+    def _corrected_share(self, per_token: float) -> float | None:
+        """Of the KV heads of layers that retrieve; None in other modes."""
+        if not isinstance(self.chosen, SpeculativeParameters):
+            return None
+        g = self._runner.kv.state.geometry
+        return per_token / ((g.layers - self.chosen.first_full) * g.kv_heads)
+
     def close(self) -> None:
         """Do nothing: all memory belongs to the KV manager."""
 
     def _mode(self) -> Mode:
         geometry = geometry_of(self._runner.model)
-        if self.change_rate is None:
+        if self.change_rate is None and self.corrections is None:
             return build(self.chosen, geometry, self._traits)
         assert isinstance(self.chosen, SpeculativeParameters)
+        if self.change_rate is None:
+            return FixedCorrections(self.corrections or 0.0, self.chosen, geometry, self._traits)
         return FixedChangeRate(self.change_rate, self.chosen, geometry, self._traits)

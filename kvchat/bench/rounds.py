@@ -85,6 +85,8 @@ class Rounds:
         row: Row = {"variant": variant.name}
         if isinstance(variant, ModeRun):
             row["change_rate"] = NATURAL if variant.change_rate is None else variant.change_rate
+            if variant.corrections is not None:
+                row["corrections_set"] = variant.corrections
         if variant in self.failed:
             return row | {"failed": self.failed[variant]}
         ms = statistics.median(timing.ms for timing in self.times[variant])

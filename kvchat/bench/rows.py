@@ -27,6 +27,8 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def named(row: Mapping[str, Any]) -> str:
-    """Return the variant's notation with its change rate."""
-    rate = row.get("change_rate", NATURAL)
-    return row["variant"] if rate == NATURAL else f"{row['variant']}, {100 * rate:g} % new"
+    """Return the variant's notation with its change rate and its share of corrections, where they were set."""
+    rate, share = row.get("change_rate", NATURAL), row.get("corrections_set")
+    variant: str = row["variant"]
+    new = "" if rate == NATURAL else f", {100 * rate:g} % new"
+    return variant + new + ("" if share is None else f", {100 * share:g} % corrected")

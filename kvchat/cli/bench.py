@@ -1,7 +1,7 @@
 """``kvchat bench WHAT``: measurements. Progress goes to stderr, results to stdout.
 
-Every measurement keeps its finished rows in a file, that of ``--out`` or one of its own until it is complete, and goes
-on from there. Imports no torch: every command imports what it runs.
+Each keeps its finished rows in a file, that of ``--out`` or one of its own until it is complete, and goes on from
+there. Imports no torch: every command imports what it runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvchat.cli.bench_options import (
     Cases,
     ChangeRates,
     Contexts,
+    Corrections,
     Device,
     Dtype,
     HostPages,
@@ -28,6 +29,7 @@ from kvchat.cli.bench_options import (
     Model,
     OtherLoad,
     Out,
+    Parts,
     Plot,
     Quantize,
     ReadsPrompt,
@@ -36,8 +38,10 @@ from kvchat.cli.bench_options import (
     Seed,
     Shape,
     Steps,
+    StudySizes,
     Texts,
     Variants,
+    Varied,
     baseline_names,
     file_names,
     standard_variants,
@@ -210,6 +214,7 @@ def decode_command(
     context: Contexts = None,
     budget: Budget = 512,
     change_rate: ChangeRates = None,
+    corrections: Corrections = None,
     steps: Steps = 64,
     rounds: Rounds = 5,
     baselines: Baselines = None,
@@ -229,13 +234,13 @@ def decode_command(
     from kvchat.bench import decode
     from kvchat.config import profiles
 
-    standard = decode.Settings()
     settings = decode.Settings(
         shape=shape,
-        contexts=tuple(context or standard.contexts),
-        modes=tuple(mode or standard.modes),
+        contexts=tuple(context or decode.Settings.contexts),
+        modes=tuple(mode or decode.Settings.modes),
         budget=budget,
-        change_rates=tuple(change_rate or standard.change_rates),
+        change_rates=tuple(change_rate or decode.Settings.change_rates),
+        corrections=tuple(corrections or ()),
         steps=steps,
         rounds=rounds,
         baselines=baseline_names(baselines),
@@ -293,10 +298,7 @@ def long_run_command(
 @app.command("sweep")
 def sweep_command(
     mode: Annotated[str, typer.Argument(metavar="MODE", help="the KV mode")],
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE,VALUE", help="values of a parameter, 1/4 a share of the budget; repeatable"),
-    ] = None,
+    vary: Varied = None,
     budget: Budgets = None,
     context: Annotated[int, typer.Option(min=64, help="tokens before the decoded ones")] = 1500,
     tokens: Annotated[int, typer.Option(min=1, help="decoded tokens of a passage")] = 100,
@@ -321,10 +323,8 @@ def sweep_command(
 @app.command("paper")
 def paper_command(
     paper: Annotated[str, typer.Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")],
-    part: Annotated[list[str] | None, typer.Option(help="only this table or figure, as table-1; repeatable")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
-    ] = None,
+    part: Parts = None,
+    set_: StudySizes = None,
     text: Texts = None,
     model: Model = "bundled",
     device: Device = "auto",

@@ -37,11 +37,29 @@ Out = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
 
+# Of bench sweep alone.
+Varied = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE,VALUE", help="values of a parameter, 1/4 a share of the budget; repeatable"),
+]
+
+# Of bench paper alone.
+Parts = Annotated[list[str] | None, typer.Option(help="only this table or figure, as table-1; repeatable")]
+StudySizes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
+]
+
 # Of bench decode alone.
 Contexts = Annotated[list[int] | None, typer.Option(min=1, help="tokens before the measured ones; repeatable")]
 ChangeRates = Annotated[
     list[str] | None,
     typer.Option(help="share of speculative's pages that is new at each step, or natural; repeatable"),
+]
+Corrections = Annotated[
+    list[float] | None,
+    typer.Option(
+        min=0, max=1, help="share of heads that speculative corrects at each step, as one row more; repeatable"
+    ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="tokens of a round that count")]
 Rounds = Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")]

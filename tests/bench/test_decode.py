@@ -14,7 +14,7 @@ from kvchat.bench import decode, roofline
 from kvchat.bench.frame import Frame
 from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.rows import line
+from kvchat.bench.rows import line, named
 from kvchat.bench.timing import Timing, warm_up
 from kvchat.bench.variant import parsed
 from kvchat.cli.main import app
@@ -158,6 +158,8 @@ def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
         ({"modes": ("freeze:tau",)}, "is not MODE:KEY=VALUE"),
         ({"change_rates": ("2",)}, 'change rate "2" is refused'),
         ({"change_rates": ("half",)}, 'change rate "half" is refused'),
+        ({"corrections": (1.5,)}, "share of corrections of 1.5 is refused"),
+        ({"modes": ("full",), "corrections": (0.5,)}, "Only speculative mode corrects"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, message):
@@ -169,6 +171,20 @@ def test_a_real_model_is_measured_on_prose_up_to_its_context():
     rows = decode.run(settings(shape="", modes=("full",), contexts=(96,), rounds=1, baselines=("generate",)))["rows"]
     assert [row["variant"] for row in rows] == ["generate", "full"]
     assert rows[1]["times_as_fast"]["generate"] > 0
+
+
+def test_a_share_of_corrections_is_what_is_corrected():
+    wanted = settings(
+        modes=("full", "speculative"), contexts=(900,), steps=60, rounds=1, baselines=(), corrections=(0, 0.25, 1)
+    )
+    rows = decode.run(wanted)["rows"]
+    assert [row["variant"] for row in rows] == ["full"] + ["speculative"] * 4
+    assert [row.get("corrections_set") for row in rows] == [None, None, 0, 0.25, 1]
+    assert rows[2]["corrected"] == 0
+    assert 0.2 < rows[3]["corrected"] < 0.3
+    assert rows[4]["corrected"] == 1
+    assert rows[0]["corrected"] is None
+    assert "25 % corrected" in named(rows[3])
 
 
 def test_random_weights_may_read_a_prompt_too():

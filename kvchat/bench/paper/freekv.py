@@ -27,6 +27,7 @@ SOURCES: dict[str, tuple[float, Source, str]] = {
     "the layer's own, same step": (2.0, "own", "not speculative: recall is waited for"),
 }
 SHOWN = 4  # heads whose C is drawn over time
+CELLS = 40  # lines and columns of an attention map
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,43 @@ def _figure_3a(lab: Lab) -> list[Row]:
     }
     published = {"lowest head": "above 0.84", "heads above 0.9": "most", "heads above 0.84": 1.0}
     return [row("mean C of each head", measured, published, matrix=rounded(by_head))]
+
+
+def _figure_3b(lab: Lab) -> list[Row]:
+    """The middle layer's weights, mean of its heads, by tokens generated (down) and tokens read (across)."""
+    settings, layer = lab.settings, lab.model.layers // 2
+    logits = lab.walk.begin(lab.passage(settings.context), FullParameters(), settings.tokens)
+    total = settings.context + settings.tokens
+    lines = []
+    for _ in lab.generate(logits, settings.tokens, Sampling(temperature=0.7, seed=0)):
+        weights = lab.walk.weights(layer).float().mean((0, 1)).cpu()
+        lines.append(torch.nn.functional.pad(weights, (0, total - len(weights))))
+    weights = torch.stack(lines)
+    held = _others(weights.sum(0)).sort(descending=True).values.cumsum(0)
+    measured = {
+        "on the first 4 tokens": float(weights[:, :4].sum(1).mean()),
+        "on the last 64": _on_recent(weights, settings.context, 64),
+        "tokens that hold half of the rest": int((held < 0.5).sum()) + 1,
+    }
+    pooled = _pooled(_pooled(weights.sqrt(), 0), 1)
+    return [row("attention map", measured, {}, matrix=rounded(pooled / pooled.max()))]
+
+
+def _on_recent(weights: Tensor, context: int, recent: int) -> float:
+    """The share of each step's weights ``[steps, tokens]`` on its last tokens, itself included; mean."""
+    shares = [line[: context + i + 1][-recent:].sum() for i, line in enumerate(weights)]
+    return float(torch.stack(shares).mean())
+
+
+def _others(seen: Tensor) -> Tensor:
+    """Weights ``[tokens]`` without the first four's, as shares."""
+    return seen[4:] / seen[4:].sum()
+
+
+def _pooled(cells: Tensor, dim: int) -> Tensor:
+    """The largest of each of ``CELLS`` runs along a dimension, or every one of fewer."""
+    runs = cells.tensor_split(min(CELLS, cells.shape[dim]), dim)
+    return torch.stack([run.amax(dim) for run in runs], dim)
 
 
 def _figure_3c(lab: Lab) -> list[Row]:
@@ -129,6 +167,13 @@ PARTS = {
         "13,000 tokens of Llama-3.1-8B and DeepSeek-R1-Qwen-14B there. The bundled model's queries turn much more, so "
         "that a published tau corrects nearly every head of it.",
         _figure_3a,
+        drawn=True,
+    ),
+    "figure-3b": Part(
+        "Figure 3b: attention map of a generation",
+        "One layer, the middle one, mean of its heads; a cell is the highest root of a weight among its tokens. The "
+        "paper shows a plot of a 14B model that reasons, and no numbers.",
+        _figure_3b,
         drawn=True,
     ),
     "figure-3c": Part(

@@ -198,11 +198,21 @@ class Speculative(Mode):
         """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
         return self.state.ops.choose(scores, candidates, self.slots.pages_of(layer), flagged)
 
+    def turned(self, layer: int, query: Tensor) -> Tensor:
+        """The heads whose query turned, bool ``[H]``."""
+        return self.state.ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
+
+    def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores ``[H, G, page]`` by the query of heads that turned, and the last token's of others; which turned."""
+        before, tau, scaling = self.state.query[layer], self.parameters.tau, self.state.scaling(layer)
+        scores, turned = self.state.ops.late_scores(query, before, tau, self.bounds.of(layer), scaling)
+        return self._of_others(scores), turned
+
     def _correct(self, layer: int, query: Tensor) -> Tensor:
         """Recall now, for the heads whose query turned; the pages' scores."""
         scores = self._scores(layer, query)
         again = self.parameters.tau <= 1  # something was chosen for this step already
-        turned = self.state.ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
+        turned = self.turned(layer, query)
         self._flags.append(turned)
         self._recall(layer, self.choose(layer, scores, self._now, turned), again)
         self._open_layer(layer)
@@ -210,13 +220,11 @@ class Speculative(Mode):
 
     def _choose_late(self, layer: int, query: Tensor) -> None:
         """One choice in place of two: of heads that turned by this query, of the others by the last token's."""
-        before, bounds, tau = self.state.query[layer], self.bounds.of(layer), self.parameters.tau
-        if tau > -1:
-            scores, turned = self.state.ops.late_scores(query, before, tau, bounds, self.state.scaling(layer))
+        if self.parameters.tau > -1:
+            scores, turned = self.late_scores(layer, query)
             self._flags.append(turned)
-            scores = self._of_others(scores)
         else:
-            scores = self._scores(layer, before)
+            scores = self._scores(layer, self.state.query[layer])
         self._recall(layer, self.choose(layer, scores, self._now))
         self._open_layer(layer)
 

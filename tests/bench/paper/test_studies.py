@@ -81,6 +81,15 @@ def test_more_heads_are_corrected_the_higher_tau_is(results):
     assert (len(similar), len(similar[0])) == (8, 8)
 
 
+def test_nothing_attends_to_what_comes_later(results):
+    (drawn,) = (row for row in results["freekv"]["summary"] if row["part"] == "figure-3b")
+    first, last = drawn["matrix"][0], drawn["matrix"][-1]
+    assert max(first) > 0 == first[-1]
+    assert last[-1] > 0
+    assert max(max(line) for line in drawn["matrix"]) == 1
+    assert 0 < drawn["measured"]["on the last 64"] <= 1
+
+
 def test_overlaps_are_shares_and_a_step_overlaps_itself_wholly(results):
     (locality,) = (row for row in results["synckv"]["summary"] if row["part"] == "figure-2b")
     assert [line[step] for step, line in enumerate(locality["matrix"])] == [1] * 8
