@@ -97,7 +97,7 @@ class MergedLinear:
         self.weight = merge_weights(linears)
         self.bias = merge(biases) if biases else None
         self.norm: Norm | None = None
-        self._sizes = [linear.out_features for linear in linears]
+        self.sizes = [linear.out_features for linear in linears]
         self._operations = operations
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
@@ -107,7 +107,7 @@ class MergedLinear:
         if x is not self._input or self._parts[index] is None:
             norm, self.norm = self.norm, None
             product = self._operations.project(x, self.weight, self.bias, norm)
-            self._input, self._parts = x, list(torch.split(product, self._sizes, -1))
+            self._input, self._parts = x, list(torch.split(product, self.sizes, -1))
         part, self._parts[index] = self._parts[index], None
         if not any(other is not None for other in self._parts):
             self._input = None

@@ -7,7 +7,8 @@ of single instances is replaced, so parameters, hooks and other models of the pr
   merged projections  q, k and v as one product; their weights become views of one tensor, so no memory is added
   rope                queries and keys rotated by one kernel
   fused layers        RMSNorm -> attention -> RMSNorm -> gated MLP, each with its residual: a norm is computed in the
-                      projections after it, a residual in the one before it, SiLU(gate) * up in those two
+                      projections after it, a residual in the one before it, SiLU(gate) * up in those two; attention
+                      that only projects and rotates is one function (``fused_attention``)
 
 Before anything is answered the fused model is compared with the plain one, and restored if they differ.
 """
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.fusion import one_row
+from kvchat.engine.model.fusion.fused_attention import fused_attention
 from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations, Output, merge_weights
 from kvchat.engine.model.fusion.recognize import (
     ROTATION,
@@ -149,10 +151,14 @@ def _fuse_layer(
     output = Output(attention.o_proj, operations)
     gate_up = merge_weights([mlp.gate_proj, mlp.up_proj])
     down = mlp.down_proj
+    fused = fused_attention(attention, merged, operations)
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        merged.norm, output.residual = first, hidden_states
-        attended, _ = attention(hidden_states=hidden_states, **kwargs)
+        if fused and fused.suits(hidden_states, kwargs):
+            attended = fused(hidden_states, kwargs["position_embeddings"], first, hidden_states)
+        else:
+            merged.norm, output.residual = first, hidden_states
+            attended, _ = attention(hidden_states=hidden_states, **kwargs)
         active = operations.gated(attended, gate_up, second)
         return operations.project(active, weight_of(down), down.bias, None, attended)
 
