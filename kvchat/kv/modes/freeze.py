@@ -55,7 +55,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_scores import Scores
-from kvchat.kv.modes.freeze_timers import RULES, Timers, state_bytes
+from kvchat.kv.modes.freeze_timers import RULES, Timers, compiled_loops, state_bytes
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.state import KVState
@@ -248,6 +248,12 @@ class Freeze(Mode):
     def _named(self, position: Tensor) -> Tensor:
         """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
+        if bounds.dtype == torch.float32 and (loops := compiled_loops(self.state.ops.asks)):
+            named = torch.zeros_like(self._timers.frozen)
+            query = self.state.query.view(g.layers, g.kv_heads, g.group, g.d_k)
+            states = (tensor.numpy() for tensor in (query, bounds, self.state.scales, self.state.sight))
+            loops.name(*states, int(position), g.page, MAJORITY, named.numpy())
+            return named
         pages = torch.arange(bounds.shape[2], device=bounds.device)
         masked = (pages * g.page > position) | ((pages + 1) * g.page <= position + 1 - self.state.sight.view(-1, 1))
         scores = self.state.ops.page_scores(self.state.query.flatten(0, 1), bounds.flatten(0, 1), 1.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvchat.config.modes import FreezeParameters
 from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.cpu_ops import compiled_loops
+from kvchat.kv.ops import cpu_ops
 
 SINK = 4
 # What a score of 0 counts for a token that waits under a budget, so that it is not forgotten.
@@ -61,12 +61,13 @@ def state_bytes(capacity: int) -> int:
     return 25 * (capacity + 1)
 
 
-def _loops(asks: bool) -> ModuleType | None:
-    """The compiled loops, for who may look at what tensors hold."""
-    if not (asks and compiled_loops()):
+def compiled_loops(asks: bool) -> ModuleType | None:
+    """The loops of this mode, for who ``asks`` what tensors hold; None where numba does not run."""
+    if not (asks and (loops := cpu_ops.compiled_loops())):
         return None
-    from kvchat.kv.ops import compiled_freeze  # imports numba
+    from kvchat.kv.ops import compiled_freeze
 
+    loops.use_threads(torch.get_num_threads())
     return compiled_freeze
 
 
@@ -141,7 +142,7 @@ class Timers:
         leaves = self._above_floor(away > 0, score, (table != EMPTY).sum(), asks)
         waiting = self._settle(position, table, score, counts, torch.where(leaves, away, 0), asks)
         if named is not None:
-            self.name(named if asks and not sought.any() else named | self._following(table, sought, position))
+            self.name(self._followed(table, sought, position, named, asks))
         if self.budget is not None:
             self.limit(position + 1, pinned, waiting)
 
@@ -150,7 +151,7 @@ class Timers:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is sought."""
         p, rule, end = self.parameters, self.rule, position + 1 - self.parameters.K
-        if loops := _loops(asks):
+        if loops := compiled_loops(asks):
             counts, away, sought = torch.empty_like(table), torch.empty_like(table), torch.empty(len(table)).bool()
             masks = NONE if self._pin_mask is None else self._pin_mask, pinned if rule.protects else NONE
             limits = rule.sink, int(end), p.tau, SOUGHT * p.tau, p.k
@@ -172,7 +173,7 @@ class Timers:
     ) -> Tensor:
         """Keep what was found of the tokens in ``table [n]``; whose timer has run out, ``[capacity + 1]``."""
         self.hold.sub_(1).clamp_(min=0)
-        if loops := _loops(asks):
+        if loops := compiled_loops(asks):
             waiting = torch.empty_like(self.frozen)
             states = self.detections, self.timer, self.since, self.score, self.frozen, waiting
             loops.settle(int(position), *_shared((table, score, counts, away, *states)))
@@ -196,11 +197,14 @@ class Timers:
         self.detections.masked_fill_(tokens, 0)
         self.score.masked_fill_(tokens, NAMED_SCORE)
 
-    def _following(self, table: Tensor, sought: Tensor, position: Tensor) -> Tensor:
-        """The ``FOLLOWING`` tokens from each ``sought [n]`` one on, of those up to ``position``: ``[capacity + 1]``."""
+    def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor, asks: bool) -> Tensor:
+        """``named``, and the ``FOLLOWING`` tokens from each ``sought [n]`` one on, of those up to ``position``."""
+        if loops := compiled_loops(asks):
+            loops.follow(*_shared((table, sought)), int(position), FOLLOWING, named.numpy())
+            return named
         before = torch.zeros_like(self.index).index_put_((self._index(table),), sought.long()).cumsum(0)
         near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
-        return near & (self.index <= position)
+        return named | (near & (self.index <= position))
 
     def limit(self, total: Tensor, pinned: Tensor, waiting: Tensor) -> None:
         """Freeze the least relevant tokens until the next one reads ``budget``, itself included.

@@ -141,7 +141,7 @@ def open_slots(table: Array, attended: Array, first: int, bias: Array) -> int:
 
 
 @numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
-def _score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
+def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
     """One head's ``query [G, d_k]`` and ``bounds [page, 2 * d_k]`` into ``scores [G, page]``."""
     group, d = query.shape
     parts = np.empty((group, 2 * d), np.float32)
@@ -176,7 +176,7 @@ def _mean_cosine(query: Array, before: Array) -> float:
 def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
     """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H, G, d_k]``, ``bounds [H, page, 2 * d_k]``."""
     for head in range(len(query)):
-        _score_pages(query[head], bounds[head], scaling, scores[head])
+        score_pages(query[head], bounds[head], scaling, scores[head])
 
 
 @compiled("void(f4[:, :, ::1], f4[:, :, ::1], f8, f4[:, :, ::1], f4, f4[:, :, ::1], b1[::1])")
@@ -187,11 +187,11 @@ def late_scores(
     for head in range(len(query)):
         turned[head] = _mean_cosine(query[head], before[head]) < tau
         chosen_by = query[head] if turned[head] else before[head]
-        _score_pages(chosen_by, bounds[head], scaling, scores[head])
+        score_pages(chosen_by, bounds[head], scaling, scores[head])
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _add_softmax(scores: Array, weights: Array, powers: Array) -> None:
+def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
     """Add the softmax over ``scores`` to ``weights``; ``powers``, as long, is overwritten."""
     highest, total = scores[0], np.float32(0)
     for score in scores:
@@ -249,7 +249,7 @@ def choose(scores: Array, first: int, last: int, resident: Array, placed: Array)
     for head in range(heads):
         weights[:] = 0
         for g in range(group):
-            _add_softmax(scores[head, g, first : last + 1], weights, powers)
+            add_softmax(scores[head, g, first : last + 1], weights, powers)
         _find_best(weights, first, wanted, best)
         _place(wanted, resident[head], kept, placed[head])
 

@@ -1,13 +1,14 @@
-"""The loops behind ``freeze_timers`` on a CPU, compiled by numba: two passes over the tokens for forty operations."""
+"""The loops behind freeze mode on a CPU, compiled by numba: one pass in place of many operations."""
 
 from __future__ import annotations
 
 import math
 
 import numba
+import numpy as np
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.compiled import Array, compiled
+from kvchat.kv.ops.compiled import HAS_THREADS, Array, add_softmax, compiled, score_pages
 
 
 @numba.njit  # type: ignore[untyped-decorator]
@@ -84,3 +85,38 @@ def settle(
         waiting[token] = frozen[token] and timer[token] <= 0
         if waiting[token]:
             frozen[token] = False
+
+
+@compiled("void(f4[:, :, :, ::1], f4[:, :, :, ::1], f4[::1], i8[::1], i8, i8, f4, b1[::1])", parallel=HAS_THREADS)
+def name(
+    query: Array, bounds: Array, scales: Array, sight: Array, position: int, page_size: int, least: float, named: Array
+) -> None:
+    """``Freeze._named``: sets ``named [capacity + 1]``, all False, at the tokens of pages with more than ``least``.
+
+    ``query [layers, H, G, d_k]`` and ``bounds [layers, H, page, 2 * d_k]``; a layer sees ``sight`` tokens.
+    """
+    heads, group = query.shape[1:3]
+    end = position // page_size + 1
+    for task in numba.prange(len(query) * heads):
+        layer, head = task // heads, task % heads
+        first = max(0, position + 1 - sight[layer]) // page_size
+        pages = max(0, end - first)
+        scores, powers = np.empty((group, pages), np.float32), np.empty(pages, np.float32)
+        weights = np.zeros(pages, np.float32)
+        score_pages(query[layer, head], bounds[layer, head, first:end], scales[layer], scores)
+        for g in range(group if pages else 0):
+            add_softmax(scores[g], weights, powers)
+        for page in range(pages):
+            if weights[page] > least * group:
+                start = (first + page) * page_size
+                for token in range(start, min(start + page_size, position + 1)):
+                    named[token] = True
+
+
+@compiled("void(i4[::1], b1[::1], i8, i8, b1[::1])")
+def follow(table: Array, sought: Array, position: int, following: int, named: Array) -> None:
+    """Sets ``named [capacity + 1]`` at the ``following`` tokens from each ``sought [n]`` one on, up to ``position``."""
+    for slot in range(len(table)):
+        if sought[slot]:
+            for token in range(table[slot], min(table[slot] + following, position + 1)):
+                named[token] = True

@@ -16,7 +16,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
-from kvchat.kv.modes import build, freeze_timers
+from kvchat.kv.modes import build, freeze, freeze_timers
 from kvchat.kv.modes.base import ModelTraits, TokenState
 from kvchat.kv.modes.freeze import Freeze
 from kvchat.kv.modes.recovery_levels import LEVELS
@@ -261,3 +261,21 @@ def test_any_conversation_leaves_a_sound_store(actions, params, page):
         getattr(run, action)(value)
         run.check()
         assert set(range(max(0, run.kv.total - 16), run.kv.total)) <= run.active()
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("position", [-1, 0, 31, 32, 150, 383])
+def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeypatch):
+    """By queries that point at a page's keys, some of them out of a layer's sight."""
+    run = FreezeRun(windowed=windowed)
+    run.prefill(384)
+    mode, draw = run.kv.mode, torch.Generator().manual_seed(position)
+    bounds = mode.bounds.data
+    for layer, head in ((x, y) for x in range(bounds.shape[0]) for y in range(bounds.shape[1])):
+        page = int(torch.randint(bounds.shape[2], (), generator=draw))
+        group = slice(head * mode.geometry.group, (head + 1) * mode.geometry.group)
+        run.kv.state.query[layer, group] = bounds[layer, head, page, : mode.geometry.d_k] * 1000
+    named = mode._named(torch.tensor(position))
+    monkeypatch.setattr(freeze, "compiled_loops", lambda asks: None)
+    assert torch.equal(named, mode._named(torch.tensor(position)))
+    assert bool(named.any()) == (position >= 0)
