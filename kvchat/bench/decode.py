@@ -199,7 +199,7 @@ def _check_corrections(settings: Settings) -> None:
     for share in settings.corrections:
         if not 0 <= share <= 1:
             raise UsageError(f"A share of corrections of {share:g} is refused.", hint="Give a number between 0 and 1.")
-    if settings.corrections and not any(text.partition(":")[0] == "speculative" for text in settings.modes):
+    if settings.corrections and not _corrected(settings):
         raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
 
 

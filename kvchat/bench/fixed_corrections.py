@@ -11,6 +11,7 @@ from kvchat.config.modes import SpeculativeParameters
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.speculative import Speculative
+from kvchat.kv.ops.selection import chosen_by
 
 if TYPE_CHECKING:
     from kvchat.kv.state import KVState
@@ -45,8 +46,5 @@ class FixedCorrections(Speculative):
         return self._drawn.index_select(0, (self.state.position % PERIOD).view(1))[0, layer]
 
     def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        super().late_scores(layer, query)
         turned = self.turned(layer, query)
-        by_head = len(turned), -1, query.shape[-1]
-        chosen_by = torch.where(turned[:, None, None], query.view(by_head), self.state.query[layer].view(by_head))
-        return self._scores(layer, chosen_by.view_as(query)), turned
+        return self._scores(layer, chosen_by(turned, query, self.state.query[layer])), turned

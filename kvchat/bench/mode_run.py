@@ -97,9 +97,9 @@ class ModeRun:
 
     def _mode(self) -> Mode:
         geometry = geometry_of(self._runner.model)
-        if self.change_rate is None and self.corrections is None:
-            return build(self.chosen, geometry, self._traits)
-        assert isinstance(self.chosen, SpeculativeParameters)
-        if self.change_rate is None:
-            return FixedCorrections(self.corrections or 0.0, self.chosen, geometry, self._traits)
-        return FixedChangeRate(self.change_rate, self.chosen, geometry, self._traits)
+        if isinstance(self.chosen, SpeculativeParameters):
+            if self.change_rate is not None:
+                return FixedChangeRate(self.change_rate, self.chosen, geometry, self._traits)
+            if self.corrections is not None:
+                return FixedCorrections(self.corrections, self.chosen, geometry, self._traits)
+        return build(self.chosen, geometry, self._traits)

@@ -85,12 +85,12 @@ class KVState:
         """(token, layer, KV head) triples that attention read in all steps so far; waits for the device."""
         return self._read_before + sum(int(slots.active) for slots in self.slots)
 
-    def note_spec(self, layer: int, spec: AttentionSpec | None) -> None:
+    def note_spec(self, layer: int, spec: AttentionSpec) -> None:
         """Keep a layer's attention rule, which every forward names anew."""
         if spec is not self.specs[layer]:
             self.specs[layer] = spec
             self.scales[layer] = self.scaling(layer)
-            self.sight[layer] = SEES_ALL if spec is None or spec.window is None else spec.window
+            self.sight[layer] = SEES_ALL if spec.window is None else spec.window
 
     def scaling(self, layer: int) -> float:
         """Return the layer's attention scale; 1/sqrt(d_k) before its first forward."""

@@ -3,6 +3,7 @@ ablations of its appendix: how a group's scores are pooled, and whose query retr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +49,17 @@ def _at(settings: Settings, tau: float) -> str:
     return f"speculative:budget={settings.budget},tau={tau:g}"
 
 
+def _generation(lab: Lab) -> Iterator[int]:
+    """Read the text in full and generate after it, a token at a time."""
+    logits = lab.walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
+    return lab.generate(logits, lab.settings.tokens, Sampling(temperature=0.7, seed=0))
+
+
 def _similarities(lab: Lab) -> Tensor:
     """C of every step, layer and query head, ``[steps, layers, H_q]``, over a generation in full."""
-    logits = lab.walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
+    generation = _generation(lab)
     before, found = lab.walk.queries.clone(), []
-    for _ in lab.generate(logits, lab.settings.tokens, Sampling(temperature=0.7, seed=0)):
+    for _ in generation:
         now = lab.walk.queries.clone()
         found.append(torch.cosine_similarity(before, now, dim=-1))
         before = now
@@ -74,10 +81,9 @@ def _figure_3a(lab: Lab) -> list[Row]:
 def _figure_3b(lab: Lab) -> list[Row]:
     """The middle layer's weights, mean of its heads, by tokens generated (down) and tokens read (across)."""
     settings, layer = lab.settings, lab.model.layers // 2
-    logits = lab.walk.begin(lab.passage(settings.context), FullParameters(), settings.tokens)
     total = settings.context + settings.tokens
     lines = []
-    for _ in lab.generate(logits, settings.tokens, Sampling(temperature=0.7, seed=0)):
+    for _ in _generation(lab):
         weights = lab.walk.weights(layer).float().mean((0, 1)).cpu()
         lines.append(torch.nn.functional.pad(weights, (0, total - len(weights))))
     weights = torch.stack(lines)

@@ -56,7 +56,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_scores import Scores
-from kvchat.kv.modes.freeze_timers import RULES, Timers, compiled_loops, state_bytes
+from kvchat.kv.modes.freeze_timers import RULES, Timers, freeze_loops, state_bytes
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.state import KVState
@@ -249,7 +249,7 @@ class Freeze(Mode):
     def _named(self, position: Tensor) -> Tensor:
         """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
-        if bounds.dtype == torch.float32 and (loops := compiled_loops(self.state.ops.asks)):
+        if bounds.dtype == torch.float32 and (loops := freeze_loops(self.state.ops.asks)):
             named = torch.zeros_like(self._timers.frozen)
             query = self.state.query.view(g.layers, g.kv_heads, g.group, g.d_k)
             states = (tensor.numpy() for tensor in (query, bounds, self.state.scales, self.state.sight))

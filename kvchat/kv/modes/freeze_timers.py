@@ -57,11 +57,11 @@ def duration(detections: Tensor, k: float) -> Tensor:
 
 
 def state_bytes(capacity: int) -> int:
-    """Bytes of the state of ``capacity`` tokens: three int32, one float32, one bool and one int64 each."""
-    return 25 * (capacity + 1)
+    """Bytes of the state of ``capacity`` tokens: three int32, a float32, a bool and an int64 each; and two counters."""
+    return 25 * (capacity + 1) + 12
 
 
-def compiled_loops(asks: bool) -> ModuleType | None:
+def freeze_loops(asks: bool) -> ModuleType | None:
     """The loops of this mode, for who ``asks`` what tensors hold; None where numba does not run."""
     if not (asks and (loops := cpu_ops.compiled_loops())):
         return None
@@ -151,7 +151,7 @@ class Timers:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is sought."""
         p, rule, end = self.parameters, self.rule, position + 1 - self.parameters.K
-        if loops := compiled_loops(asks):
+        if loops := freeze_loops(asks):
             counts, away, sought = torch.empty_like(table), torch.empty_like(table), torch.empty(len(table)).bool()
             masks = NONE if self._pin_mask is None else self._pin_mask, pinned if rule.protects else NONE
             limits = rule.sink, int(end), p.tau, SOUGHT * p.tau, p.k
@@ -173,7 +173,7 @@ class Timers:
     ) -> Tensor:
         """Keep what was found of the tokens in ``table [n]``; whose timer has run out, ``[capacity + 1]``."""
         self.hold.sub_(1).clamp_(min=0)
-        if loops := compiled_loops(asks):
+        if loops := freeze_loops(asks):
             waiting = torch.empty_like(self.frozen)
             states = self.detections, self.timer, self.since, self.score, self.frozen, waiting
             loops.settle(int(position), *_shared((table, score, counts, away, *states)))
@@ -199,7 +199,7 @@ class Timers:
 
     def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor, asks: bool) -> Tensor:
         """``named``, and the ``FOLLOWING`` tokens from each ``sought [n]`` one on, of those up to ``position``."""
-        if loops := compiled_loops(asks):
+        if loops := freeze_loops(asks):
             loops.follow(*_shared((table, sought)), int(position), FOLLOWING, named.numpy())
             return named
         before = torch.zeros_like(self.index).index_put_((self._index(table),), sought.long()).cumsum(0)

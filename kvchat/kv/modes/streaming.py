@@ -156,10 +156,11 @@ class Streaming(Mode):
         self._realign()
 
     def forward_end(self, position: Tensor) -> None:
-        if self.state.ops.asks and not self._prunes():
-            return  # everything lies where it lay
         cached = self.sink + position + 1 - self.kept_from
-        self.kept_from.add_(cached - self._pruned(cached))
+        dropped = cached - self._pruned(cached)
+        if self.state.ops.asks and not dropped and position >= self.sink:
+            return  # everything lies where it lay
+        self.kept_from.add_(dropped)
         (slots,) = self.state.slots
         recents = slots.table[..., slots.ring :]
         recents.masked_fill_(recents < self.kept_from, EMPTY)
@@ -208,11 +209,6 @@ class Streaming(Mode):
     def _pruned(self, length: Tensor) -> Tensor:
         p = self.parameters
         return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
-
-    def _prunes(self) -> bool:
-        """Whether the step that is under way drops tokens or stores a sink; waits for the device."""
-        total, p = self.state.total, self.parameters
-        return total < self.sink or (p.R > 0 and self.num_cached() + 1 >= self.capacity + p.R)
 
     def _note_sink(self, slots: DeviceSlots, position: Tensor) -> None:
         """A conversation may begin with fewer tokens than sinks: the canonical key of a sink that was decoded."""

@@ -17,7 +17,7 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
-from kvchat.kv.ops.selection import Candidates, assign_slots, needs_correction, page_scores, top_pages
+from kvchat.kv.ops.selection import Candidates, assign_slots, chosen_by, needs_correction, page_scores, top_pages
 
 SPILLED_BLOCK = 1024  # tokens that are brought from the host pool at a time, to be read once
 
@@ -150,9 +150,7 @@ class TorchOps:
             ``[H, G, page]``, and which heads turned, bool ``[H]``.
         """
         turned = self.needs_correction(query, before, tau)
-        by_head = len(turned), -1, query.shape[-1]
-        chosen_by = torch.where(turned[:, None, None], query.view(by_head), before.view(by_head))
-        return self.page_scores(chosen_by.view_as(query), bounds, scaling), turned
+        return self.page_scores(chosen_by(turned, query, before), bounds, scaling), turned
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         """The pages that each slot is to hold next.

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvchat.engine.model import attention_hook, tolerances
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations
+from kvchat.engine.model.fusion.recognize import numbers
 from kvchat.engine.model.int8_rows import weight_of
 
 CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -63,8 +64,8 @@ def fused_attention(module: Any, merged: MergedLinear, operations: Operations) -
 def _agrees(module: Any, fused: FusedAttention) -> bool:
     """Whether both compute the same of a few tokens."""
     weight: Tensor = module.o_proj.weight
-    hidden = _drawn(module.q_proj.in_features, weight)
-    angle = _drawn(module.head_dim, weight)
+    sizes = module.q_proj.in_features, module.head_dim
+    hidden, angle = (numbers(weight.new_empty(1, TOKENS, size)) for size in sizes)
     angles = angle.cos(), angle.sin()
     given = {"hidden_states": hidden, "position_embeddings": angles, "attention_mask": None}
     try:
@@ -79,7 +80,3 @@ def _agrees(module: Any, fused: FusedAttention) -> bool:
         return False
     error = tolerances.relative_error(measured.float(), expected.float())
     return error < tolerances.LOGITS.get(weight.dtype, tolerances.LOGITS[torch.bfloat16])
-
-
-def _drawn(size: int, like: Tensor) -> Tensor:
-    return torch.randn((1, TOKENS, size), generator=torch.Generator().manual_seed(size)).to(like.device, like.dtype)

@@ -28,7 +28,7 @@ def rms_norm(module: Any) -> Norm | None:
     weight, eps = getattr(module, "weight", None), _epsilon(module)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or len(module._parameters) != 1:
         return None
-    x = _numbers(weight) + 1
+    x = numbers(weight) + 1
     measured = _outcome(module, x)
     expected = weight.detach().float() * x.float() * torch.rsqrt(x.float().square().mean() + eps)
     if measured is None:
@@ -91,7 +91,7 @@ def rotates_halves(forward: Any) -> bool:
     """``forward`` calls a rotation that pairs the first half of a head with its second."""
     if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
         return False
-    query, key, angle = (_numbers(torch.empty(1, heads, 3, 8)) for heads in (2, 1, 1))
+    query, key, angle = (numbers(torch.empty(1, heads, 3, 8)) for heads in (2, 1, 1))
     cos, sin = angle[:, 0].cos(), angle[:, 0].sin()
     try:
         rotated = forward.__globals__[ROTATION](query, key, cos, sin)
@@ -163,6 +163,7 @@ def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
     return result if isinstance(result, Tensor) else None
 
 
-def _numbers(like: Tensor) -> Tensor:
+def numbers(like: Tensor) -> Tensor:
+    """Random numbers of a tensor's shape, dtype and device, the same each time."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
