@@ -65,7 +65,8 @@ def _agrees(module: Any, fused: FusedAttention) -> bool:
     """Whether both compute the same of a few tokens."""
     weight: Tensor = module.o_proj.weight
     sizes = module.q_proj.in_features, module.head_dim
-    hidden, angle = (numbers(weight.new_empty(1, TOKENS, size)) for size in sizes)
+    where: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}  # new_empty is not int8 weights'
+    hidden, angle = (numbers(torch.empty(1, TOKENS, size, **where)) for size in sizes)
     angles = angle.cos(), angle.sin()
     given = {"hidden_states": hidden, "position_embeddings": angles, "attention_mask": None}
     try:
