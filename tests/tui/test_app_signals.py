@@ -87,6 +87,20 @@ def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRu
     wait_until(lambda: not is_alive(engine))
 
 
+def test_so_does_one_that_vanishes_where_sighup_is_ignored(tmp_path: Path) -> None:
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
+    run = PtyRun([*ignoring, *start_app.command(tmp_path)], environ(TERM="xterm-256color"))
+    run.until(start_app.READY)
+    (engine,) = children(run.process.pid)
+    os.close(run._terminal)
+    run._terminal = os.open(os.devnull, os.O_RDWR)
+    try:
+        assert run.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    finally:
+        run.close()
+    wait_until(lambda: not is_alive(engine))
+
+
 def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path: Path) -> None:
     editor = "import sys, time; print('editing', flush=True); time.sleep(3600)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(editor)}"
