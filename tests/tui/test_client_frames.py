@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.frames import bodies, framed, fuzzed
 from support.patience import PATIENCE_S
@@ -76,7 +76,7 @@ async def test_any_event_is_drawn(running) -> None:
     """No event of the right types, however absurd its values, ends the application or stops its ears."""
     found = []
 
-    @settings(fuzzed, max_examples=2 * fuzzed.max_examples)
+    @fuzzed
     @given(body=bodies(EVENTS))
     def collect(body: bytes) -> None:
         with suppress(ValueError):

@@ -19,9 +19,7 @@ OF_WIDTH = ("_attend_part", "_move_pages", "_move_tokens", "_move_shared", "_pag
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("capability", "dtype", "d"), [(80, "float16", 64), (90, "bfloat16", 128), (90, "float16", 80)]
-)
+@pytest.mark.parametrize(("capability", "dtype", "d"), [(80, "float16", 80), (90, "bfloat16", 128)])
 def test_every_kernel_compiles(capability, dtype, d, pytestconfig, tmp_path):
     script = Path(__file__).parents[3] / "support" / "compile_kernels.py"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
