@@ -7,7 +7,7 @@ in ``attention`` depends on which mode it is, and a decode step reads nothing ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -17,7 +17,7 @@ from kvchat.kv.attention import attend_prefill
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
-from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.kept_tokens import KeptTokens
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
@@ -258,28 +258,15 @@ class KVManager:
         restore(self.state, saved)
         self._set_pins(saved.pins)
 
-    def adopt(
-        self,
-        tokens: int,
-        read: Callable[[HostPool, int], int],
-        rounded: bool,
-        pinned: Sequence[int],
-        specs: Sequence[AttentionSpec],
-        query: bytes = b"",
-    ) -> int:
-        """Replace what is stored by ``tokens`` whose K/V are there already; return how many are stored then.
-
-        ``read`` puts their pages into the host pool, some of which are or were 8-bit ones where ``rounded`` says so,
-        and returns how many tokens it has; those ``pinned`` modes should keep. ``specs`` are the layers', ``query`` the
-        last token's in bytes, empty if unknown.
+    def adopt(self, kept: KeptTokens) -> int:
+        """Replace what is stored by ``kept`` tokens; return how many are stored then.
 
         Raises:
-            DoesNotFitError: there is no memory for them. Then, and after any error of ``read``, nothing is stored.
+            DoesNotFitError: there is no memory for them. Then, and after any error of ``kept.read``, nothing is stored.
         """
         self.truncate(0)
         try:
-            self.state.adopt(tokens, read, rounded, pinned, specs)
-            self.state.query_bytes = query
+            self.state.adopt(kept)
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.kept_tokens import KeptTokens
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer
 
@@ -29,8 +30,8 @@ class KVState:
         query: ``[layers, H_q, d_k]``, the last token's queries.
         pinned: ``[reserved]`` bool, tokens that a mode should keep if it has the choice (the chat's control tokens).
         pins: positions of the pinned messages' tokens, which every mode reads; ascending.
-        specs: each layer's attention rule, None until its first forward; of all layers at once, ``[layers]`` on the
-            device, ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
+        specs: each layer's attention rule, None until it is known; of all layers at once, ``[layers]`` on the device,
+            ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
         rounds: pages that get full are stored in 8 bits.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
         ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
@@ -86,14 +87,14 @@ class KVState:
         return self._read_before + sum(int(slots.active) for slots in self.slots)
 
     def note_spec(self, layer: int, spec: AttentionSpec) -> None:
-        """Keep a layer's attention rule, which every forward names anew."""
+        """Keep a layer's attention rule; every forward names it again."""
         if spec is not self.specs[layer]:
             self.specs[layer] = spec
             self.scales[layer] = self.scaling(layer)
             self.sight[layer] = SEES_ALL if spec.window is None else spec.window
 
     def scaling(self, layer: int) -> float:
-        """Return the layer's attention scale; 1/sqrt(d_k) before its first forward."""
+        """Return the layer's attention scale; 1/sqrt(d_k) until its rule is known."""
         spec = self.specs[layer]
         return spec.scaling if spec else self.geometry.d_k**-0.5
 
@@ -119,22 +120,14 @@ class KVState:
         for slots in self.slots:
             slots.truncate(tokens)
 
-    def adopt(
-        self,
-        tokens: int,
-        read: Callable[[HostPool, int], int],
-        rounded: bool,
-        pinned: Sequence[int],
-        specs: Sequence[AttentionSpec],
-    ) -> None:
-        """Store ``tokens`` that ``read`` puts into the empty host pool, as ``KVManager.adopt`` says."""
-        self.reserve(tokens)
-        self.admit(rounded)
+    def adopt(self, kept: KeptTokens) -> None:
+        """Store ``kept`` tokens, of which ``total`` could be read; nothing is stored before."""
+        self.reserve(kept.tokens)
+        self.admit(kept.rounded)
         self.host.settle()
-        self.host.total = read(self.host, tokens)
-        self.pinned[torch.tensor([at for at in pinned if at < self.total], dtype=torch.int64)] = True
-        for layer, spec in enumerate(specs):
-            self.note_spec(layer, spec)
+        self.host.total = kept.read(self.host, kept.tokens)
+        self.pinned[torch.tensor([at for at in kept.pinned if at < self.total], dtype=torch.int64)] = True
+        self.query_bytes = kept.query
 
     # ---- room, between steps only
 

@@ -59,6 +59,8 @@ class ModelRunner:
         self._token_bytes: int | None = None
         with torch.inference_mode():
             self.kv = KVManager(geometry_of(model), model.device, mode)
+            for layer, spec in enumerate(model.probe.specs):
+                self.kv.state.note_spec(layer, spec)
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.recurrent = RecurrentState(model.model.config, model.reads_chunks)
         # Not captured: whether each architecture's state stays at its address was seen on no GPU yet.

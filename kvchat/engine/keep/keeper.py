@@ -26,7 +26,7 @@ from kvchat.engine.memory_errors import explained
 from kvchat.engine.model.recurrent_state import Snapshot
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
-from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.kept_tokens import KeptTokens
 from kvchat.kv.memory.page_file import DamagedFileError, PageFile, SavedState
 from kvchat.kv.memory.pages import has_rounded
 from kvchat.kv.memory.parked import ParkedPages, parked_bytes
@@ -35,7 +35,6 @@ from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
 
-Read = Callable[[HostPool, int], int]
 States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
 
 
@@ -60,20 +59,16 @@ class Parked:
 
 @dataclass
 class Source:
-    """Where the first ``tokens`` of a conversation can be taken from; ``where`` it is: memory or disk.
+    """Where the beginning of a conversation can be taken from; ``where`` it is: memory or disk.
 
-    ``rounded`` says that some are; ``query`` has the queries of the last id of ``stored``. A hybrid model can go on
-    only from one of its ``states``.
+    ``stored`` is all that is there, of which the ``kept`` tokens are of use. A hybrid model can go on only from one of
+    its ``states``.
     """
 
     stored: Stored
-    pinned: list[int]
     where: str
-    read: Read
-    rounded: bool
-    query: bytes
+    kept: KeptTokens
     states: States
-    tokens: int = 0
 
 
 class Keeper:
@@ -142,8 +137,8 @@ class Keeper:
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is read again; its saved K/V cannot be used: {reason}.")
-        best = max(sources, key=lambda source: source.tokens, default=None)
-        if best and best.tokens >= present + self._kv.state.geometry.page:
+        best = max(sources, key=lambda source: source.kept.tokens, default=None)
+        if best and best.kept.tokens >= present + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
         else:  # what was said in the conversation before this one is not to be saved as this one's
             self._truncate(present)
@@ -165,27 +160,24 @@ class Keeper:
             self._runner.truncate(tokens)
 
     def _adopt(self, source: Source, began: float) -> Iterator[Event]:
-        stored, recurrent = copy.deepcopy(source.stored), self._runner.recurrent
-        stored.truncate(source.tokens)
+        stored, recurrent, tokens = copy.deepcopy(source.stored), self._runner.recurrent, source.kept.tokens
+        stored.truncate(tokens)
         self._loop.stored.truncate(0)
         recurrent.truncate(0)
         try:
-            states = [source.states[at]() for at in sorted(source.states) if at <= source.tokens]
-            query = source.query if source.tokens == len(source.stored.ids) else b""
+            states = [source.states[at]() for at in sorted(source.states) if at <= tokens]
             with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
-                there = self._kv.adopt(
-                    source.tokens, source.read, source.rounded, source.pinned, self._runner.model.probe.specs, query
-                )
+                there = self._kv.adopt(source.kept)
         except (DoesNotFitError, OSError) as error:
             yield Noted(f"This conversation is read again: {error}")
             return
-        if there < source.tokens:
+        if there < tokens:
             yield Noted("A page of the saved K/V is damaged; what follows it is read again.")
         stored.truncate(there)
         self._loop.stored.become(stored)
         if recurrent.exists:
             recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
-            if recurrent.position < source.tokens == there:
+            if recurrent.position < tokens == there:
                 yield Noted("A saved recurrent state is damaged; what follows the one before it is read again.")
             self._truncate(there := recurrent.position)
         if there:
@@ -196,9 +188,8 @@ class Keeper:
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, parked in self._parked.items():
             pages, states = parked.pages, {one.tokens: partial(_itself, one) for one in parked.snapshots}
-            rounded = has_rounded(pages)
-            source = Source(parked.stored, parked.pinned, "memory", pages.read, rounded, pages.query, states)
-            source = self._usable(source, text)
+            kept = KeptTokens(len(parked.stored.ids), pages.read, has_rounded(pages), parked.pinned, pages.query)
+            source = self._usable(Source(parked.stored, "memory", kept, states), text)
             yield source if name == conversation else _of_another(source)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
@@ -230,17 +221,18 @@ class Keeper:
     def _saved_source(self, path: Path, text: str) -> Source:
         file = self._file(path)
         rows, end = file.rows(), file.end()
-        stored, pinned = row.stored_of(rows, text), row.pinned_positions(rows)
+        stored = row.stored_of(rows, text)
         stored.links = file.links
+        kept = KeptTokens(len(stored.ids), file.read, file.has_rounded, row.pinned_positions(rows), end.query)
         states = {one.tokens: partial(_read_state, file, one) for one in end.states}
-        return self._usable(Source(stored, pinned, "disk", file.read, file.has_rounded, end.query, states), text)
+        return self._usable(Source(stored, "disk", kept, states), text)
 
     def _usable(self, source: Source, text: str) -> Source:
         """``source`` with as many tokens as ``text`` begins with and the model can go on from."""
         tokens = self._common(source.stored, text)
         if self._runner.recurrent.exists:
             tokens = max((at for at in source.states if at <= tokens), default=0)
-        return replace(source, tokens=tokens, pinned=[at for at in source.pinned if at < tokens])
+        return replace(source, kept=source.kept.beginning(tokens))
 
     def _common(self, stored: Stored, text: str) -> int:
         """How many of the stored tokens ``text`` begins with."""

@@ -1,0 +1,29 @@
+"""Tokens of a conversation whose K/V are kept outside the host pool: parked in host memory, or saved in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvchat.kv.memory.host_pool import HostPool
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The first ``tokens`` of a conversation, as another session or an earlier moment of this one stored them.
+
+    ``read`` puts the pages of so many tokens into an empty host pool and returns how many of them are whole;
+    ``rounded`` says that some pages are or were 8-bit ones. ``pinned`` are the positions that modes should keep,
+    ``query`` is the last token's in bytes, empty if unknown.
+    """
+
+    tokens: int
+    read: Callable[[HostPool, int], int]
+    rounded: bool
+    pinned: Sequence[int]
+    query: bytes = b""
+
+    def beginning(self, tokens: int) -> KeptTokens:
+        """The first ``tokens`` of them."""
+        pinned = [position for position in self.pinned if position < tokens]
+        return replace(self, tokens=tokens, pinned=pinned, query=self.query if tokens == self.tokens else b"")
