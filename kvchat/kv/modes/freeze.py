@@ -56,7 +56,8 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_scores import Scores
-from kvchat.kv.modes.freeze_timers import RULES, Timers, freeze_loops, state_bytes
+from kvchat.kv.modes.freeze_timers import RULES, Timers, state_bytes
+from kvchat.kv.modes.freeze_timers_cpu import CpuTimers, freeze_loops
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.state import KVState
@@ -108,7 +109,8 @@ class Freeze(Mode):
         super().attach(state)
         # When a switch to another mode fails this one is entered again, and goes on.
         if self.timers is None:
-            self.timers = Timers(self.parameters, state.device, self.geometry.headroom, self.rule)
+            timers = CpuTimers if state.ops.asks else Timers
+            self.timers = timers(self.parameters, state.device, self.geometry.headroom, self.rule)
             self.bounds = PageBounds(self.geometry, state.device)
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
             self._entered_at = state.steps
@@ -210,7 +212,7 @@ class Freeze(Mode):
         if self.rule.recalls:
             self._widen_bounds(position)
             named = self._named(position)
-        timers.observe(position, table, self._scores.result(), self.state.pinned, named, self.state.ops.asks)
+        timers.observe(position, table, self._scores.result(), self.state.pinned, named)
         self._note_held()
         self.slots.table.masked_fill_((self.slots.table != EMPTY) & timers.frozen[self.slots.table.long()], EMPTY)
 
@@ -249,7 +251,7 @@ class Freeze(Mode):
     def _named(self, position: Tensor) -> Tensor:
         """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
-        if bounds.dtype == torch.float32 and (loops := freeze_loops(self.state.ops.asks)):
+        if self.state.ops.asks and bounds.dtype == torch.float32 and (loops := freeze_loops()):
             named = torch.zeros_like(self._timers.frozen)
             query = self.state.query.view(g.layers, g.kv_heads, g.group, g.d_k)
             states = (tensor.numpy() for tensor in (query, bounds, self.state.scales, self.state.sight))

@@ -5,10 +5,7 @@ Everything is a tensor by position or by slot, of fixed shape within a step, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +13,12 @@ from torch import Tensor
 from kvchat.config.modes import FreezeParameters
 from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops import cpu_ops
 
 SINK = 4
 # What a score of 0 counts for a token that waits under a budget, so that it is not forgotten.
 MIN_RETURN_SCORE = 0.01
 NAMED_SCORE = 1e9  # above all others, until the token is scored
 SOUGHT = 32  # times tau: what one head that retrieves gives, in the mean with all that do not
-NONE = torch.zeros(1, dtype=torch.bool)  # of the tokens
 FOLLOWING = 16  # tokens, from a sought one on
 
 
@@ -59,21 +54,6 @@ def duration(detections: Tensor, k: float) -> Tensor:
 def state_bytes(capacity: int) -> int:
     """Bytes of the state of ``capacity`` tokens: three int32, a float32, a bool and an int64 each; and two counters."""
     return 25 * (capacity + 1) + 12
-
-
-def freeze_loops(asks: bool) -> ModuleType | None:
-    """The loops of this mode, for who ``asks`` what tensors hold; None where numba does not run."""
-    if not (asks and (loops := cpu_ops.compiled_loops())):
-        return None
-    from kvchat.kv.ops import compiled_freeze
-
-    loops.use_threads(torch.get_num_threads())
-    return compiled_freeze
-
-
-def _shared(tensors: Iterable[Tensor]) -> list[Any]:
-    """Tensors as numpy's arrays of the same memory."""
-    return [tensor.numpy() for tensor in tensors]
 
 
 class Timers:
@@ -130,54 +110,33 @@ class Timers:
         """How many of ``total`` tokens the next one reads; waits for the device."""
         return total - int(self.frozen[:total].sum())
 
-    def observe(
-        self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor, named: Tensor | None, asks: bool = False
-    ) -> None:
+    def observe(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor, named: Tensor | None) -> None:
         """One step: the tokens in ``table [n]`` scored ``score [n]``; ``frozen`` says what the next step leaves out.
 
         ``position`` (0-d) is that of the newest token, ``named [capacity + 1]`` the tokens whose pages its query named.
-        Who ``asks`` what tensors hold skips what changes nothing.
         """
-        counts, away, sought = self._flag(position, table, score, pinned, asks)
-        leaves = self._above_floor(away > 0, score, (table != EMPTY).sum(), asks)
-        waiting = self._settle(position, table, score, counts, torch.where(leaves, away, 0), asks)
+        counts, away, sought = self._flag(position, table, score, pinned)
+        if self.rule.floor:
+            away = torch.where(self._above_floor(away > 0, score, (table != EMPTY).sum()), away, 0)
+        self.hold.sub_(1).clamp_(min=0)
+        waiting = self._settle(position, table, score, counts, away)
         if named is not None:
-            self.name(self._followed(table, sought, position, named, asks))
+            self.name(self._followed(table, sought, position, named))
         if self.budget is not None:
             self.limit(position + 1, pinned, waiting)
 
-    def _flag(
-        self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor, asks: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _flag(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is sought."""
-        p, rule, end = self.parameters, self.rule, position + 1 - self.parameters.K
-        if loops := freeze_loops(asks):
-            counts, away, sought = torch.empty_like(table), torch.empty_like(table), torch.empty(len(table)).bool()
-            masks = NONE if self._pin_mask is None else self._pin_mask, pinned if rule.protects else NONE
-            limits = rule.sink, int(end), p.tau, SOUGHT * p.tau, p.k
-            states = table, score, self.detections, *masks
-            how = rule.recalls, rule.same_step, bool(self.hold > 0)
-            loops.flag(*_shared(states), *limits, *how, *_shared((counts, away, sought)))
-            return counts, away, sought
-        held = table != EMPTY
-        index = self._index(table)
-        may = held & self._may(index, position + 1, pinned)
+        p, index = self.parameters, self._index(table)
+        may = (table != EMPTY) & self._may(index, position + 1, pinned)
         low = may & (score < p.tau)
         counts = self._counted(self.detections[index], low, score)
         # A timer that falls in the step it is set in: a token that were to leave and return at once does not move.
-        away = (duration(counts, p.k) - int(rule.same_step)).clamp(min=0)
+        away = (duration(counts, p.k) - int(self.rule.same_step)).clamp(min=0)
         return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > SOUGHT * p.tau)
 
-    def _settle(
-        self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor, asks: bool
-    ) -> Tensor:
+    def _settle(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
         """Keep what was found of the tokens in ``table [n]``; whose timer has run out, ``[capacity + 1]``."""
-        self.hold.sub_(1).clamp_(min=0)
-        if loops := freeze_loops(asks):
-            waiting = torch.empty_like(self.frozen)
-            states = self.detections, self.timer, self.since, self.score, self.frozen, waiting
-            loops.settle(int(position), *_shared((table, score, counts, away, *states)))
-            return waiting
         index, leaves = self._index(table), away > 0
         self.timer -= 1
         for state, value in ((self.timer, away), (self.since, position.to(torch.int32))):
@@ -197,11 +156,8 @@ class Timers:
         self.detections.masked_fill_(tokens, 0)
         self.score.masked_fill_(tokens, NAMED_SCORE)
 
-    def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor, asks: bool) -> Tensor:
+    def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor) -> Tensor:
         """``named``, and the ``FOLLOWING`` tokens from each ``sought [n]`` one on, of those up to ``position``."""
-        if loops := freeze_loops(asks):
-            loops.follow(*_shared((table, sought)), int(position), FOLLOWING, named.numpy())
-            return named
         before = torch.zeros_like(self.index).index_put_((self._index(table),), sought.long()).cumsum(0)
         near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
         return named | (near & (self.index <= position))
@@ -231,10 +187,8 @@ class Timers:
         counted = c + low.to(torch.int32)
         return torch.where((score > self.parameters.tau) & (c > 0), c // 2, counted) if self.rule.recalls else counted
 
-    def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor, asks: bool) -> Tensor:
-        """The least relevant of ``leaves`` as long as more than ``floor`` tokens are read."""
-        if not self.rule.floor or (asks and leaves.sum() <= awake - self.rule.floor):
-            return leaves
+    def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
+        """The least relevant of ``leaves [n]`` as long as more than ``floor`` of ``awake`` (0-d) tokens are read."""
         order = torch.where(leaves, score, torch.inf).argsort(stable=True)
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return leaves & (rank < awake - self.rule.floor)

@@ -276,6 +276,6 @@ def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeyp
         group = slice(head * mode.geometry.group, (head + 1) * mode.geometry.group)
         run.kv.state.query[layer, group] = bounds[layer, head, page, : mode.geometry.d_k] * 1000
     named = mode._named(torch.tensor(position))
-    monkeypatch.setattr(freeze, "freeze_loops", lambda asks: None)
+    monkeypatch.setattr(freeze, "freeze_loops", lambda: None)
     assert torch.equal(named, mode._named(torch.tensor(position)))
     assert bool(named.any()) == (position >= 0)
