@@ -24,7 +24,7 @@ def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
     plain, run = (Run(toy(PLAIN, page=8, kv_heads=4), mode, **params) for _ in range(2))
     for one in (plain, run):
         as_on_a_gpu(one.kv)
-        one.kv.state.ops.skip_unchanged = True  # copies are picked, as from a pageable pool
+        one.kv.state.host.pageable_reason = "so that copies are picked"
     plain.prefill(150)
     expected = [plain.step() for _ in range(40)]
     copy, dice = TorchOps._copy, torch.Generator().manual_seed(0)

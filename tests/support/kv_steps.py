@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.kv.modes import build
 from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def as_on_a_gpu(kv: KVManager) -> None:
-    """Let the kv take the path of a GPU: shapes are fixed and nothing is read back."""
+    """Let a kv that stores nothing yet take the path of a GPU: shapes are fixed and nothing is read back."""
     kind = EightBitOps if isinstance(kv.state.host, EightBitPool) else TorchOps
     ops = kind(kv.state.geometry, kv.state.host, kv.state.device)
-    ops.skip_unchanged = False
     kv.state.ops = kv.state.transfer.ops = ops
+    mode = kv.mode
+    with torch.inference_mode(kv.state.position.is_inference()):
+        kv.switch(build(mode.parameters, mode.geometry, mode.traits, mode.preamble))
 
 
 @contextmanager

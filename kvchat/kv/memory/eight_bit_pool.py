@@ -330,7 +330,7 @@ class EightBitPool(HostPool):
     def _of_either(
         self, places: Tensor, exact: Callable[..., Tensor], rounded: Callable[..., Tensor], *where: Tensor
     ) -> Tensor:
-        """What lies at ``places [m]``, read by the one or the other; both at once where asking would be a wait."""
+        """What lies at ``places [m]``, read by the one or the other; both at once where reading back would wait."""
         is_exact, held = places >= 0, self.table(0).device
         index, where = torch.where(is_exact, places, ~places).to(held), tuple(x.to(held) for x in where)
         if self.device.type == "cpu" and bool(is_exact.all()):

@@ -109,7 +109,7 @@ class Freeze(Mode):
         super().attach(state)
         # When a switch to another mode fails this one is entered again, and goes on.
         if self.timers is None:
-            timers = CpuTimers if state.ops.asks else Timers
+            timers = CpuTimers if state.ops.reads_back else Timers
             self.timers = timers(self.parameters, state.device, self.geometry.headroom, self.rule)
             self.bounds = PageBounds(self.geometry, state.device)
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
@@ -172,7 +172,7 @@ class Freeze(Mode):
         """Have slots for ``needed`` tokens, and fewer where fewer were needed lately."""
         self._peak = max(self._peak, needed)
         n, steps = self.slots.n, self.state.steps
-        spare = self._peak // (SPARE_ON_CPU if self.state.ops.asks else SPARE)
+        spare = self._peak // (SPARE_ON_CPU if self.state.ops.reads_back else SPARE)
         size = self.geometry.round_up(self._peak + max(MIN_ROOM, spare, self.geometry.headroom // ROOM_SHARE))
         due = steps - self._looked_at >= RESIZE_INTERVAL
         if due:
@@ -227,7 +227,7 @@ class Freeze(Mode):
         table.copy_(torch.where(reopened, slots.held, table))
         absent = ~timers.frozen & (timers.index < position)
         absent = absent.index_fill(0, torch.where(table == EMPTY, timers.capacity, table).long(), False)
-        most = min(slots.n, int(absent.sum()) if self.state.ops.asks else len(absent))
+        most = min(slots.n, int(absent.sum()) if self.state.ops.reads_back else len(absent))
         taken, positions = absent.to(torch.int32).topk(most)
         taken = taken > 0
         # Who stays away longest loses its K/V here.
@@ -251,7 +251,7 @@ class Freeze(Mode):
     def _named(self, position: Tensor) -> Tensor:
         """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
-        if self.state.ops.asks and bounds.dtype == torch.float32 and (loops := freeze_loops()):
+        if self.state.ops.reads_back and bounds.dtype == torch.float32 and (loops := freeze_loops()):
             named = torch.zeros_like(self._timers.frozen)
             query = self.state.query.view(g.layers, g.kv_heads, g.group, g.d_k)
             states = (tensor.numpy() for tensor in (query, bounds, self.state.scales, self.state.sight))

@@ -80,6 +80,7 @@ class Timers:
         self.parameters = parameters
         self.rule = rule or RULES[parameters.profile]
         self.budget = parameters.budget
+        self.sought_above = SOUGHT * parameters.tau
         self._pin_mask: Tensor | None = None
         self.device = device
         self.headroom = headroom
@@ -103,7 +104,7 @@ class Timers:
         self.score[tokens:] = 0
 
     def pin(self, tokens: Tensor | None, budget: int | None) -> None:
-        """The tokens of a mask, which ends with one that is not pinned, may not freeze; the ``budget`` with them."""
+        """Keep the tokens of a mask from freezing; its last entry, False, is for all later ones. Set the ``budget``."""
         self._pin_mask, self.budget = tokens, budget
 
     def awake(self, total: int) -> int:
@@ -133,7 +134,7 @@ class Timers:
         counts = self._counted(self.detections[index], low, score)
         # A timer that falls in the step it is set in: a token that were to leave and return at once does not move.
         away = (duration(counts, p.k) - int(self.rule.same_step)).clamp(min=0)
-        return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > SOUGHT * p.tau)
+        return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.sought_above)
 
     def _settle(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
         """Keep what was found of the tokens in ``table [n]``; whose timer has run out, ``[capacity + 1]``."""

@@ -123,7 +123,7 @@ class Speculative(Mode):
     def prepare_step(self) -> Step:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
         self.bounds.reserve(self.state.capacity)
-        if not self.state.ops.asks:
+        if not self.state.ops.reads_back:
             self.bounds.tokens = self.state.total + 1  # update_bounds widens them in the step
         # Candidates are whole pages: a page's bounds are wanted only when it is full.
         elif self.state.total // self.geometry.page > self.bounds.tokens // self.geometry.page:
@@ -137,14 +137,14 @@ class Speculative(Mode):
         self._oldest = position - self.window
         self._flags: list[Tensor] = []
         self._query = self.state.query[self.first :].clone()
-        self._settled = self.state.ops.asks and self._holds_all(self._now, self.state.total + 1)
+        self._settled = self.state.ops.reads_back and self._holds_all(self._now, self.state.total + 1)
         if self._settled:
             self._open(slice(None), self._oldest)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         if layer < self.first:
             return False
-        if self.state.ops.asks:
+        if self.state.ops.reads_back:
             if self.k and not self._settled:
                 self._choose_late(layer, query)
             return False
@@ -155,13 +155,13 @@ class Speculative(Mode):
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
-        if layer >= self.first and self.k and self.parameters.tau <= 1 and not self.state.ops.asks:
+        if layer >= self.first and self.k and self.parameters.tau <= 1 and not self.state.ops.reads_back:
             with self.state.transfer.side_stream(query if self._score is None else self._score):
                 scores = self._scores(layer, query) if self._score is None else self._score
                 self._recall(layer, self.choose(layer, scores, self._next))
 
     def forward_end(self, position: Tensor) -> None:
-        if self.k and not self.state.ops.asks:
+        if self.k and not self.state.ops.reads_back:
             self._open(slice(None), self._oldest + 1)
         elif self.k and self._reads_all(self.state.total + 2) and not self._holds_all(self._next, self.state.total + 2):
             self._choose_all(self._next)

@@ -158,7 +158,7 @@ class Streaming(Mode):
     def forward_end(self, position: Tensor) -> None:
         cached = self.sink + position + 1 - self.kept_from
         dropped = cached - self._pruned(cached)
-        if self.state.ops.asks and not dropped and position >= self.sink:
+        if self.state.ops.reads_back and not dropped and position >= self.sink:
             return  # everything lies where it lay
         self.kept_from.add_(dropped)
         (slots,) = self.state.slots

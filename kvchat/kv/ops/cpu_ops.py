@@ -1,8 +1,7 @@
-"""The operations of a decode step on a CPU, where nothing runs beside the model and asking costs no wait.
+"""The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
-What a tensor holds may be looked at, so what does not change is skipped. Choosing and moving a layer's pages and the
-products of attention over many tokens are loops that numba compiles (``compiled``), without numba they are torch's.
-Tensors are shared with numpy, not copied.
+What does not change is skipped. Choosing and moving a layer's pages and the products of attention over many tokens are
+loops that numba compiles (``compiled``), without numba they are torch's. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def _sums(weights: Tensor, values: Tensor) -> Tensor:
 
 
 class CpuOps(TorchOps):
-    """``TorchOps`` that may ask."""
+    """``TorchOps`` that may read back."""
 
-    asks = True
+    reads_back = True
     products = Products(_scores, _sums)
 
     def begin_step(self, position: Tensor) -> None:

@@ -27,7 +27,7 @@ RUN_PAGES = 16  # that a CPU unpacks at a time
 
 
 class EightBitOps(TorchOps):
-    """``TorchOps`` for an ``EightBitPool``. Where nothing may be asked both kinds of page are read for each."""
+    """``TorchOps`` for an ``EightBitPool``. Where nothing may be read back both kinds of page are read for each."""
 
     host: EightBitPool
 
@@ -48,7 +48,7 @@ class EightBitOps(TorchOps):
             scatter(self.host.rounded.table(layer), self.host.next_rounded, blocks)
 
     def _fills_page(self) -> bool:
-        """Whether the page may be full now: of one that is not, nobody reads the 8-bit page."""
+        """Whether the page may be full now: of one that is not, the 8-bit page is never read."""
         return True
 
     def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:
@@ -109,7 +109,7 @@ class EightBitOps(TorchOps):
         """Copy the pages or tokens ``numbers`` of ``heads`` to rows ``target`` where ``changed`` (all broadcast)."""
         shape = target.shape
         numbers, heads, target, changed = (x.expand(shape).flatten() for x in (numbers, heads, target, changed))
-        picks = self.skip_unchanged or not self.host.pinned
+        picks = self.reads_back or not self.host.pinned
         if picks:
             numbers, heads, target = numbers[changed], heads[changed], target[changed]
         both = torch.cat((target, target + v_target))
@@ -120,7 +120,7 @@ class EightBitOps(TorchOps):
 
 
 class EightBitCpuOps(EightBitOps, CpuOps):
-    """``EightBitOps`` where asking costs no wait, and full mode reads the host pool itself."""
+    """``EightBitOps`` where reading back costs no wait, and full mode reads the host pool itself."""
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)

@@ -1,8 +1,8 @@
 """The operations of a decode step - append, attend, select, recall - in stock torch.
 
-The reference, and what runs on a CPU and wherever Triton does not. ``triton_ops`` has the same ops as Triton kernels,
-held against these; ``choose_ops`` is the one place that chooses. All shapes are static, except for copies on a CPU,
-which select the changed rows first. On a GPU that would force a synchronization.
+The reference, and what runs on a GPU where Triton does not. ``triton_ops`` has the same ops as Triton kernels, held
+against these, ``cpu_ops`` those of a CPU; ``choose_ops`` is the one place that chooses. All shapes are static, except
+where ``reads_back`` is true: there copies select the changed rows first. On a GPU that would force a synchronization.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ SPILLED_BLOCK = 1024  # tokens that are brought from the host pool at a time, to
 
 
 class TorchOps:
-    """A step's operations on the host pool and slots; ``skip_unchanged`` copies only the rows that change.
+    """A step's operations on the host pool and slots.
 
-    Where ``asks`` is true nothing runs beside the model, and what a tensor holds may be looked at without a wait.
+    ``reads_back`` is true where nothing runs beside the model, so that reading a tensor's values costs no wait.
     """
 
     name = "torch"
-    asks = False
+    reads_back = False
     products = TORCH
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         self.geometry = geometry
         self.host = host
         self.kernel_refusal = kernel_refusal
-        self.skip_unchanged = device.type == "cpu"
         self._heads = torch.arange(geometry.kv_heads, device=device)
 
     @property
@@ -110,9 +109,9 @@ class TorchOps:
         g, heads = self.geometry, slots.heads_of(layer)[:, None]
         partial.add(slots.keys(layer), slots.values(layer), bias)
         last = self.position - slots.layout.window
-        # What can be captured must not ask; what cannot would read memory for nothing.
-        asks = self.skip_unchanged or not self.host.pinned
-        for first in range(0, int(last) + 1 if asks else self.host.room, SPILLED_BLOCK):
+        # What can be captured must not read back; what cannot would read memory for nothing.
+        end = int(last) + 1 if self.reads_back or not self.host.pinned else self.host.room
+        for first in range(0, end, SPILLED_BLOCK):
             tokens = torch.arange(first, first + SPILLED_BLOCK, device=last.device)
             masked = tokens > last
             if spec.window is not None:
@@ -233,7 +232,7 @@ class TorchOps:
 
         Without picking them out, rows that do not change get once more what they hold.
         """
-        if self.skip_unchanged or not self.host.pinned:
+        if self.reads_back or not self.host.pinned:
             self._copy(host, slots, source[changed], v_source, target[changed], v_target)
             return
         both = torch.cat((target.flatten(), target.flatten() + v_target))

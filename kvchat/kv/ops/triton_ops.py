@@ -1,6 +1,6 @@
 """The ops of ``kvchat.kv.ops.torch_ops`` as Triton kernels: same tensors in, same tensors out.
 
-Everything runs on the stream that is current, allocates only there, and asks the device nothing, so that a step can be
+Everything runs on the stream that is current, allocates only there, and reads nothing back, so that a step can be
 captured in a CUDA graph and recall can run beside the model. What changes from step to step is in tensors, what changes
 rarely (slots, pages) in integers that no kernel is compiled for: once a mode has decoded a token nothing is compiled,
 but for choosing pages when their number passes 1,024 and each doubling of it.
