@@ -31,7 +31,7 @@ class Counts:
     moved: int
     wanted: int
     corrections: int
-    active: float
+    read: float
     steps: int
     moved_bytes: int
 
@@ -127,8 +127,8 @@ class MetricsCollector:
             reused_tokens=answer.reused_tokens,
             generated_tokens=len(answer.token_times) - answer.withdrawn,
             total_tokens=kv.total,
-            active_tokens=(now.active - before.active) / steps if steps else None,
-            read_share=_read_share(now.active - before.active, steps, kv.total),
+            active_tokens=(now.read - before.read) / steps if steps else None,
+            read_share=_read_share(now.read - before.read, steps, kv.total),
             ttft_s=answer.ttft_s,
             prefill_tokens_per_s=new_tokens / prefill_s if prefill_s else None,
             decode_tokens_per_s=answer.rate(),

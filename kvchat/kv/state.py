@@ -84,7 +84,7 @@ class KVState:
     @property
     def read_pairs(self) -> int:
         """(token, layer, KV head) triples that attention read in all steps so far; waits for the device."""
-        return self._read_before + sum(int(slots.active) for slots in self.slots)
+        return self._read_before + sum(int(slots.read_pairs) for slots in self.slots)
 
     def note_spec(self, layer: int, spec: AttentionSpec) -> None:
         """Keep a layer's attention rule; every forward names it again."""

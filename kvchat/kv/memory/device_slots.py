@@ -68,7 +68,7 @@ class DeviceSlots:
     ``held [n]`` (int32), of an unordered layout only, is what its mode knows to lie in each slot, read or not; the mode
     clears it where that ends.
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
-    ``active`` counts what was read: (token, KV head, layer) triples, summed over steps.
+    ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class DeviceSlots:
         self._row_starts = torch.arange(2 * width, device=device) * self.n
         self.current_slot = self._all[:1]
         self._write_rows = self._row_starts
-        self.active = torch.zeros((), dtype=torch.int64, device=device)
+        self.read_pairs = torch.zeros((), dtype=torch.int64, device=device)
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -104,7 +104,7 @@ class DeviceSlots:
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that last from step to step."""
         constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
-        return [self.kv, self.table, self.attended, self.held, self.pages, self.active, *constants]
+        return [self.kv, self.table, self.attended, self.held, self.pages, self.read_pairs, *constants]
 
     def heads_of(self, layer: int) -> Tensor:
         """The KV heads held, ``[H]`` int64."""
@@ -199,7 +199,7 @@ class DeviceSlots:
             larger.table[:, :, new] = self.table[:, :, old]
             larger.attended[:, :, new] = self.attended[:, :, old]
         larger.pages[:, :, : self.pages.shape[2]] = self.pages
-        larger.active = self.active
+        larger.read_pairs = self.read_pairs
         return larger
 
     def _resettled(self, layout: Layout) -> DeviceSlots:
@@ -212,7 +212,7 @@ class DeviceSlots:
         other.kv[:, :, :, :n] = self.kv.index_select(3, held)
         other.table[..., :n] = self.table[..., held]
         other.attended[..., :n] = self.attended[..., read]
-        other.active = self.active
+        other.read_pairs = self.read_pairs
         return other
 
     def begin_step(self) -> None:
@@ -235,6 +235,6 @@ class DeviceSlots:
             bias.masked_fill_(masked, float("-inf"))
             heads = self.layout.width(self.geometry) // table.shape[0]
             self._masks[key] = bias.unsqueeze(1), (~masked).sum() * heads
-        bias, active = self._masks[key]
-        self.active += active
+        bias, pairs = self._masks[key]
+        self.read_pairs += pairs
         return bias

@@ -60,7 +60,7 @@ class CpuOps(TorchOps):
         keys, values = self.host.by_head(layer)[:, :, first:end].unbind()
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         attended, _ = attend(grouped, keys[..., : g.d_k], values[..., : g.d_v], None, spec, sinks, self.products)
-        slots.active += g.kv_heads * (end - first)
+        slots.read_pairs += g.kv_heads * (end - first)
         return attended, None
 
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
@@ -70,7 +70,7 @@ class CpuOps(TorchOps):
             return super().bias(slots, layer, window)
         bias = torch.empty(table.shape)
         first = 0 if window is None else max(0, self._now + 1 - window)
-        slots.active += loops.open_slots(table.numpy(), slots.attended_of(layer).numpy(), first, bias.numpy())
+        slots.read_pairs += loops.open_slots(table.numpy(), slots.attended_of(layer).numpy(), first, bias.numpy())
         return bias.unsqueeze(1)
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:

@@ -142,7 +142,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         first = 0 if spec.window is None else max(0, end - spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         attended = attend_in_parts(grouped, list(self._parts(layer, first, end)), spec, sinks)
-        slots.active += self.geometry.kv_heads * (end - first)
+        slots.read_pairs += self.geometry.kv_heads * (end - first)
         return attended, None
 
     def _parts(self, layer: int, first: int, end: int) -> Iterator[Part]:

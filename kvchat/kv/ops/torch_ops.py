@@ -119,7 +119,7 @@ class TorchOps:
             keys, values = self._stored(layer, tokens.masked_fill(masked, 0), heads)
             closed = torch.zeros(masked.shape, device=last.device).masked_fill_(masked, float("-inf"))
             partial.add(keys[..., : g.d_k], values[..., : g.d_v], closed)
-            slots.active += (~masked).sum() * len(heads)
+            slots.read_pairs += (~masked).sum() * len(heads)
         return partial.result()
 
     def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:

@@ -76,7 +76,7 @@ def test_a_heads_own_table_opens_what_the_reference_opens(window):
     biases = [each.bias(slots, 1, window) for slots, each in zip(tables, (reference, ops), strict=True)]
     assert torch.equal(*biases)
     assert torch.equal(tables[1].attended_of(1), table[1])
-    assert int(tables[0].active) == int(tables[1].active) == int((biases[0] == 0).sum())
+    assert int(tables[0].read_pairs) == int(tables[1].read_pairs) == int((biases[0] == 0).sum())
 
 
 @pytest.mark.parametrize("threads", [1, 2])

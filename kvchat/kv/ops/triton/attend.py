@@ -66,7 +66,7 @@ def _attend_part(
     slots,
     table,
     read,
-    active,
+    read_pairs,
     position,
     heads,
     logits,
@@ -130,7 +130,7 @@ def _attend_part(
     _store_part(sums, extremes, (row * GROUP + g) * parts + part, g < GROUP, highest, total, attended, D_V, COLS_V)
     if row < TABLES:
         heads_of_table = tl.num_programs(0) // TABLES
-        tl.atomic_add(active, (tl.sum(opened, 0) * heads_of_table).to(tl.int64), sem="relaxed")
+        tl.atomic_add(read_pairs, (tl.sum(opened, 0) * heads_of_table).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _attend_spilled(
     codes,
     scales,
     places,
-    active,
+    read_pairs,
     position,
     heads,
     sums,
@@ -198,7 +198,7 @@ def _attend_spilled(
         highest, total, attended = _folded(logit, v, is_open, highest, total, attended)
     index = (row * GROUP + g) * parts + first + part
     _store_part(sums, extremes, index, g < GROUP, highest, total, attended, D_V, COLS_V)
-    tl.atomic_add(active, tl.sum(opened, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(read_pairs, tl.sum(opened, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["heads"])
@@ -280,14 +280,14 @@ def attend(
     has = spec.window is not None, spec.softcap is not None
     sizes = g.group, g.d, g.d_k, g.d_v, padded(g.group), block, cols_k, cols_v
     _attend_part[width, first](
-        query, kv, table, slots.attended_of(layer), slots.active, position, heads, logits, sums, extremes,
+        query, kv, table, slots.attended_of(layer), slots.read_pairs, position, heads, logits, sums, extremes,
         slots.n, blocks, parts, *rule, picked, *has, needs_weights, len(table), *sizes,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     if slots.layout.spills:
         # Both kinds of page at once in two stages would take more shared memory than most GPUs have.
         _attend_spilled[width, most](
-            query, *host[:4], slots.active, position, heads, sums, extremes,
+            query, *host[:4], slots.read_pairs, position, heads, sums, extremes,
             first, parts, slots.layout.window, *rule, picked, *has, g.kv_heads, g.page, *sizes, host.item,
             num_warps=4, num_stages=1 if host.item else 2,
         )  # fmt: skip

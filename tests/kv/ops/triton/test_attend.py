@@ -64,7 +64,7 @@ def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
         for expected, measured in zip(*(tensors for tensors, _ in found), strict=True):
             assert_near(measured, expected, dtype)
         (_, expected), (_, measured) = found
-        assert int(measured.active) == int(expected.active) > 0
+        assert int(measured.read_pairs) == int(expected.read_pairs) > 0
         assert torch.equal(measured.attended, expected.attended)
 
 
@@ -89,7 +89,7 @@ def test_what_left_the_slots_is_read_from_the_host_pool(shape, kind, dtype, devi
             (slots,), spec = side.slots, spec_of(kind, side.ops.geometry, device)
             attended, weights = side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)
             assert weights is None
-            found.append((attended, int(slots.active)))
+            found.append((attended, int(slots.read_pairs)))
         (expected, read), (measured, also) = found
         assert_near(measured, expected, dtype)
         assert read == also > 0
