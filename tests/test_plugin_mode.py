@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.command_line import Outcome
+from support.kv_run import REFERENCES, Run
+from support.reference import FullReference
+from support.toy_model import toy
 
 from kvchat import paths
-from kvchat.config.modes import BUILT_IN
+from kvchat.config.modes import BUILT_IN, registered
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parent / "support" / "plugin_mode"
@@ -72,8 +77,9 @@ def in_turn(installed: Path, *commands: list[str], **environ: str) -> list[Outco
 def answers(installed: Path) -> list[Outcome]:
     """Answers in the mode, in full mode, and in full mode with a switch to the mode."""
     asked = ["ask", PROMPT, "--json", *GREEDY]
-    recency, switch = ["--mode", "recency", "--param", "keep=32"], ["--switch-at", "4:recency,keep=2048"]
-    return in_turn(installed, [*asked, *recency], asked, [*asked, *switch])
+    strided = ["--mode", "strided", "--param", "window=32", "--param", "budget=64"]
+    switch = ["--switch-at", "4:strided,stride=1,budget=2048"]
+    return in_turn(installed, [*asked, *strided], asked, [*asked, *switch])
 
 
 def settings(text: str) -> None:
@@ -85,68 +91,126 @@ def test_it_is_listed_behind_the_built_in_modes(installed: Path) -> None:
     result = kvchat(installed, "modes", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
-    assert list(listed) == [*(cls.name for cls in BUILT_IN), "recency"]
-    keep = {"name": "keep", "default": 256, "doc": "most recent tokens, always attended"}
-    assert keep in listed["recency"]["params"]
+    assert list(listed) == [*(cls.name for cls in BUILT_IN), "strided"]
+    window = {"name": "window", "default": 128, "doc": "most recent tokens, always attended"}
+    assert window in listed["strided"]["params"]
 
 
 def test_listing_modes_does_not_import_its_implementation(installed: Path) -> None:
     code = (
-        "import sys\nfrom kvchat.cli import main\nprint(sorted(m for m in sys.modules if m.startswith('kvchat_rec')))"
+        "import sys\nfrom kvchat.cli import main\nprint(sorted(m for m in sys.modules if m.startswith('kvchat_str')))"
     )
     code += "\nassert 'torch' not in sys.modules"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT)))}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env, check=True
     )
-    assert result.stdout == "['kvchat_recency']\n"
+    assert result.stdout == "['kvchat_strided', 'kvchat_strided.parameters']\n"
 
 
 def test_it_answers(answers: list[Outcome]) -> None:
     result = answers[0]
     assert (result.code, result.err) == (0, "")
     answer = json.loads(result.out)
-    assert answer["mode"] == "recency"
+    assert answer["mode"] == "strided"
     assert answer["text"].strip()
     stats = answer["stats"]
-    assert stats["active_tokens"] == 36 < stats["prompt_tokens"]
+    assert 32 < stats["active_tokens"] <= 64 < stats["prompt_tokens"]
 
 
 def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_as_full_does(
     answers: list[Outcome],
 ) -> None:
     full, entered = (json.loads(answer.out) for answer in answers[1:])
-    assert [(s["at"], s["mode"]) for s in entered["stats"]["switches"]] == [(4, "recency")]
+    assert [(s["at"], s["mode"]) for s in entered["stats"]["switches"]] == [(4, "strided")]
     assert full["token_ids"] == entered["token_ids"]
 
 
+def test_a_chat_switches_to_it_and_changes_its_parameters(installed: Path) -> None:
+    typed = "/mode strided window=64\n/set stride=4\n/set\n/set stride=0\n/mode\n/quit\n"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT)))}
+    command = [sys.executable, "-m", "kvchat", "chat", "--plain"]
+    chat = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=600, env=env, check=False)
+    assert "[full to strided, budget 512, 0 tok]" in chat.stdout
+    assert [line.split()[:2] for line in chat.stdout.splitlines() if line.startswith(("window", "stride"))] == [
+        ["window", "64"],
+        ["stride", "4"],
+    ]
+    assert "strided: stride = 0 is refused.\nIt must be a whole number of at least 1." in chat.stderr
+    assert "* strided      a window, and before it one page of every few" in chat.stdout
+
+
+class StridedReference(FullReference):
+    """The window and the newest k pages of those that the stride leaves."""
+
+    def reads(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        page, p = self.run.toy.geometry.page, self.p
+        tokens = torch.arange(len(self.run.ids))
+        last = len(self.run.ids) - 1 - p["window"]
+        chosen = range(0, last // page + 1, p["stride"])[-((p["budget"] - p["window"]) // page) :]
+        read = (tokens > last) | torch.isin(tokens // page, torch.tensor([*chosen]))
+        return read.expand(self.run.toy.geometry.kv_heads, -1).clone()
+
+
+def test_it_reads_what_it_says_by_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with pinned messages, after a way back and after a switch: no stored byte changes."""
+    monkeypatch.syspath_prepend(SOURCE)
+    from kvchat_strided.parameters import StridedParameters
+
+    monkeypatch.setitem(registered(), "strided", StridedParameters)
+    monkeypatch.setitem(REFERENCES, "strided", StridedReference)
+    run = Run(toy(("plain", "window"), page=8), "strided", budget=64, window=32, stride=3)
+    for tokens in (100, 37):
+        run.prefill(tokens)
+        run.step(40)
+        run.check()
+    run.pin([9, 10, 26, 27, 150])
+    run.step(20)
+    run.truncate(120)
+    run.step(20)
+    run.check()
+    run.switch("full")
+    run.step(3)
+    run.switch("strided", budget=96, window=40, stride=1)
+    run.step(9)
+    run.check()
+
+
+def test_the_developers_readme_shows_it() -> None:
+    section = (ROOT / "kvchat" / "README.md").read_text().split("## Adding a mode")[1]
+    files = [path.read_text() for path in (SOURCE / "pyproject.toml", *(SOURCE / "kvchat_strided").glob("*.py"))]
+    blocks = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == 3
+    assert [any(block in text for text in files) for block in blocks] == [True] * 3
+
+
 def test_it_has_its_section_of_the_settings(installed: Path) -> None:
-    settings('[kv]\nmode = "recency"\n[kv.recency]\nkeep = 24\n')
+    settings('[kv]\nmode = "strided"\n[kv.strided]\nbudget = 64\nwindow = 48\n')
     asked = ["ask", PROMPT, "--json", *GREEDY]
     commands = [["config", "show"], asked, ["config", "schema"]]
-    show, ask, schema_of = in_turn(installed, *commands, KVCHAT_KV_RECENCY_SINK="2")
+    show, ask, schema_of = in_turn(installed, *commands, KVCHAT_KV_STRIDED_STRIDE="3")
     shown = show.out.splitlines()
-    assert 'kv.mode = "recency"   # config.toml:2' in shown
-    assert "kv.recency.keep = 24   # config.toml:4" in shown
-    assert "kv.recency.sink = 2   # KVCHAT_KV_RECENCY_SINK" in shown
+    assert 'kv.mode = "strided"   # config.toml:2' in shown
+    assert "kv.strided.window = 48   # config.toml:5" in shown
+    assert "kv.strided.stride = 3   # KVCHAT_KV_STRIDED_STRIDE" in shown
     answer = json.loads(ask.out)
-    assert (answer["mode"], answer["stats"]["active_tokens"]) == ("recency", 26)
+    assert (answer["mode"], answer["stats"]["active_tokens"]) == ("strided", 48)
     schema = json.loads(schema_of.out)
-    assert schema["$defs"]["RecencyParameters"]["properties"]["keep"]["minimum"] == 1
+    assert schema["$defs"]["StridedParameters"]["properties"]["window"]["minimum"] == 32
     template = installed / "new.toml"
     assert kvchat(installed, "config", "init", KVCHAT_CONFIG=str(template)).returncode == 0
-    assert "[kv.recency]" in template.read_text()
+    assert "[kv.strided]" in template.read_text()
 
 
 def test_wrong_parameters_are_refused(installed: Path) -> None:
-    result = kvchat(installed, "ask", "Hello", "--mode", "recency", "--param", "keep=0")
+    result = kvchat(installed, "ask", "Hello", "--mode", "strided", "--param", "stride=0")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == 'kvchat: --param keep: "0" is refused: it must be a whole number of at least 1.\n'
-    settings("[kv.recency]\nkep = 1\n")
+    assert result.stderr == 'kvchat: --param stride: "0" is refused: it must be a whole number of at least 1.\n'
+    settings("[kv.strided]\nstrde = 1\n")
     result = kvchat(installed, "config", "validate")
-    told = 'kvchat: config.toml:2: kv.recency.kep: there is no such setting. Did you mean "keep"?\n'
+    told = 'kvchat: config.toml:2: kv.strided.strde: there is no such setting. Did you mean "stride"?\n'
     assert result.stderr.startswith(told)
-    assert result.stderr.endswith("\n  kep = 1\n        ^\n")
+    assert result.stderr.endswith("\n  strde = 1\n          ^\n")
     assert result.returncode == 2
 
 
@@ -167,10 +231,10 @@ def test_a_broken_package_is_named_and_stops_nothing(tmp_path: Path) -> None:
 def test_a_mode_whose_implementation_cannot_be_imported_is_refused(installed: Path, tmp_path: Path) -> None:
     copy = tmp_path / "site"
     shutil.copytree(installed, copy)
-    (copy / "kvchat_recency" / "mode.py").write_text("import nothing_like_it\n")
-    result = kvchat(copy, "ask", "Hello", "--mode", "recency")
+    (copy / "kvchat_strided" / "mode.py").write_text("import nothing_like_it\n")
+    result = kvchat(copy, "ask", "Hello", "--mode", "strided")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        "kvchat: The recency mode cannot be imported. kvchat_recency.mode:Recency: ModuleNotFoundError: "
+        "kvchat: The strided mode cannot be imported. kvchat_strided.mode:Strided: ModuleNotFoundError: "
         "No module named 'nothing_like_it'. Repair or remove the package that provides it.\n"
     )

@@ -219,7 +219,7 @@ class Mode:
 
     def graph_buffers(self) -> list[Tensor]:
         """Return what the mode keeps on the device from step to step, beside the slots."""
-        return []
+        return [self.pin_mask] if self.pins else []
 
     def forward_begin(self, position: Tensor) -> None:
         """Give the new token at ``position`` (0-d int64) its slots."""
@@ -260,6 +260,16 @@ class Mode:
             recents.masked_fill_(self._is_pinned(recents), EMPTY)
             table[..., slots.ring - len(self.pins) : slots.ring] = torch.tensor(self.pins, device=table.device)
         return table
+
+    def _open_pages(self, slots: DeviceSlots, layers: slice, last: Tensor) -> None:
+        """Let attention read what page slots hold up to token ``last``; sinks and pinned messages have other slots.
+
+        ``layers`` are counted from the first of ``slots``.
+        """
+        self.state.ops.open_pages(slots, layers, self.sink, last)
+        if self.pins:
+            opened = slots.table[layers, :, : slots.offset]
+            opened.masked_fill_(self._is_pinned(opened), EMPTY)
 
 
 def everything(geometry: Geometry, first: int, last: int, capacity: int, in_slots: bool = False) -> Layout:

@@ -42,7 +42,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
+from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, budget_of, everything, refuse_small_budget
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
@@ -93,7 +93,7 @@ class Speculative(Mode):
         return Plan([*full, rest], g.pages(capacity) * bounds_per_page)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [self.bounds.data, self.cosine, *([self.pin_mask, self._wholly_pinned] if self.pins else [])]
+        return [*super().graph_buffers(), self.bounds.data, self.cosine, self._wholly_pinned]
 
     @property
     def slots(self) -> DeviceSlots:
@@ -118,7 +118,7 @@ class Speculative(Mode):
             return
         position = self.state.position
         self._choose_all(self._candidates(position))
-        self._open(slice(None), position - self.window)
+        self._open_pages(self.slots, slice(None), position - self.window)
 
     def prepare_step(self) -> Step:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
@@ -139,7 +139,7 @@ class Speculative(Mode):
         self._query = self.state.query[self.first :].clone()
         self._settled = self.state.ops.reads_back and self._holds_all(self._now, self.state.total + 1)
         if self._settled:
-            self._open(slice(None), self._oldest)
+            self._open_pages(self.slots, slice(None), self._oldest)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         if layer < self.first:
@@ -162,7 +162,7 @@ class Speculative(Mode):
 
     def forward_end(self, position: Tensor) -> None:
         if self.k and not self.state.ops.reads_back:
-            self._open(slice(None), self._oldest + 1)
+            self._open_pages(self.slots, slice(None), self._oldest + 1)
         elif self.k and self._reads_all(self.state.total + 2) and not self._holds_all(self._next, self.state.total + 2):
             self._choose_all(self._next)
         if self.k:
@@ -251,13 +251,7 @@ class Speculative(Mode):
 
     def _open_layer(self, layer: int) -> None:
         index = layer - self.first
-        self._open(slice(index, index + 1), self._oldest)
-
-    def _open(self, layers: slice, last: Tensor) -> None:
-        self.state.ops.open_pages(self.slots, layers, self.sink, last)
-        if self.pins:
-            opened = self.slots.table[layers, :, : self.slots.offset]
-            opened.masked_fill_(self._is_pinned(opened), EMPTY)
+        self._open_pages(self.slots, slice(index, index + 1), self._oldest)
 
     def _pages_read_anyway(self) -> list[int]:
         """The pages of whose tokens each is pinned or a sink."""

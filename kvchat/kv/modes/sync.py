@@ -132,7 +132,7 @@ class Sync(Mode):
             self.held = torch.empty((self.geometry.layers, self.clusters, 0), dtype=torch.int64, device=state.device)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [self.held, self.overlap, *([self.pin_mask] if self.pins else [])] if self.split else []
+        return [*super().graph_buffers(), self.held, self.overlap] if self.split else []
 
     # ---- a new turn
 

@@ -267,7 +267,7 @@ def open_pages(pages: Array, table: Array, page_size: int, first: int, last: int
                     table[layer, head, slot * page_size + i] = token if first <= token <= last else EMPTY
 
 
-@compiled("void(i8[:, ::1], i8[:, :, :, ::1], i8, i8, i8, i8[::1], i8[:, ::1], i8[:, ::1], i8, i8[::1])")
+@compiled("void(i8[:, ::1], i8[:, :, :, ::1], i8, i8, i8, i8[::1], i8[:, :], i8[:, ::1], i8, i8[::1])")
 def move_pages(
     source: Array,
     target: Array,

@@ -65,8 +65,6 @@ class TritonOps(TorchOps):
             return
         host = host_tensors(self.host, layer)
         next_rounded = self.host.next_rounded if isinstance(self.host, EightBitPool) else self.position
-        host = host_tensors(self.host, layer)
-        next_rounded = self.host.next_rounded if isinstance(self.host, EightBitPool) else self.position
         with self._on:
             for slots in held:
                 append.append(slots, host, next_rounded, layer, self.position, key, value, self.geometry)

@@ -1,0 +1,1 @@
+"""A KV mode of another package, as ``kvchat/README.md`` shows it."""
