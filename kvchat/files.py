@@ -96,7 +96,7 @@ def open_log(path: Path) -> FileIO:
     make_folder(path.parent)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
-    os.set_blocking(descriptor, True)  # only to open a pipe that nobody reads would wait for ever
+    os.set_blocking(descriptor, True)  # only opening a pipe without a reader would wait for ever
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(PermissionError):  # another user's file keeps its mode
             os.fchmod(descriptor, 0o600)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Both are OpenMP's own: whoever sets one of them has chosen.
+# Both are OpenMP's own: one that is set is somebody's choice.
 WAIT_POLICY, SPIN_COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 # Looks of a waiting thread before it sleeps, some 30 us: about what waking it costs, so that waiting costs at most
 # twice what it would if its length were known. Without any, a token of the bundled model takes twice as long.

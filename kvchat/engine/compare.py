@@ -245,7 +245,7 @@ class Comparisons:
         return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)
 
     def _ask(self) -> None:
-        """Something long was asked for that changes what is stored."""
+        """Announce something long that changes what is stored."""
         raise NotImplementedError
 
 

@@ -62,7 +62,7 @@ class OneAtATime:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Be what is in progress inside the block.
+        """Mark work as in progress inside the block.
 
         Raises:
             UsageError: something else is.

@@ -59,7 +59,7 @@ class AnswerMetrics:
     recovery: str = ""
 
     def token(self) -> None:
-        """A token was drawn."""
+        """Note a drawn token."""
         self.token_times.append(time.perf_counter())
 
     def rate(self, tokens: int = 0) -> float | None:
@@ -92,13 +92,13 @@ class MetricsCollector:
         self.answer: AnswerMetrics | None = None
 
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
-        """An answer begins."""
+        """Begin the figures of an answer."""
         self.answer = AnswerMetrics(Counts.of(self._kv), prompt_tokens, reused_tokens)
         return self.answer
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is done inside is not the conversation's: its figures are afterwards as they were."""
+        """Keep what is done inside out of the conversation's figures."""
         timer = self._kv.state.transfer.timer
         answer, step_bytes, hit_rate, steps = self.answer, self._step_bytes, self._hit_rate, list(timer.steps)
         self._note_steps(Counts.of(self._kv))
@@ -111,7 +111,7 @@ class MetricsCollector:
             timer.steps.extend(steps)
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
-        """A switch happened, perhaps in the middle of an answer."""
+        """Note a switch, perhaps in the middle of an answer."""
         if self.answer:
             at = len(self.answer.token_times)
             self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})

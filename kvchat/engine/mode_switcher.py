@@ -113,7 +113,7 @@ class ModeSwitcher:
         return moved + self.calibrate()
 
     def calibrate(self) -> int:
-        """A mode that waits for the model's heads to be measured has it done on what is stored, if that is enough.
+        """Measure the model's heads on the stored tokens, if the mode waits for that and they are enough.
 
         Where memory runs out meanwhile it is done on the next prompt. Returns the bytes moved to the device.
         """
@@ -178,7 +178,7 @@ class ModeSwitcher:
                 self._widened = (self._kv.mode, narrow, self._kv.total + RECENT)
 
     def narrow(self, total: int = sys.maxsize) -> None:
-        """Back to the budget asked for, when ``total`` tokens are stored; a mode entered since then stays."""
+        """Go back to the budget asked for, once ``total`` tokens are stored; a mode entered since then stays."""
         if self._widened and total >= self._widened[2]:
             mode, narrow, _ = self._widened
             self._widened = None

@@ -193,7 +193,7 @@ class Session(Released, Comparisons, StoredText, Reports):
         self._keeper.forget(conversation)
 
     def _ask(self) -> None:
-        """Something long was asked for that changes what is stored."""
+        """Announce something long that changes what is stored."""
         self._loop.ask()
         self._keeper.interrupt()
 

@@ -42,7 +42,8 @@ class Transfer:
     def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, again: bool = False) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated).
 
-        ``again`` says that they replace others which were wanted for the same step.
+        Both are int64, -1 is an empty slot. ``again`` says that they replace others which were wanted for the same
+        step.
         """
         row = 2 if again else int(self.side_stream.inside)
         with self.timer.copying(self.side_stream.inside):

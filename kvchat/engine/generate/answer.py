@@ -61,7 +61,7 @@ class AnswerLoop(Released):
         self.one = OneAtATime()
 
     def ask(self) -> None:
-        """An answer or a rebuild was asked for and will begin: from now on ``cancel`` ends it.
+        """Announce an answer or a rebuild: from now on ``cancel`` ends it.
 
         Raises:
             UsageError: another is in progress.
@@ -140,7 +140,7 @@ class AnswerLoop(Released):
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
-        """Why no further token is drawn, empty if one is; the one place where the mode may change."""
+        """Return why no further token is drawn, empty if one is; the one place where the mode may change."""
         between(len(self.token_ids))
         self._switcher.narrow(self._kv.total)
         if self.is_cancelled:

@@ -96,7 +96,7 @@ class Keeper:
         self._writer.interrupt()
 
     def close(self) -> None:
-        """Write what is left, for a moment, and let go of all."""
+        """Write what is left, for a moment at most, and free the rest."""
         self._writer.finish(LAST_WRITES_S)
         self._parked.clear()
 
@@ -144,7 +144,7 @@ class Keeper:
             self._truncate(present)
 
     def forget(self, conversation: str) -> None:
-        """The conversation is deleted, its file was set aside: keep nothing of it, nor what was written since."""
+        """Keep nothing of a deleted conversation, whose file was set aside; nor what was written since."""
         self._writer.finish(0)
         self._parked.pop(conversation, None)
         if conversation == self._present:
@@ -326,5 +326,5 @@ def _read_state(file: PageFile, saved: SavedState) -> Snapshot | None:
 
 
 def _of_another(source: Source) -> Source:
-    """The same for another conversation, in whose file nothing of it is yet."""
+    """Return ``source`` for another conversation, in whose file nothing of it is yet."""
     return replace(source, stored=replace(source.stored, saved=0))

@@ -107,7 +107,7 @@ def forward(
 ) -> Tensor | None:
     """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``backend``.
 
-    A hybrid model reads and changes ``state``; without one it begins anew. Returns the last token's logits [vocab] in
+    A hybrid model reads and changes ``state``; without one it starts empty. Returns the last token's logits [vocab] in
     float32; None without ``logits``, when the head is not run either.
     Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
     """

@@ -38,7 +38,7 @@ class LoadedModel:
 
     ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization, ``fused`` the
     kinds of modules that are fused. ``reads_chunks`` is that of ``RecurrentState``. Answers are drawn at
-    ``temperature`` where nobody asks for another.
+    ``temperature`` where no other is given.
     """
 
     model: Any
@@ -201,7 +201,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
         raise
     except ImportError as error:
         raise quantization.missing(checkpoint.name, quantized, error) from error
-    except Exception as error:  # whatever a config leads to that nobody tried
+    except Exception as error:  # whatever an untried config leads to
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
     if packed_here:
@@ -290,7 +290,7 @@ def _check_layers(config: Any, found: Checkpoint) -> None:
 
 
 def _check_fits(found: Checkpoint, device: torch.device, share: float) -> None:
-    """By at least ``share`` of the files' size, before minutes of reading; the true size is only known afterwards."""
+    """Refuse weights of which not even ``share`` of the files' size fits, before minutes of reading them."""
     if device.type == "cuda" and found.weight_bytes * share > torch.cuda.mem_get_info(device)[0]:
         raise _does_not_fit(found, device)
 

@@ -58,7 +58,7 @@ class Snapshot(NamedTuple):
 class RecurrentState:
     """The state of one conversation with a model of transformers' ``config``.
 
-    ``reads_chunks`` is False for a model whose forward of several tokens begins anew instead of going on from a state.
+    ``reads_chunks`` is False for a model whose forward of several tokens starts empty instead of going on from a state.
     """
 
     def __init__(self, config: Any, reads_chunks: bool = True) -> None:
@@ -173,16 +173,16 @@ class RecurrentState:
             self._go_back(tokens)
 
     def rollback(self) -> None:
-        """Leave the state that a failed forward may have torn."""
+        """Drop the state that a failed forward may have left half written."""
         self._go_back(len(self._ids))
 
     def adopt(self, ids: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
-        """The stored tokens are ``ids`` of another conversation, of which these are snapshots."""
+        """Replace the stored tokens by ``ids`` of another conversation, of which these are snapshots."""
         self._ids, self._snapshots = list(ids if self.exists else ()), list(snapshots)
         self._go_back(len(ids))
 
     def _go_back(self, tokens: int) -> None:
-        """To the nearest snapshot of at most ``tokens`` tokens, or the beginning; noted only: that cannot fail."""
+        """Note the nearest snapshot of at most ``tokens`` tokens, or the beginning, for ``settle``; cannot fail."""
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.tokens <= tokens]
         self._read, self._is_torn = self._last, self.exists
 

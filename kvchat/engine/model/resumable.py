@@ -1,4 +1,4 @@
-"""Large files of the hub, downloaded so that one that was cut off goes on where it ended; its library begins it anew.
+"""Large files of the hub, downloaded so that one that was cut off goes on where it ended; the library starts over.
 
 A file grows as ``ETAG.partial`` beside the blobs of the library's cache and gets its name when it is whole. The library
 then finds it there, and makes the rest of the cache.

@@ -152,7 +152,7 @@ class DeviceSlots:
         return (self.table[0, 0] == EMPTY).to(torch.int32).topk(1).indices
 
     def assign(self, position: Tensor) -> None:
-        """Give the new token (0-d int64 ``position``) its slot in every table; who was there is released."""
+        """Give the new token (0-d int64 ``position``) its slot in every table; the token that was there is released."""
         if not self.n:
             return
         slot = self.free_slot() if self.layout.unordered else self.slot_of(position)

@@ -134,7 +134,7 @@ class HostPool:
         return self._rows[layer]
 
     def graph_buffers(self) -> list[Tensor]:
-        """Return what a step finds the pool by, from step to step."""
+        """Return the tensors by which a step finds the pool; they last from step to step."""
         return [self._rows[0], self._rows[-1]]
 
     def blocks(self, layer: int) -> Tensor:
@@ -271,7 +271,7 @@ class HostPool:
                 self._commit(region, size)
 
     def _move(self, least: int, wanted: int) -> None:
-        """Beyond the reservation: twice the address space, and a copy; of pages a layer at a time.
+        """Move to twice the address space, which costs a copy; what lies by page is copied a layer at a time.
 
         Where rows are counted by head all layers move at once, because they share the count.
         """

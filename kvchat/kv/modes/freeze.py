@@ -219,7 +219,7 @@ class Freeze(Mode):
     def _return(self, position: Tensor) -> None:
         """Let the tokens be read that are not frozen; ``prepare_step`` made room for all.
 
-        Many return after a step or two: whose slot nobody took is read there again, the others are copied.
+        Many return after a step or two: those whose slot was not reused are read there again, the others are copied.
         """
         slots, timers, table = self.slots, self._timers, self.slots.table[0, 0]
         lying = slots.held.long()
@@ -230,7 +230,7 @@ class Freeze(Mode):
         most = min(slots.n, int(absent.sum()) if self.state.ops.reads_back else len(absent))
         taken, positions = absent.to(torch.int32).topk(most)
         taken = taken > 0
-        # Who stays away longest loses its K/V here.
+        # The slots of those that stay away longest are reused.
         away = torch.where(slots.held == EMPTY, FOREVER, timers.timer[lying].clamp(min=0))
         targets = away.masked_fill(table != EMPTY, -1).topk(most).indices
         self.state.transfer.load_into_free(slots, positions, targets, taken)

@@ -1,4 +1,4 @@
-"""What was measured of a model's KV heads: which resemble each other and which speaks for the others (SyncKV, section
+"""What was measured of a model's KV heads: which resemble each other and which represents the others (SyncKV, section
 4.1), and how fast their queries turn (FreeKV, section 3.3).
 
 The rows of D = max(S) - S are clustered by K-Means (the paper, appendix B.1). A layer has at most a few dozen heads, so

@@ -175,7 +175,7 @@ class TorchOps:
     def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
         """Copy the pages ``placed [H, k]`` that are not ``resident [H, k]`` into the layer's page slots.
 
-        Adds the K/V pairs moved and wanted to ``counters [2]``.
+        Adds the K/V pairs moved, wanted and moved from 8-bit pages to ``counters [3]``.
         """
         g = self.geometry
         changed = (placed != resident) & (placed >= 0)
@@ -190,7 +190,7 @@ class TorchOps:
     ) -> None:
         """Copy the tokens ``placed [H, n]`` that are not ``resident [H, n]`` into the layer's slots from ``first`` on.
 
-        Adds the K/V pairs moved and wanted to ``counters [2]``.
+        Adds the K/V pairs moved, wanted and moved from 8-bit pages to ``counters [3]``.
         """
         changed = (placed != resident) & (placed >= 0)
         count(counters, changed, placed)

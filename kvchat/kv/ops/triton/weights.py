@@ -40,7 +40,7 @@ def _counted_mass(logits, spread, counted, mass, n, SUMMED: tl.constexpr):
 def _add_shares(
     logits, spread, mass, number, total, n, rows, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """All rows of a block of columns, in their order: whoever asks twice gets the same bits."""
+    """All rows of a block of columns, in their order, so that equal calls give the same bits."""
     slot = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     equal = tl.load(number).to(tl.float32) / rows
     shares = tl.zeros((COLUMNS,), tl.float32)
