@@ -175,6 +175,8 @@ def loaded_by(statement: str) -> set[str]:
         ("kvchat", HEAVY | {"textual", "pydantic"}),
         ("kvchat.cli.main", HEAVY | {"textual", "tomlkit"}),
         ("kvchat.tui.app", HEAVY),
+        ("kvchat.tui.controller", HEAVY | {"textual", "rich"}),
+        ("kvchat.tui.commands", HEAVY | {"textual", "rich"}),
         ("kvchat.engine.worker", HEAVY | {"textual"}),
         ("kvchat.replay.engine", HEAVY | {"textual"}),
     ],
