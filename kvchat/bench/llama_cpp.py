@@ -29,7 +29,7 @@ from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
 from kvchat.kv.state import KVState
 
-INSTALL = "pip install 'kvchat[peers]'"
+INSTALL = "pip install 'kvchat[baselines]'"
 PACKAGES = ("xllamacpp", "gguf")
 
 
