@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvchat.engine.process_memory import resident_bytes
+from kvchat.units import size
 
 Result = TypeVar("Result")
 
@@ -41,7 +42,7 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
             if time.monotonic() > ends:
                 reasons.append(f"It takes more than {seconds:g} s")
             elif (resident_bytes() or 0) > largest:
-                reasons.append(f"It takes more than {nbytes // 2**20} MiB of memory")
+                reasons.append(f"It takes more than {size(nbytes, 0)} of memory")
             if reasons:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, ctypes.py_object(_StoppedError))
                 return
