@@ -62,7 +62,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Python's rule, a collection of garbage after 700 objects, takes a sixth of the time of the application's tests."""
+    """Python's rule, to collect garbage after 700 objects, takes a sixth of the time of the application's tests."""
     gc.set_threshold(50_000, 20, 100)
 
 

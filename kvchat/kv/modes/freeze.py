@@ -67,7 +67,6 @@ RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are giv
 MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
 SPARE, SPARE_ON_CPU = 8, 32
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
-FOREVER = 2**30  # steps
 SHRINK = 0.8  # shrink when this share of the slots would suffice
 
 
@@ -213,8 +212,8 @@ class Freeze(Mode):
             self._widen_bounds(position)
             named = self._named(position)
         timers.observe(position, table, self._scores.result(), self.state.pinned, named)
-        self._note_held()
-        self.slots.table.masked_fill_((self.slots.table != EMPTY) & timers.frozen[self.slots.table.long()], EMPTY)
+        # Rounded pages come from the host.
+        timers.close(table, self.slots.held, keeps=self.state.host.rounded_share is None)
 
     def _return(self, position: Tensor) -> None:
         """Let the tokens be read that are not frozen; ``prepare_step`` made room for all.
@@ -222,29 +221,15 @@ class Freeze(Mode):
         Many return after a step or two: those whose slot was not reused are read there again, the others are copied.
         """
         slots, timers, table = self.slots, self._timers, self.slots.table[0, 0]
-        lying = slots.held.long()
-        reopened = (table == EMPTY) & (slots.held != EMPTY) & ~timers.frozen[lying]
-        table.copy_(torch.where(reopened, slots.held, table))
-        absent = ~timers.frozen & (timers.index < position)
-        absent = absent.index_fill(0, torch.where(table == EMPTY, timers.capacity, table).long(), False)
-        most = min(slots.n, int(absent.sum()) if self.state.ops.reads_back else len(absent))
-        taken, positions = absent.to(torch.int32).topk(most)
-        taken = taken > 0
-        # The slots of those that stay away longest are reused.
-        away = torch.where(slots.held == EMPTY, FOREVER, timers.timer[lying].clamp(min=0))
-        targets = away.masked_fill(table != EMPTY, -1).topk(most).indices
-        self.state.transfer.load_into_free(slots, positions, targets, taken)
-        self.thawed += taken.sum() + reopened.sum()
+        reopened, absent, most = timers.reopen(position, table, slots.held)
+        self.thawed += reopened
+        if most:
+            taken, positions = absent.to(torch.int32).topk(most)
+            taken = taken > 0
+            self.state.transfer.load_into_free(slots, positions, timers.reused(table, slots.held, most), taken)
+            self.thawed += taken.sum()
         layers = slots.layout.last - slots.layout.first
         self.state.transfer.count_wanted((slots.table != EMPTY).sum() * (layers * self.geometry.kv_heads))
-
-    def _note_held(self) -> None:
-        """What was read lies in its slot from now on, though it may be closed. Rounded pages come from the host."""
-        table, held = self.slots.table[0, 0], self.slots.held
-        if self.state.host.rounded_share is None:
-            held.copy_(torch.where(table == EMPTY, held, table))
-        else:
-            held.fill_(EMPTY)
 
     # ---- pages that a query names
 

@@ -19,6 +19,7 @@ SINK = 4
 MIN_RETURN_SCORE = 0.01
 NAMED_SCORE = 1e9  # above all others, until the token is scored
 SOUGHT = 32  # times tau: what one head that retrieves gives, in the mean with all that do not
+FOREVER = 2**30  # steps
 FOLLOWING = 16  # tokens, from a sought one on
 
 
@@ -125,6 +126,29 @@ class Timers:
             self.name(self._followed(table, sought, position, named))
         if self.budget is not None:
             self.limit(position + 1, pinned, waiting)
+
+    def reopen(self, position: Tensor, table: Tensor, held: Tensor) -> tuple[Tensor | int, Tensor, int]:
+        """Put the tokens that are not frozen into ``table [n]`` where they lie, in the slots of ``held [n]``.
+
+        Returns:
+            How many these are; which others before ``position`` are to be read, bool ``[capacity + 1]``; and at most
+            how many of those there are.
+        """
+        reopened = (table == EMPTY) & (held != EMPTY) & ~self.frozen[held.long()]
+        table.copy_(torch.where(reopened, held, table))
+        absent = ~self.frozen & (self.index < position)
+        absent = absent.index_fill(0, self._index(table), False)
+        return reopened.sum(), absent, min(len(table), len(absent))
+
+    def reused(self, table: Tensor, held: Tensor, number: int) -> Tensor:
+        """So many slots that ``table [n]`` leaves free, int64: those of the tokens that stay away longest."""
+        away = torch.where(held == EMPTY, FOREVER, self.timer[held.long()].clamp(min=0))
+        return away.masked_fill(table != EMPTY, -1).topk(number).indices
+
+    def close(self, table: Tensor, held: Tensor, keeps: bool) -> None:
+        """Take those that are frozen out of ``table [n]``; if it ``keeps`` them, they lie in their slots still."""
+        held.copy_(torch.where(table == EMPTY, held, table) if keeps else torch.full_like(held, EMPTY))
+        table.masked_fill_((table != EMPTY) & self.frozen[table.long()], EMPTY)
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is sought."""

@@ -204,7 +204,7 @@ def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _find_best(weights: Array, first: int, wanted: Array, best: Array) -> None:
+def find_best(weights: Array, first: int, wanted: Array, best: Array) -> None:
     """The numbers, counted from ``first``, of the highest ``weights`` and these; EMPTY where there are no more."""
     found = 0
     for i in range(len(weights)):
@@ -250,7 +250,7 @@ def choose(scores: Array, first: int, last: int, resident: Array, placed: Array)
         weights[:] = 0
         for g in range(group):
             add_softmax(scores[head, g, first : last + 1], weights, powers)
-        _find_best(weights, first, wanted, best)
+        find_best(weights, first, wanted, best)
         _place(wanted, resident[head], kept, placed[head])
 
 
