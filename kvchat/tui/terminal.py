@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import os
 import re
 import signal
 import sys
@@ -70,9 +71,6 @@ class InputDecoder:
 
     A paste whose end got lost would swallow every key from then on: what comes after ``STALLED_S``, is no longer than a
     key and does not end the paste is a key.
-
-    No bytes at all from a terminal that has vanished end the application: Textual would read on for ever, and where
-    SIGHUP is ignored, as under nohup, nothing else says so.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,9 +82,13 @@ class InputDecoder:
         self._held = ""  # of a paste, where it may end
 
     def decode(self, data: bytes, final: bool = False) -> str:
-        """Return the text of the bytes read; what may be half an end of a paste comes with the next ones."""
-        if not data and not final and has_vanished():
-            signal.raise_signal(signal.SIGTERM)
+        """Return the text of the bytes read; what may be half an end of a paste comes with the next ones.
+
+        Where the terminal has vanished the application ends: reading nothing would take a whole core from then on. Of
+        SIGHUP it may not have heard, which nohup and some terminals have ignored.
+        """
+        if not (data or final) and has_vanished():
+            os.kill(os.getpid(), signal.SIGTERM)
         text, parts = self._utf8.decode(data, final), []
         if self._is_key_in_stalled_paste(data, self._held + text):
             parts.append(_marked(self._held) + PASTE_END)

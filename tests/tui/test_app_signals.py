@@ -39,9 +39,12 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def started(tmp_path: Path):
-    heard = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGQUIT, signal.SIGINT)}
-    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))  # a shell's background jobs ignore them
+def started(tmp_path: Path, request: pytest.FixtureRequest):
+    """The application as a shell starts it; where a test gives ``SIG_IGN`` as nohup does."""
+    ways = {signal.SIGHUP: getattr(request, "param", signal.SIG_DFL)}
+    ways |= dict.fromkeys((signal.SIGQUIT, signal.SIGINT), signal.SIG_DFL)  # a shell's background jobs ignore them
+    heard = {number: signal.signal(number, way) for number, way in ways.items()}
+    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
     for number, handler in heard.items():
         signal.signal(number, handler)
     yield run
@@ -79,25 +82,12 @@ def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started: PtyRun
     assert not kept(started.written)
 
 
+@pytest.mark.parametrize("started", [signal.SIG_DFL, signal.SIG_IGN], indirect=True, ids=["told", "under nohup"])
 def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun) -> None:
     (engine,) = children(application.process.pid)
     os.close(application._terminal)
     application._terminal = os.open(os.devnull, os.O_RDWR)
     application.process.wait(PATIENCE_S)
-    wait_until(lambda: not is_alive(engine))
-
-
-def test_so_does_one_that_vanishes_where_sighup_is_ignored(tmp_path: Path) -> None:
-    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
-    run = PtyRun([*ignoring, *start_app.command(tmp_path)], environ(TERM="xterm-256color"))
-    run.until(start_app.READY)
-    (engine,) = children(run.process.pid)
-    os.close(run._terminal)
-    run._terminal = os.open(os.devnull, os.O_RDWR)
-    try:
-        assert run.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
-    finally:
-        run.close()
     wait_until(lambda: not is_alive(engine))
 
 
