@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvchat.config.validation_errors import reason
 from kvchat.errors import UsageError, did_you_mean
@@ -23,6 +23,7 @@ from kvchat.errors import UsageError, did_you_mean
 Params = dict[str, Any]
 GROUP = "kvchat.modes"
 MIN_BUDGET = 64
+MAX_COUNT = 10**12  # of tokens or steps: more than any conversation has, and sums of several fit 64 bits
 
 
 class ModeParameters(BaseModel):
@@ -43,6 +44,13 @@ class ModeParameters(BaseModel):
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
     pin_system: bool = False
     """attend to the whole system prompt at every token, beyond the budget"""
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_counted(cls, value: Any) -> Any:
+        if isinstance(value, int) and value > MAX_COUNT:
+            raise ValueError(f"it must be at most {MAX_COUNT:,}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ class FreezeParameters(PaperParameters):
     """relevance score: attention relative to uniform, mean over heads; |q·k| (the paper's Eq. 2); always flag"""
     tau: float = Field(0.5, allow_inf_nan=False)
     """flag a token as irrelevant when it scores below tau; 0 flags none"""
-    k: float = Field(2.0, gt=0)
+    k: float = Field(2.0, ge=1e-4)
     """softness: the c-th flag freezes a token for floor(sqrt(c) / k) steps"""
     K: int = Field(32, ge=1)
     """sliding window: most recent tokens, never frozen"""
@@ -227,7 +235,7 @@ def parse(mode: str, params: Params) -> ModeParameters:
         UsageError: an unknown mode, an unknown parameter or a value out of range.
     """
     if mode not in registered():
-        raise UsageError(f'There is no KV mode "{mode}".'[:200], did_you_mean(str(mode), registered()))
+        raise UsageError(f'There is no KV mode "{mode}".'[:200], did_you_mean(mode, registered()))
     cls = registered()[mode]
     try:
         return cls.model_validate(params)

@@ -27,6 +27,8 @@ def test_every_mode_has_defaults(mode: str) -> None:
         ("speculative", {"tau": "high"}, "speculative: tau = 'high' is refused. It must be a number."),
         ("speculative", {"tau": "nan"}, "speculative: tau = 'nan' is refused."),
         ("streaming", {"window": 0}, "streaming: window = 0 is refused. It must be a whole number of at least 1."),
+        ("sync", {"m": 2**70}, f"sync: m = {2**70} is refused. It must be at most 1,000,000,000,000."),
+        ("freeze", {"k": 1e-300}, "freeze: k = 1e-300 is refused. It must be a number of at least 0.0001."),
         ("sync", {"rho": 2}, "sync: rho = 2 is refused. It must be a number from 0 to 1."),
         ("freeze", {"score": "max"}, "freeze: score = 'max' is refused. It must be one of prob_rel, raw, always."),
         ("freeze", {"recovery": "often"}, "freeze: recovery = 'often' is refused. It must be true or false."),
