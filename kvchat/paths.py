@@ -18,7 +18,7 @@ SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
 def config_file() -> Path:
     """The settings; they need not exist."""
     given = os.environ.get("KVCHAT_CONFIG")
-    return Path(given).expanduser() if given else platformdirs.user_config_path("kvchat") / "config.toml"
+    return Path(os.path.expanduser(given)) if given else platformdirs.user_config_path("kvchat") / "config.toml"
 
 
 def config_dir() -> Path:
@@ -109,4 +109,4 @@ def bundled_calibration_dir() -> Path:
 
 def _given_data_dir() -> Path | None:
     given = os.environ.get("KVCHAT_DATA_DIR")
-    return Path(given).expanduser() if given else None
+    return Path(os.path.expanduser(given)) if given else None

@@ -48,7 +48,7 @@ def find(folders: Iterable[Path]) -> list[FoundModel]:
 
 def in_folder(folder: Path) -> Iterator[FoundModel]:
     """The models in a folder and in those below it; nothing where it cannot be read."""
-    top = folder.expanduser()
+    top = Path(os.path.expanduser(folder))
     for visited, (place, inner, files) in enumerate(os.walk(top), 1):
         here = Path(place)
         yield from (_of_gguf(str(here / name), "GGUF", here / name) for name in sorted(files) if _is_model(name))
@@ -80,7 +80,7 @@ def in_hub_cache() -> Iterator[FoundModel]:
 
 def at(path: Path) -> FoundModel | None:
     """The model in a folder or GGUF file that was typed, under the name as typed; None where there is nothing."""
-    here = path.expanduser()
+    here = Path(os.path.expanduser(path))
     try:
         if here.suffix == GGUF and here.exists():
             return _of_gguf(str(path), "GGUF", here)

@@ -116,7 +116,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def _locate(name: str, progress: Progress) -> ModelLocation:
     if name == BUNDLED:
         return ModelLocation(name, bundled_model_dir())
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if name and folder.is_dir():
         return ModelLocation(name, folder, gguf=_only_gguf(folder))
     if folder.is_file() and folder.suffix == GGUF:
