@@ -57,9 +57,9 @@ class EngineError(KvchatError):
     """The engine failed while working."""
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(given: object, known: Iterable[str]) -> str:
     """A sentence naming the known words, and the nearest one where there is one."""
     words = sorted(known)
-    near = difflib.get_close_matches(given, words, n=1)
+    near = difflib.get_close_matches(str(given), words, n=1)
     listed = f"Known: {', '.join(words)}."
     return f'Did you mean "{near[0]}"? {listed}' if near else listed

@@ -26,9 +26,10 @@ from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.engine.guards import whole
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
-from kvchat.errors import KvchatError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.saved_tokens import save
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
@@ -68,10 +69,11 @@ class Comparison:
 
     def run(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
         """``Session.compare``, after ``ask``."""
-        with self._loop.one.work():
-            yield from self._run(turns, variants, sampling)
+        yield from self._loop.one.work(self._run(turns, variants, sampling))
 
-    def _run(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+    def _run(
+        self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
+    ) -> Generator[Event, None, None]:
         chosen = [self._without_recovery(variant) for variant in variants]
         self._sampler(sampling)  # refuses before anything is moved
         loop = self._loop
@@ -195,6 +197,8 @@ class Comparison:
         return Sampler(sampling, model.vocab, model.device, model.temperature)
 
     def _without_recovery(self, variant: Variant) -> ModeParameters:
+        if not isinstance(variant, Variant):
+            raise UsageError("These are no variants.", f"Given: {variant!r}."[:200], "Give a list of Variant.")
         return self._switcher.merged(variant.mode, variant.params).model_copy(update={"recovery": False})
 
     @contextmanager
@@ -208,6 +212,7 @@ class Comparison:
             try:
                 yield
             finally:
+                loop.one.check_process()
                 self._runner.put_back(saved, stored.ids[start:])
                 loop.stored.__dict__.update(vars(stored))
                 switcher.preamble = preamble
@@ -238,8 +243,9 @@ class Comparisons:
         """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
 
         Raises:
-            DoesNotFitError: the model's context is shorter.
+            UsageError: no whole numbers; DoesNotFitError: the model's context is shorter.
         """
+        tokens, seed = whole(tokens, "The number of tokens"), whole(seed, "A seed")
         self._switcher.check_context(tokens)
         case = needle.hide(str(seed), tokens, self._runner.model.tokenizer)
         return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvchat.errors import UsageError
+
+T = TypeVar("T")
+_loaded_by: list[int] = []  # the process that loaded the first model; its forks inherit it
 
 
 class Released:
@@ -26,7 +29,7 @@ class Released:
 
         def __getattr__(self, name: str) -> Any:
             if name in self.held:
-                raise UsageError("The session is closed.", "Its model is no longer in memory.", "Load it again.")
+                raise _closed()
             raise AttributeError(f"{type(self).__name__} has no {name}")
 
 
@@ -36,6 +39,16 @@ class OneAtATime:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._working = threading.Lock()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let nothing go on that is in progress."""
+        self._is_closed = True
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that loaded the model, which has the same files open."""
+        return os.getpid() != self._process
 
     def check_process(self) -> None:
         """Refuse to work in a forked process: torch's threads are not there, and it would wait for them for ever.
@@ -43,11 +56,11 @@ class OneAtATime:
         Raises:
             UsageError
         """
-        if os.getpid() != self._process:
+        if self.is_forked:
             raise UsageError(
                 "A session cannot be used in a forked process.",
                 f"It was loaded by process {self._process}; this is process {os.getpid()}.",
-                "Load the model after forking, or start the process with the method spawn.",
+                "Start the process with the method spawn, and load the model there.",
             )
 
     def check_idle(self) -> None:
@@ -60,35 +73,74 @@ class OneAtATime:
         if self._working.locked():
             raise _busy()
 
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Mark work as in progress inside the block.
+    def work(self, events: Generator[T, None, None]) -> Iterator[T]:
+        """The events of what is in progress until they end or are closed.
 
         Raises:
-            UsageError: something else is.
+            UsageError: something else is in progress; it goes on after ``close`` or in a forked process.
         """
         self.check_process()
         if not self._working.acquire(blocking=False):
             raise _busy()
         try:
-            yield
+            with closing(events):
+                for event in events:
+                    yield event
+                    self.check_process()
+                    if self._is_closed:
+                        raise _closed()
         finally:
             self._working.release()
+
+
+def check_loading() -> None:
+    """Refuse to load a model in a fork of a process that loaded one, as ``OneAtATime.check_process``.
+
+    Raises:
+        UsageError
+    """
+    _loaded_by[:] = _loaded_by or [os.getpid()]
+    if os.getpid() not in _loaded_by:
+        raise UsageError(
+            "No model can be loaded in this process.",
+            f"It is a fork of process {_loaded_by[0]}, which loaded one.",
+            "Start it with the method spawn.",
+        )
 
 
 def whole(value: Any, name: str) -> int:
     """The whole number that ``value`` is: of Python, numpy or a tensor.
 
     Raises:
-        UsageError: it is a fraction, a text, true or false, or anything else.
+        UsageError: it is a fraction, a text, true or false, too long to be written, or anything else.
     """
+    kind = type(value).__name__
     try:
-        if isinstance(value, bool):
+        if str(getattr(value, "dtype", kind)).endswith("bool"):
             raise TypeError
-        return operator.index(value)
+        number = operator.index(value)
+        str(number)  # messages name it; Python writes at most 4,300 digits
     except (TypeError, ValueError, RuntimeError):
-        given = f"{type(value).__name__} {value!r}"[:80]
-        raise UsageError(f"{name} must be a whole number.", f"Given: {given}.", "Give an int.") from None
+        with suppress(ValueError):
+            kind += f" {value!r}"
+        raise UsageError(f"{name} must be a whole number.", f"Given: {kind[:80]}.", "Give an int.") from None
+    return number
+
+
+def token_ids(values: Any) -> list[int]:
+    """The token ids that anything gives one after another.
+
+    Raises:
+        UsageError: it gives none, or what is no whole number.
+    """
+    with suppress(TypeError):  # also numpy's and torch's single numbers, which have __iter__ and refuse
+        if ids := [whole(token, "A token id") for token in iter(values)]:
+            return ids
+    raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
+
+
+def _closed() -> UsageError:
+    return UsageError("The session is closed.", "Its model is no longer in memory.", "Load it again.")
 
 
 def _busy() -> UsageError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.recovery_signals import REWALK
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.guards import Released, whole
+from kvchat.engine.guards import Released, check_loading, token_ids, whole
 from kvchat.engine.keep.keeper import Keeper
-from kvchat.engine.keep.page_format import keep_pages
+from kvchat.engine.keep.page_format import is_rounded, keep_pages
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
@@ -33,7 +34,7 @@ from kvchat.protocol.messages import Event, HostDtype, Keeping, Load, Loaded, Sa
 
 
 def load(
-    model: str = "bundled",
+    model: str | Path = "bundled",
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -68,7 +69,7 @@ def load(
         DoesNotFitError: there is not enough memory.
     """
     asked = Load(
-        model, device, dtype, mode, {mode: params}, dict(mode_params or {}), quantize, fast, host_dtype=host_dtype
+        str(model), device, dtype, mode, {mode: params}, dict(mode_params or {}), quantize, fast, host_dtype=host_dtype
     )
     return open_session(asked, progress, system)
 
@@ -81,7 +82,9 @@ def open_session(
     Raises:
         KvchatError: as ``load``.
     """
-    for name, params in asked.given.items():
+    check_loading()
+    is_rounded(asked.host_dtype)
+    for name, params in (*asked.mode_params.items(), *asked.given.items()):
         modes.parse(name, params)
     ModeSwitcher.parameters_of(asked.mode, asked.given, asked.mode_params)
     model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, fuse=asked.fast)
@@ -102,7 +105,7 @@ class Session(Released, Comparisons, StoredText, Reports):
 
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
     ``resume``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
-    After ``close`` and in a forked process everything that works with the model raises UsageError.
+    After ``close`` and in a forked process what works with the model raises UsageError, an answer in progress too.
     """
 
     held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
@@ -125,7 +128,7 @@ class Session(Released, Comparisons, StoredText, Reports):
         self._switcher = ModeSwitcher(model, mode, given, mode_params or {}, stored, link_bytes_per_s)
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
-        self._kv.state.round_pages(host_dtype == "int8")
+        self._kv.state.round_pages(is_rounded(host_dtype))
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
@@ -265,7 +268,7 @@ class Session(Released, Comparisons, StoredText, Reports):
         """Keep pages that get full from now on in the model's number format or in int8; what that means now.
 
         Raises:
-            DoesNotFitError: the host has no memory for the first of them; nothing changed.
+            UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
         """
         self._loop.one.check_process()
         return keep_pages(self._kv.state, host_dtype)
@@ -281,8 +284,7 @@ class Session(Released, Comparisons, StoredText, Reports):
             UsageError: no ids, or one that is no token; DoesNotFitError: longer than the model's context, or memory is
                 short.
         """
-        if not isinstance(ids, Iterable) or not (ids := [whole(token, "A token id") for token in ids]):
-            raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
+        ids = token_ids(ids)
         self._ask()
         self._switcher.check_prompt(self.total + len(ids))
         logits = self._loop.prefill(ids)
@@ -336,6 +338,7 @@ class Session(Released, Comparisons, StoredText, Reports):
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""
         if "_keeper" in vars(self):
             self._keeper.close()
+        self._loop.one.close()
         self._loop.release()
         self.release()
         gc.collect()  # a model's layers and what was fused in them refer to each other

@@ -82,10 +82,10 @@ class AnswerLoop(Released):
 
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
-        with self.one.work(), explained(self._kv, "answering"):
-            yield from self._answer(turns, sampling, between)
+        with explained(self._kv, "answering"):
+            yield from self.one.work(self._answer(turns, sampling, between))
 
-    def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
+    def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Generator[Event, None, None]:
         prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
         sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.temperature)
         self._switcher.check_prompt(len(prompt.ids))
@@ -248,10 +248,10 @@ class AnswerLoop(Released):
 
     def rebuild(self) -> Iterator[Event]:
         """``Session.rebuild``, after ``ask``."""
-        with self.one.work(), explained(self._kv, "reading again"):
-            yield from self._rebuild()
+        with explained(self._kv, "reading again"):
+            yield from self.one.work(self._rebuild())
 
-    def _rebuild(self) -> Iterator[Event]:
+    def _rebuild(self) -> Generator[Event, None, None]:
         self._switcher.check_context(self._kv.total)
         first = min(self.stored.first_reduced, self._kv.state.first_rounded)
         whole, pinned, began = copy.deepcopy(self.stored), self._kv.state.pins, time.perf_counter()

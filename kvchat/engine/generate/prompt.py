@@ -309,6 +309,8 @@ def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _check(turns: Sequence[Turn]) -> None:
+    if not isinstance(turns, Sequence):
+        raise UsageError("A conversation is a list of turns.", f"Given: {turns!r}."[:200], "Give a list or a tuple.")
     for turn in turns:
         if not isinstance(turn, Turn) or not isinstance(turn.role, str) or not isinstance(turn.content, str):
             raise UsageError("A turn is a role and a text.", f"Given: {turn!r}."[:200], "Give kvchat.protocol's Turn.")

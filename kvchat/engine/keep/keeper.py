@@ -8,6 +8,7 @@ answer what is new is written behind, a page at a time; the next question interr
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +98,8 @@ class Keeper:
 
     def close(self) -> None:
         """Write what is left, for a moment at most, and free the rest."""
-        self._writer.finish(LAST_WRITES_S)
+        if not self._loop.one.is_forked:
+            self._writer.finish(LAST_WRITES_S)
         self._parked.clear()
 
     def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Iterator[Event]:
@@ -281,6 +283,8 @@ class Keeper:
 
     @property
     def _saves(self) -> bool:
+        if self._loop.one.is_forked or sys.is_finalizing():  # an answer that was left open ends there
+            return False
         return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
 
     def _job(

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from kvchat.errors import UsageError, did_you_mean
 from kvchat.kv.state import KVState
 from kvchat.protocol.messages import HostDtype
+
+
+def is_rounded(host_dtype: HostDtype) -> bool:
+    """Whether pages in this format are 8-bit ones.
+
+    Raises:
+        UsageError: there is no such format.
+    """
+    if host_dtype not in (known := get_args(HostDtype)):
+        raise UsageError(f'Pages of K/V cannot be kept in "{host_dtype}".'[:200], did_you_mean(host_dtype, known))
+    return host_dtype == "int8"
 
 
 def keep_pages(state: KVState, host_dtype: HostDtype) -> str:
     """Keep pages that get full from now on in the model's number format or in int8; what that means now.
 
     Raises:
-        DoesNotFitError: the host has no memory for the first of them; nothing changed.
+        UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
     """
-    state.round_pages(host_dtype == "int8")
+    state.round_pages(is_rounded(host_dtype))
     full = state.host.kinds[: state.total // state.geometry.page]
     rounded, pages = sum(full), len(full)
     if state.rounds:

@@ -52,7 +52,8 @@ class WriteBehind:
         """Write these, after ``interrupt``."""
         before, self._jobs = self._thread, jobs
         self._interrupted = threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(jobs, self._interrupted, before), daemon=True)
+        # No daemon: torch aborts a process that ends while one copies pages.
+        self._thread = threading.Thread(target=self._work, args=(jobs, self._interrupted, before))
         self._thread.start()
 
     def interrupt(self) -> None:

@@ -1,0 +1,303 @@
+"""What else callers of the Python API may do wrong: forks in the middle of work, odd arguments, a process that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.patience import PATIENCE_S
+
+from kvchat.config import modes
+from kvchat.config.modes import MAX_COUNT
+from kvchat.engine.session import Session, load
+from kvchat.errors import KvchatError, ModelError, UsageError
+from kvchat.kv.inspect import check_integrity
+from kvchat.paths import bundled_model_dir
+from kvchat.protocol.comparing import Variant
+from kvchat.protocol.messages import Finished, Keeping, Sampling, Turn
+
+GREEDY = Sampling(temperature=0, max_new_tokens=6)
+HELLO = (Turn("user", "Hello! My name is Maria."),)
+LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
+BOTH = (Variant("full"), Variant("streaming", {"budget": 128}))
+FAR = 10**5000  # Python refuses to write it
+LARGEST = [(mode, name) for mode in modes.mode_names() for name in modes.registered()[mode].model_fields]
+
+
+@pytest.fixture
+def session(model):
+    session = Session(model)
+    yield session
+    session.close()
+
+
+# ---- closed
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s: list(s.resume("other", HELLO)),
+        lambda s: list(s.compare(HELLO, BOTH, GREEDY)),
+        lambda s: s.forget("other"),
+        lambda s: s.keep_pages("int8"),
+        lambda s: s.hide_needle(300, 1),
+        lambda s: s.details(),
+    ],
+)
+def test_a_closed_session_says_so(session, use):
+    session.close()
+    with pytest.raises(UsageError, match="The session is closed"):
+        use(session)
+    assert session.token_ids == []
+
+
+@pytest.mark.parametrize("begin", [lambda s: s.rebuild(), lambda s: s.compare(LONG, BOTH, GREEDY)])
+def test_what_goes_on_after_close_says_so(model, begin):
+    session = Session(model, "streaming", {"budget": 64})
+    list(session.answer(LONG, GREEDY))
+    going_on = begin(session)
+    next(going_on)
+    session.close()
+    with pytest.raises(UsageError, match="The session is closed"):
+        list(going_on)
+
+
+def test_an_answer_that_closes_its_session_says_so(model):
+    session = Session(model)
+    with pytest.raises(UsageError, match="The session is closed"):
+        list(session.answer(HELLO, GREEDY, lambda generated: session.close() if generated == 2 else None))
+
+
+# ---- one at a time
+
+
+@pytest.mark.parametrize("begin", [lambda s: s.rebuild(), lambda s: s.compare(HELLO, BOTH, GREEDY)])
+def test_nothing_else_begins_while_this_is_in_progress(session, begin):
+    session.switch("streaming", budget=64)
+    list(session.answer(LONG, GREEDY))
+    before = session.total
+    going_on = begin(session)
+    next(going_on)
+    for use in (
+        lambda: session.chat("More?"),
+        lambda: session.step(1),
+        lambda: session.truncate(0),
+        lambda: session.forget("other"),
+        lambda: list(session.resume("other", HELLO)),
+        lambda: list(session.compare(HELLO, BOTH, GREEDY)),
+    ):
+        with pytest.raises(UsageError, match="An answer is in progress"):
+            use()
+    going_on.close()
+    assert 0 < session.total <= before
+    check_integrity(session._kv.state)
+    assert list(session.answer(HELLO, GREEDY))[-1].text
+
+
+# ---- arguments
+
+
+NO_WHOLE_NUMBERS = {
+    "far": FAR,
+    "far below": -FAR,
+    "numpy's true": np.bool_(True),
+    "torch's true": torch.tensor(True),
+    "a float": 1e300,
+    "bytes": b"5",
+}
+
+
+@pytest.mark.parametrize("value", NO_WHOLE_NUMBERS.values(), ids=NO_WHOLE_NUMBERS)
+def test_what_is_no_whole_number_that_can_be_written_is_refused(session, value):
+    session.prefill([5, 6, 7])
+    for use in (session.step, session.truncate, session.attended, lambda it: session.prefill([5, it])):
+        with pytest.raises(UsageError, match="whole number"):
+            use(value)
+    assert session.total == 3
+
+
+@pytest.mark.parametrize("ids", [torch.tensor(5), np.array(5), torch.empty(0), iter(()), "", {}])
+def test_no_ids_are_refused(session, ids):
+    with pytest.raises(UsageError, match="nothing to prefill"):
+        session.prefill(ids)
+
+
+def test_ids_may_come_from_anything_that_gives_them(session):
+    for ids in (np.array([5, 6]), torch.tensor([5, 6]), range(5, 7), iter([5, 6])):
+        session.prefill(ids)
+    assert session._loop.stored.ids == [5, 6] * 4
+
+
+def test_ids_that_cannot_be_read_to_their_end_store_nothing(session):
+    with pytest.raises(ZeroDivisionError):
+        session.prefill(5 // n for n in (1, 0))
+    with pytest.raises(UsageError, match="There is no token"):
+        session.prefill(range(session.model.vocab - 2, session.model.vocab + 1))
+    assert session.total == 0
+
+
+@pytest.mark.parametrize("turns", [None, 5, (turn for turn in HELLO)])
+def test_a_conversation_that_is_no_list_is_refused(session, turns):
+    for use in (
+        lambda: session.answer(turns, GREEDY),
+        lambda: session.resume("other", turns),
+        lambda: session.compare(turns, BOTH, GREEDY),
+    ):
+        with pytest.raises(UsageError, match="list of turns"):
+            list(use())
+
+
+def test_other_arguments_of_wrong_kinds_are_refused(session):
+    for use, said in (
+        (lambda: session.keep_pages("int4"), 'cannot be kept in "int4"'),
+        (lambda: list(session.compare(HELLO, ["full"], GREEDY)), "no variants"),
+        (lambda: session.hide_needle(FAR, 0), "whole number"),
+        (lambda: session.hide_needle(300, 0.5), "whole number"),
+        (lambda: load(device="cpu", host_dtype="int4"), 'cannot be kept in "int4"'),
+        (lambda: load(device="cpu", mode_params={"ful": {}}), 'no KV mode "ful"'),
+        (lambda: load(device="cpu", dtype=5), 'no dtype "5"'),
+        (lambda: load(device="cpu", quantize=5), 'no quantization "5"'),
+        (lambda: load("~nobody-has-this-name/model", device="cpu"), "no folder"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            use()
+    with pytest.raises(ModelError):
+        load(None, device="cpu")
+    assert session.info.mode == "full"
+
+
+def test_a_model_may_be_a_path():
+    session = load(Path(bundled_model_dir()), device="cpu")
+    assert "".join(session.chat("Hello", GREEDY))
+    session.close()
+
+
+@pytest.mark.parametrize(("mode", "name"), LARGEST)
+def test_a_mode_works_or_is_refused_with_any_number(model, mode, name):
+    """25 pairs of a mode's parameter and a number were taken, and every step after them overflowed (findings, 17)."""
+    for number in (MAX_COUNT, MAX_COUNT + 1, 2**63, 1e300, 5e-324):
+        session = Session(model)
+        try:
+            session.switch(mode, **{name: number})
+        except KvchatError:
+            assert session.info.mode == "full"
+        else:
+            session.prefill(range(100, 190))
+            session.step(5)
+            session.snapshot()
+
+
+# ---- cancel
+
+
+@pytest.mark.parametrize("begin", [lambda s: s.rebuild(), lambda s: s.compare(LONG, BOTH, GREEDY)])
+def test_cancels_from_another_thread_end_this_and_nothing_else(session, begin):
+    session.switch("streaming", budget=64)
+    list(session.answer(LONG, GREEDY))
+    done, cancelled = threading.Event(), count()
+
+    def cancel() -> None:
+        while not done.wait(0.002):
+            session.cancel()
+            next(cancelled)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    try:
+        began = time.monotonic()
+        while time.monotonic() - began < 1 or not next(cancelled):
+            list(begin(session))
+            check_integrity(session._kv.state)
+            assert session.total == len(session._loop.stored.ids)
+    finally:
+        done.set()
+        thread.join()
+    assert session.info.mode == "streaming"
+    last = list(session.answer(HELLO, GREEDY))[-1]
+    assert isinstance(last, Finished)
+    assert last.reason != "stopped"
+
+
+# ---- a fork
+
+
+def outcome(use) -> str:
+    """What a fork of this process says of something that is done there; fails where it hangs."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            said = repr(use())
+        except BaseException as error:  # noqa: BLE001  # whatever it is: a fork that came back here would run the tests
+            said = str(error)
+        os.write(writing, said.encode()[:4000])
+        os._exit(0)
+    os.close(writing)
+    timer = threading.Timer(PATIENCE_S, os.kill, (child, 9))
+    timer.start()
+    with open(reading, "rb") as answer:
+        said = answer.read().decode()
+    timer.cancel()
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_ends_what_is_in_progress_and_writes_nothing(model, tmp_path, monkeypatch):
+    session = Session(model, keeping=Keeping(0, 2**30, str(tmp_path)))
+    monkeypatch.setattr(session._keeper._writer, "begin", lambda jobs: pytest.fail("it writes"))
+    with monkeypatch.context() as patch:
+        patch.setattr(session._keeper, "save", lambda: None)
+        answer = session.answer(LONG, GREEDY, None, "one")
+        next(answer)
+        assert "forked process" in outcome(lambda: list(answer))
+        assert [type(event) for event in answer][-1] is Finished
+    answer = session.answer(LONG, GREEDY, None, "one")
+    next(answer)
+    assert outcome(answer.close) == "None"
+    assert outcome(session.close) == "None"
+    monkeypatch.undo()
+    answer.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_loads_no_model(session):
+    load("bundled", device="cpu").close()
+    compared = session.compare(HELLO, BOTH, GREEDY)
+    next(compared)
+    assert "forked process" in outcome(lambda: list(compared))
+    assert "forked process" in outcome(compared.close)
+    assert "No model can be loaded" in outcome(lambda: load("bundled", device="cpu"))
+    assert outcome(lambda: session.total) == repr(session.total)
+
+
+# ---- the end of the process
+
+ENDS = """
+import sys
+from kvchat.engine.loader import EngineLoader
+from kvchat.protocol.messages import Keeping, Load, Sampling, Turn
+session = EngineLoader().open_session(Load(device="cpu", keeping=Keeping(0, 2**30, sys.argv[1])), lambda stage: None)
+turns = (Turn("user", "The sea was calm and the whale went on. " * 30),)
+list(session.answer(turns, Sampling(max_new_tokens=4), None, "one"))
+answer = session.answer((*turns, Turn("user", "And?")), Sampling(max_new_tokens=4), None, "one")
+for _ in range(int(sys.argv[2])):
+    next(answer)
+"""
+
+
+@pytest.mark.parametrize("events", [0, 3])
+def test_a_process_that_closes_nothing_ends_without_a_word(tmp_path, events):
+    """It was aborted while the thread that writes pages was copying one."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path), str(events)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
