@@ -8,6 +8,7 @@ from support.tiny_runner import loaded, mode_of, prefilled
 
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored, common_prefix
+from kvchat.engine.guards import OneAtATime
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
 
@@ -34,7 +35,7 @@ class Chat:
         self.runner = ModelRunner(model, mode_of(model, row))
         self.stored = Stored()
         self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
-        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder())
+        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder(), one=OneAtATime())
         self.keeper = Keeper(self.runner, self.loop, self.keeping)
 
     def say(self, conversation: str, text: str) -> list:
@@ -54,9 +55,11 @@ class Chat:
         return events
 
     def written(self) -> None:
-        self.keeper._writer._thread.join()
+        if thread := self.keeper._writer._thread:
+            thread.join()
 
     def restarted(self, tmp_path, **changes) -> Chat:
+        self.written()  # on a busy machine it takes longer than ``close`` waits
         self.keeper.close()
         return Chat(tmp_path, **{"model": self.runner.model, **changes})
 
