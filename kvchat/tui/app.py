@@ -17,7 +17,7 @@ from textual.color import BLACK
 from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.errors import NoWidget
-from textual.events import Event, InputEvent, MouseEvent
+from textual.events import Event, InputEvent, Key, MouseEvent, Paste
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
 from textual.widget import MountError
@@ -30,6 +30,7 @@ from kvchat.tui import garbage, themes
 from kvchat.tui.actions import bindings, check_keys
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
+from kvchat.tui.key_order import KeysInTurn
 from kvchat.tui.palette import CommandProvider
 from kvchat.tui.prompt.words import resolve
 from kvchat.tui.screens.chat import ChatScreen
@@ -82,6 +83,7 @@ class KvchatApp(App[None]):
         self.controller = self.chat.controller
         self._collector = garbage.IdleCollector(lambda: self.controller.state.phase.busy)
         self.settings = SettingsEditor(config, self.controller, self)
+        self._keys_in_turn = KeysInTurn(self, super().on_event)
 
     @property
     def theme_names(self) -> tuple[str, ...]:
@@ -131,10 +133,12 @@ class KvchatApp(App[None]):
         super()._print_error_renderables()
 
     async def on_event(self, event: Event) -> None:
-        """As Textual does it, but for the mouse on what has just been removed; what the user does ends a pause."""
+        """As Textual does it, but keys in turn, and no mouse on what was just removed; what the user does ends a pause."""
         if isinstance(event, InputEvent):
             self._collector.note_use()
-        if not (isinstance(event, MouseEvent) and self._hits_removed(event)):
+        if isinstance(event, Key | Paste) and not event.is_forwarded:
+            self._keys_in_turn.add(event)
+        elif not (isinstance(event, MouseEvent) and self._hits_removed(event)):
             await super().on_event(event)
 
     def _hits_removed(self, event: MouseEvent) -> bool:

@@ -5,7 +5,7 @@ stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some
 ``ANSWER``. Budget 64 is refused.
 ``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
 a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times;
-``FAKE_BADGES`` are its badges, with ``|`` between them.
+``FAKE_BADGES`` are its badges, with ``|`` between them; into the file ``FAKE_LEDGER`` it writes when it said each word.
 """
 
 from __future__ import annotations
@@ -179,6 +179,7 @@ class FakeEngine:
             self.stored.append(piece.strip())
             self.total += 1
             send(Text(piece, 1))
+            note_said(piece)
             if len(said) % 8 == 0:
                 self.recalled += 4096 * (self.mode == "speculative")
                 send(self.snapshot())
@@ -286,6 +287,13 @@ def pieces(prompt: str) -> Iterator[str]:
 def send(event: messages.Event) -> None:
     sys.stdout.buffer.write(wire.encode(event))
     sys.stdout.buffer.flush()
+
+
+def note_said(piece: str) -> None:
+    """Write when it was said and how many characters it has."""
+    if ledger := os.environ.get("FAKE_LEDGER"):
+        with open(ledger, "a") as file:
+            file.write(f"{time.time()} {len(piece)}\n")
 
 
 def die(code: int) -> None:

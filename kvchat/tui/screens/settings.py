@@ -128,6 +128,10 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
         if self._edited is not None:
             self._change(self._edited.choices[event.option_index])
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
+        """Whether a key does this now; in the line of a value its own keys count."""
+        return action != "default" or not self.query_one("#value").has_focus
+
     def action_move(self, rows: int) -> None:
         """Go to another setting, or to another choice while one is being chosen."""
         options = self.query_one("#choices" if self.query_one("#choices").has_focus else "#list", OptionList)

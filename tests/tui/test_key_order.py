@@ -1,0 +1,82 @@
+"""Keys that come together act as if each had come by itself, whatever has the focus meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.app_driver import finished, opened, press, prompt
+from textual import events
+from textual.screen import ModalScreen
+from textual.widgets import Input
+
+from kvchat.tui import key_order
+from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.settings import SettingsScreen
+
+TYPED = {
+    "t e h backspace backspace h e": "the",
+    "h e l l o left left X": "helXlo",
+    "a b ctrl+u c": "c",
+    "o n e ctrl+j t w o home T": "one\nTtwo",
+}
+SCREENS = ("f1", "f2", "f3", "f9", "shift+f7", "ctrl+o", "ctrl+p")
+
+
+@pytest.mark.parametrize("keys", TYPED)
+async def test_keys_in_the_prompt_act_in_their_order(running, keys):
+    async with running() as (app, _pilot, until):
+        press(app, *keys.split())
+        await until(lambda: prompt(app).text == TYPED[keys])
+
+
+@pytest.mark.parametrize("key", SCREENS)
+async def test_what_follows_esc_reaches_the_prompt(running, key):
+    async with running() as (app, _pilot, until):
+        press(app, key)
+        await until(lambda: isinstance(app.screen, ModalScreen))
+        press(app, "escape", *"hello", "enter")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == "hello"
+
+
+@pytest.mark.parametrize("key", SCREENS)
+async def test_a_screen_is_opened_searched_and_closed_at_once(running, key):
+    async with running() as (app, _pilot, until):
+        press(app, key, *"cat", "escape", *"dog")
+        await until(lambda: app.screen is app.chat and prompt(app).text == "dog")
+
+
+async def test_a_paste_waits_for_the_keys_before_it(running):
+    async with running() as (app, _pilot, until):
+        press(app, "f9", "a")
+        app.post_message(events.Paste("pasted"))
+        press(app, "backspace", "z")
+        await until(lambda: opened(app, ConversationsScreen) and app.screen.query_one(Input).value == "apastez")
+
+
+async def test_a_setting_is_found_changed_and_left_at_once(running):
+    async with running() as (app, _pilot, until):
+        press(app, "f2", *"temperature", "enter", *["backspace"] * 9, *"0.25", "enter", "escape", *"hello")
+        await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
+        assert app.controller.state.sampling.temperature == 0.25
+
+
+async def test_ctrl_d_deletes_in_a_value_and_sets_the_default_in_the_list(running):
+    async with running() as (app, _pilot, until):
+        press(app, "f2", *"temperature", "enter", *["backspace"] * 9, *"0.25", "home", "ctrl+d", "ctrl+d", "0", ".")
+        press(app, "enter")
+        await until(lambda: app.controller.state.sampling.temperature == 0.25)
+        press(app, "ctrl+d")
+        await until(lambda: opened(app, SettingsScreen) and app.controller.state.sampling.temperature != 0.25)
+
+
+async def test_a_key_whose_action_takes_long_does_not_hold_the_others_up(running, monkeypatch):
+    monkeypatch.setattr(key_order, "LONGEST_S", 0.01)
+    async with running() as (app, _pilot, until):
+        over = asyncio.Event()
+        app.chat.call_later(over.wait)
+        press(app, "f6", *"hello")
+        await until(lambda: prompt(app).text == "hello")
+        over.set()
+        await until(lambda: app.controller.state.mode == "freeze")
