@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from kvchat import files
+from kvchat.engine.importing import is_importing
 from kvchat.engine.loader import EngineLoader, Loader, Session
 from kvchat.engine.mailboxes import Inbox, Outbox, Refused
 from kvchat.engine.parent import end_with_parent, take_streams
@@ -48,6 +49,7 @@ SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
 IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
 GRACE_S = 2.0
+STOP_AGAIN_S = 0.05  # while something is imported, which must not be cut off
 STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
 
 
@@ -320,7 +322,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = take_streams()
     server = Server(events, EngineLoader(), interrupt=_interrupt)
-    signal.signal(STOP_SIGNAL, lambda *_: server.check_stopped())
+    signal.signal(STOP_SIGNAL, lambda _, frame: _interrupt_later() if is_importing(frame) else server.check_stopped())
     finished = threading.Event()
 
     def read() -> None:
@@ -337,6 +339,10 @@ def main() -> None:
 
 def _interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
+
+
+def _interrupt_later() -> None:
+    threading.Timer(STOP_AGAIN_S, _interrupt).start()
 
 
 if __name__ == "__main__":

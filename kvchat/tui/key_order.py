@@ -13,7 +13,7 @@ from textual.dom import DOMNode
 from textual.events import Event, Key
 from textual.message_pump import MessagePump
 
-LONGEST_S = 1.0  # what a key began may take longer: the next ones do not wait for the end of it
+LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
 
 
 class KeysInTurn:

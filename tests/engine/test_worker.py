@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.environment import environ
@@ -350,7 +351,7 @@ def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[byt
     return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
 
 
-def receive(process: subprocess.Popen[bytes], kind: type) -> Event:
+def receive(process: subprocess.Popen[bytes], kind: type | tuple[type, ...]) -> Event:
     assert process.stdout
     while not isinstance(event := read_event(process.stdout), kind):
         assert event is not None
@@ -485,6 +486,31 @@ def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
         receive(process, Loading)
         send(process, Stop())
         assert receive(process, Failed) == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
+        assert process.stdin
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path: Path) -> None:
+    """Over modules that stand for torch: the second is imported while the first waits, and is no attribute after it."""
+    package = tmp_path / "slow"
+    package.mkdir()
+    begun = tmp_path / "begun"
+    (package / "__init__.py").write_text(f"import slow.part, time; open({str(begun)!r}, 'w'); time.sleep(1); slow.part")
+    (package / "part.py").write_text("")
+    load = "lambda load, progress: (__import__('slow').part, progress('imported'), session.open(load, progress))[-1]"
+    code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
+        "worker.main()", f"sys.modules['kvchat.engine.session'].open_session = {load}\nworker.main()"
+    )
+    environment = environ(PYTHONPATH=os.pathsep.join((environ()["PYTHONPATH"], str(tmp_path))))
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, env=environment) as process:
+        send(process, FIRST)
+        wait_until(begun.exists)
+        send(process, Stop())
+        assert receive(process, Failed) == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
+        send(process, FIRST)
+        assert isinstance(receive(process, (Loaded, Failed)), Loaded)
         assert process.stdin
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0

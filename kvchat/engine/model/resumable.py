@@ -21,6 +21,7 @@ from kvchat.errors import ModelError
 from kvchat.units import seconds, size
 
 LARGE = 2**24
+CHUNK = 2**20  # the library's ten times as many bytes show nothing for ten seconds on a slow line
 TOO_LARGE = 50 * 10**9  # the hub sends no larger file in one piece
 REPORT_S = 1.0
 SPEED_SAMPLES = 20
@@ -96,6 +97,7 @@ def large_files(name: str, patterns: list[str], ignored: list[str]) -> Iterator[
 
 
 def _fetch(file: RemoteFile, before: int, total: int, progress: DownloadProgress) -> None:
+    from huggingface_hub import constants
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._headers import build_hf_headers
 
@@ -106,6 +108,7 @@ def _fetch(file: RemoteFile, before: int, total: int, progress: DownloadProgress
         except OSError as error:
             raise ModelError("The model is being downloaded by another process.", hint="Wait for it.") from error
         start = partial.tell()
+        constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
         bar = _bar(lambda done: progress.tell(before + done, total), start)
         http_get(
             file.url,

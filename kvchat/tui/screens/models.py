@@ -44,6 +44,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         self._found: list[FoundModel] | None = None
         self._room: Room | None = None
         self._text = ""
+        self._is_chosen = False
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -63,7 +64,8 @@ class ModelsScreen(SearchScreen[FoundModel]):
         self._show_typed()
 
     async def action_choose(self) -> None:
-        """Load the highlighted model."""
+        """Load the highlighted model, once the models are found."""
+        self._is_chosen = self._found is None
         self._show_typed()
         if self.highlighted is not None:
             await self._choose(self.highlighted)
@@ -99,6 +101,8 @@ class ModelsScreen(SearchScreen[FoundModel]):
         )
         if self.query(OptionList):
             self._show()
+            if self._is_chosen:
+                await self.action_choose()
 
     def _show_typed(self) -> None:
         """Show what is typed, unless the list shows it: keys may come before the field tells of a change."""

@@ -70,7 +70,8 @@ class ModeBar(Widget):
     def _state(self, wide: bool) -> Content:
         dot, style, word = DOTS[self.phase]
         text = self.stage if self.phase is Phase.LOADING and self.stage else word
-        download = (f"  ↓ {self.download}" if wide else "  ↓", "$accent") if self.download else ""
+        far = f" {self.download.removeprefix('Downloading ')}" if wide else ""
+        download = (f"  ↓{far}", "$accent") if self.download else ""
         return Content.assemble(download, "  ", (dot, f"bold {style}"), f" {text} " if wide else " ")
 
 
