@@ -11,18 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import start_app
+from support import start_app, start_kvchat
 from support.environment import environ
 from support.random_keys import SCREENS, RandomKeys
 
 SECONDS = float(os.environ.get("KVCHAT_TEST_KEYS", "0"))
 SEED = int(os.environ.get("KVCHAT_TEST_SEED", "1"))
 MAX_MIB = 400
-PROGRAMS = {
-    "fake engine": None,
-    "bundled model": (sys.executable, "-m", "kvchat"),
-    "recording": (sys.executable, "-m", "kvchat", "replay"),
-}
+KVCHAT = (sys.executable, start_kvchat.__file__)
+PROGRAMS = {"fake engine": None, "bundled model": KVCHAT, "recording": (*KVCHAT, "replay")}
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc"),

@@ -123,7 +123,7 @@ def compiled_loops() -> ModuleType | None:
     """The compiled loops; None where numba does not run. Asked for only where they are used: it takes 0.5 s."""
     try:
         from kvchat.kv.ops import compiled
-    except ImportError:  # numba refuses versions of numpy and Python that it does not know
+    except (ImportError, OSError, MemoryError):  # numpy or Python is unknown to numba; no memory for its library
         return None
     return compiled
 

@@ -16,6 +16,20 @@ def test_they_are_what_a_cpu_uses():
     assert cpu_ops.compiled_loops() is compiled
 
 
+@pytest.mark.parametrize("error", [ImportError, OSError, MemoryError])
+def test_torch_does_it_where_numba_cannot_be_loaded(error, monkeypatch):
+    class Refusing:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "kvchat.kv.ops.compiled":
+                raise error("no such library, or no memory for it")
+
+    monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "kvchat.kv.ops.compiled")
+    monkeypatch.delattr("kvchat.kv.ops.compiled")
+    assert cpu_ops.compiled_loops.__wrapped__() is None
+
+
 @pytest.mark.parametrize("folder", ["/dev/null/no-folder", "/proc/no-folder"])
 def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", folder)

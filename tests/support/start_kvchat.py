@@ -1,0 +1,11 @@
+"""``kvchat`` with the arguments given, in a terminal that controls it as a person's does: others tell no change of size."""
+
+from __future__ import annotations
+
+import fcntl
+import runpy
+import termios
+
+if __name__ == "__main__":
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    runpy.run_module("kvchat", run_name="__main__", alter_sys=True)
