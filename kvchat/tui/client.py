@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,9 @@ from kvchat.protocol.recording import Recorder
 ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
 GRACE_S = 3.0
 TAIL_LINES = 6
+KILLED = 9
+DUMP = "Fatal Python error"  # Python's fault handler: stacks and modules follow, the reason stands before
+NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed|bad_alloc|[Cc]annot allocate memory|MemoryError")
 MAX_WAITING = 1000  # events that the screen has not taken yet
 
 
@@ -36,6 +40,11 @@ class Crashed:
 
     code: int
     log: tuple[str, ...]
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether that may be why: the system kills a program then, some libraries abort."""
+        return self.code == -KILLED or any(map(NO_MEMORY.search, self.log))
 
 
 Report = messages.Event | Crashed
@@ -205,11 +214,13 @@ class EngineClient:
             return ()
         try:
             with self.log_file.open("rb") as log:
-                log.seek(max(self._log_start, log.seek(0, 2) - 8192))
+                log.seek(max(self._log_start, log.seek(0, 2) - 32768))
                 lines = log.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return ()
-        return tuple(line for line in lines if line.strip())[-TAIL_LINES:]
+        said = [line for line in lines if line.strip()]
+        end = next((index + 1 for index, line in enumerate(said) if line.startswith(DUMP)), len(said))
+        return tuple(said[:end][-TAIL_LINES:])
 
 
 def coalesce(reports: Iterable[Report]) -> list[Report]:

@@ -214,12 +214,15 @@ class EngineEvents:
 
     async def _crashed(self, crashed: Crashed) -> None:
         """Restart the engine once; a second crash without an answer in between leaves it down."""
+        was_busy = self.state.phase.busy
         await self.answers.abandon()
         self.comparisons.abandon("The engine stopped.")
         again, self._may_restart = self._may_restart, False
         hint = "It is being restarted" if again else "/restart or the next question restarts it"
         title = f"The engine stopped: {describe_exit(crashed.code)}."
-        self._show_error(EngineError(title, "\n".join(crashed.log), f"{hint}; the conversation is kept."))
+        reason = ("Memory may have run out.",) if crashed.lacked_memory and was_busy else ()
+        error = EngineError(title, "\n".join((*crashed.log, *reason)), f"{hint}; the conversation is kept.")
+        self._show_error(error, ways_out(self.state) if reason else ())
         await (self._restart() if again else self.answers.down())
 
     def _show_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:

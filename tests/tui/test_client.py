@@ -99,6 +99,16 @@ async def test_a_crash_tells_exit_code_and_last_lines_of_this_run(client):
     client.send(Stop())
 
 
+async def test_the_last_lines_are_what_stands_before_the_stacks(client):
+    await client.start()
+    dump = ["Fatal Python error: Aborted", "", "Current thread (most recent call first):", *["  File"] * 900]
+    client.log_file.write_text("\n".join([client.log_file.read_text(), "memory allocation of 7 bytes failed", *dump]))
+    os.kill(client.pid, signal.SIGABRT)
+    crashed = await received(client, Crashed)
+    assert crashed == Crashed(-6, ("memory allocation of 7 bytes failed", "Fatal Python error: Aborted"))
+    assert crashed.lacked_memory
+
+
 async def test_a_killed_child_is_a_crash_and_restart_gives_a_fresh_one(client):
     await client.start()
     pid = client.pid

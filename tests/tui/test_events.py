@@ -87,6 +87,24 @@ async def test_where_memory_ran_out_commands_are_offered(chat, mode, budget, sai
     assert chat.view.ways_out == offered
 
 
+@pytest.mark.parametrize(
+    ("crashed", "is_told"),
+    [
+        (Crashed(-9, ()), True),  # by the system
+        (Crashed(-6, ("memory allocation of 557072 bytes failed", "Fatal Python error: Aborted")), True),
+        (Crashed(-11, ("Fatal Python error: Segmentation fault",)), False),
+    ],
+)
+async def test_where_memory_may_have_ended_the_engine_commands_are_offered(chat, crashed, is_told):
+    await chat.load(mode="speculative", params={"budget": 512})
+    await chat.ask("hello")
+    await chat.controller.handle(Text("so far", 1))
+    await chat.controller.handle(crashed)
+    offered = [("/budget 256", "/continue"), ("/mode streaming", "/continue"), ("/unload",)]
+    assert ("Memory may have run out." in chat.view.errors[0].detail) == is_told
+    assert chat.view.ways_out == (offered if is_told else [])
+
+
 async def test_where_something_else_failed_nothing_is_offered(chat):
     await chat.load(mode="speculative", params={"budget": 512})
     await chat.ask("hello")
