@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from kvchat.units import size
 
 # torch's allocator for host memory raises a plain RuntimeError, which has only its text.
 HOST_ALLOCATOR = "DefaultCPUAllocator"
+ASKED_FOR = re.compile(r"tried to allocate (\d+) bytes")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,7 +36,21 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"Memory ran out while {doing}.",
-            f"The {kv.mode.name} mode holds {size(kv.device_bytes, 2)} of K/V on {kv.state.device} for {kv.total:,} "
-            f"stored tokens: {(str(error).splitlines() or ['no more memory'])[0]}",
+            f"The {kv.mode.name} mode holds {_held(kv)} for {kv.total:,} stored tokens: {_shortage(error)}",
             "What is stored is kept, what is missing is read again. Take a smaller budget or the streaming mode.",
         ) from error
+
+
+def _held(kv: KVManager) -> str:
+    """K/V where memory ran out; without a GPU all of it lies in the host pool."""
+    if kv.state.device.type == "cpu":
+        return f"{size(kv.state.host.nbytes, 2)} of K/V in RAM"
+    return f"{size(kv.device_bytes, 2)} of K/V on {kv.state.device}"
+
+
+def _shortage(error: BaseException) -> str:
+    """What could not be had, in the allocator's own words where they are meant for people."""
+    text = str(error)
+    if asked := ASKED_FOR.search(text):
+        return f"another {size(int(asked[1]), 2)} could not be had."
+    return (text.splitlines() or ["no more memory"])[0]

@@ -201,12 +201,12 @@ class EngineEvents:
 
     async def _failed(self, failed: Failed) -> None:
         was_busy = self.state.phase.busy
-        if was_busy:
-            await self.answers.abandon()
+        is_cut_off = was_busy and await self.answers.abandon()
         self.comparisons.abandon(failed.title)
         is_kept = self.models.give_up(failed.fatal)
         ran_out = was_busy and failed.kind == OutOfMemoryError.__name__
-        self._show_error(EngineError(failed.title, failed.detail, failed.hint), ways_out(self.state) if ran_out else ())
+        ways = ways_out(self.state, is_cut_off) if ran_out else ()
+        self._show_error(EngineError(failed.title, failed.detail, failed.hint), ways)
         if failed.fatal or self.state.info is None:
             await self.answers.down()
         elif not is_kept:
@@ -215,14 +215,14 @@ class EngineEvents:
     async def _crashed(self, crashed: Crashed) -> None:
         """Restart the engine once; a second crash without an answer in between leaves it down."""
         was_busy = self.state.phase.busy
-        await self.answers.abandon()
+        is_cut_off = await self.answers.abandon()
         self.comparisons.abandon("The engine stopped.")
         again, self._may_restart = self._may_restart, False
         hint = "It is being restarted" if again else "/restart or the next question restarts it"
         title = f"The engine stopped: {describe_exit(crashed.code)}."
         reason = ("Memory may have run out.",) if crashed.lacked_memory and was_busy else ()
         error = EngineError(title, "\n".join((*crashed.log, *reason)), f"{hint}; the conversation is kept.")
-        self._show_error(error, ways_out(self.state) if reason else ())
+        self._show_error(error, ways_out(self.state, is_cut_off) if reason else ())
         await (self._restart() if again else self.answers.down())
 
     def _show_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:

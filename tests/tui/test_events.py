@@ -105,6 +105,17 @@ async def test_where_memory_may_have_ended_the_engine_commands_are_offered(chat,
     assert chat.view.ways_out == (offered if is_told else [])
 
 
+async def test_an_answer_before_the_question_given_back_is_not_gone_on_with(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(Text("first", 1))
+    await chat.controller.handle(messages.Finished("eos", "first", Stats()))
+    await chat.ask("two")
+    await chat.controller.handle(Failed("Memory ran out while reading the prompt.", kind="OutOfMemoryError"))
+    assert chat.view.ways_out == [("/mode streaming",), ("/unload",)]
+    assert chat.turns == ["one", "first"]
+
+
 async def test_where_something_else_failed_nothing_is_offered(chat):
     await chat.load(mode="speculative", params={"budget": 512})
     await chat.ask("hello")

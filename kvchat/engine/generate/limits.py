@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvchat.engine.beside import Beside
 from kvchat.engine.process_memory import resident_bytes
 from kvchat.units import size
 
@@ -47,8 +48,7 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, ctypes.py_object(_StoppedError))
                 return
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    watcher = Beside(watch)
     try:
         try:
             return work()

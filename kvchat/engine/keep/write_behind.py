@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from kvchat.engine.beside import Beside
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.engine.model.recurrent_state import Snapshot
@@ -45,16 +47,17 @@ class WriteBehind:
         self._page = page
         self._copying = threading.Lock()
         self._interrupted = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Beside | None = None
         self._jobs: Sequence[Job] = ()
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Write these, after ``interrupt``."""
         before, self._jobs = self._thread, jobs
         self._interrupted = threading.Event()
-        # No daemon: torch aborts a process that ends while one copies pages.
-        self._thread = threading.Thread(target=self._work, args=(jobs, self._interrupted, before))
-        self._thread.start()
+        try:
+            self._thread = Beside(partial(self._work, jobs, self._interrupted, before))
+        except MemoryError:
+            self.problem = "there is no memory to write them with"
 
     def interrupt(self) -> None:
         """Take nothing more from the jobs' pages from now on, and note what was saved of them."""
@@ -72,7 +75,7 @@ class WriteBehind:
             self.interrupt()
             thread.join()
 
-    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: threading.Thread | None) -> None:
+    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: Beside | None) -> None:
         if before is not None:
             before.join()  # it may be writing its last page, to the same file
         for job in jobs:

@@ -154,11 +154,11 @@ class Answers:
         if self.answer is not None and self.answer.text and conversation.last_text() != self.answer.text:
             conversation.answer(self.answer.text)
 
-    async def abandon(self) -> None:
-        """Close the answer in progress: its text is kept, a question without any is given back to the prompt."""
+    async def abandon(self) -> bool:
+        """Close the answer in progress; whether it has text, which is kept. Else its question is given back."""
         answer, self.answer = self.answer, None
         if answer is None:
-            return
+            return False
         self.queue.hold()
         if answer.text:
             message = self.state.conversation.answer(answer.text, CUT_OFF)
@@ -167,6 +167,7 @@ class Answers:
         else:
             await answer.remove()
             await self._give_back()
+        return bool(answer.text)
 
     def leave(self) -> None:
         """Go away from the answer in progress, keeping its text, and from queued questions: another conversation."""

@@ -19,11 +19,13 @@ class WayOut:
     lines: tuple[str, ...]
 
 
-def ways_out(state: ChatState) -> tuple[WayOut, ...]:
-    """Half the budget, the mode that reads least, no model; an answer that was cut off goes on after the first two."""
-    leaf = state.conversation.leaf
-    after = ("/continue",) if leaf is not None and leaf.role == "assistant" else ()
-    goes_on = " and go on" if after else ""
+def ways_out(state: ChatState, is_cut_off: bool) -> tuple[WayOut, ...]:
+    """Half the budget, the mode that reads least, no model.
+
+    An answer that ``is_cut_off`` goes on after the first two; else its question lies in the prompt again.
+    """
+    after = ("/continue",) if is_cut_off else ()
+    goes_on = " and go on" if is_cut_off else "; Enter then asks again"
     found = []
     if (half := _half_budget(state)) is not None:
         found.append(WayOut(f"halve the budget{goes_on}", (f"/budget {half}", *after)))

@@ -1,0 +1,44 @@
+"""Work on a thread of its own that is known to have begun."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import threading
+from collections.abc import Callable
+
+BEGINS_S = 5.0
+
+
+class Beside:
+    """Begins ``work`` at once. ``threading.Thread`` would wait for ever for a thread that finds no memory to begin.
+
+    The process ends after it: torch aborts one that ends while a thread copies.
+
+    Raises:
+        MemoryError: it did not begin.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._work = work
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError as error:  # the system refuses one
+            raise MemoryError(str(error)) from None
+        if not self._begun.wait(BEGINS_S):
+            self._work = lambda: None  # should it begin after all
+            raise MemoryError("a thread could not begin")
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for its end, at most so long."""
+        self._over.wait(seconds)
+
+    def _run(self) -> None:
+        self._begun.set()
+        atexit.register(self.join)
+        try:
+            self._work()
+        finally:
+            self._over.set()
+            atexit.unregister(self.join)
