@@ -133,7 +133,7 @@ class KvchatApp(App[None]):
         super()._print_error_renderables()
 
     async def on_event(self, event: Event) -> None:
-        """As Textual does it, but keys in turn, and no mouse on what was just removed; what the user does ends a pause."""
+        """As Textual does it, but keys in turn and no mouse on what was just removed; any input ends a pause."""
         if isinstance(event, InputEvent):
             self._collector.note_use()
         if isinstance(event, Key | Paste) and not event.is_forwarded:

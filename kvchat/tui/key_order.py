@@ -45,15 +45,17 @@ class KeysInTurn:
         passed: list[tuple[Event, DOMNode]] = []
         await _done(self._app, partial(self._forward, passed))
         if not passed:
-            return self._waiting.clear()  # the application closes
-        event, target = passed[-1]
-        if not _is_taken(event, target):
-            way = target.ancestors_with_self
-            for node in (*way, *way):
-                if event._stop_propagation:
-                    return
-                await _done(node)
-            await _done(self._app.screen)  # it may have been opened just now
+            self._waiting.clear()  # the application closes
+        elif not _is_taken(*passed[-1]):
+            await self._handled(*passed[-1])
+
+    async def _handled(self, event: Event, target: DOMNode) -> None:
+        way = target.ancestors_with_self
+        for node in (*way, *way):
+            if event._stop_propagation:
+                return
+            await _done(node)
+        await _done(self._app.screen)  # it may have been opened just now
 
     async def _forward(self, passed: list[tuple[Event, DOMNode]]) -> None:
         """Letters together, and the key behind them: a line takes them in turn, and is drawn once."""

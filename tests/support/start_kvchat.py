@@ -1,4 +1,4 @@
-"""``kvchat`` with the arguments given, in a terminal that controls it as a person's does: others tell no change of size."""
+"""``kvchat`` in a terminal that controls it, as a person's does: others tell no change of size."""
 
 from __future__ import annotations
 

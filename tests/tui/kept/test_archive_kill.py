@@ -1,7 +1,7 @@
 """kill -9 of the application or its engine in mid-answer: the question and the text so far are on disk.
 
-``KVCHAT_KILLS=50`` kills so many times, at random moments, and takes the time: at most a second of text is lost. How much
-was lost is printed.
+``KVCHAT_KILLS=50`` kills so many times, at random moments, and takes the time: at most a second of text is lost. How
+much was lost is printed.
 """
 
 from __future__ import annotations
