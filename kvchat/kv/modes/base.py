@@ -124,6 +124,7 @@ class Mode:
     ... in each layer    ``attention_begin(layer, query, key, spec)``   correct; are the weights wanted?
     ... in each layer    ``attention_end(layer, query, weights, spec)`` score, select, recall
     in a step            ``forward_end(position)``                      look back at the whole step
+    where it raised      ``rollback()``                                 undo what it changed beside the slots
     on an alarm          ``recover(level)``                             read more for a while
     for screens          ``report()``                                   parameters, figures, state of tokens, warnings
     for graphs           ``graph_buffers()``                            what is kept beside the slots
@@ -239,6 +240,9 @@ class Mode:
 
     def forward_end(self, position: Tensor) -> None:
         """Act after the last layer."""
+
+    def rollback(self) -> None:
+        """Undo what a step that raised has changed of what is kept beside the slots; ``fill`` follows."""
 
     def recover(self, level: Level) -> None:
         """Read more again between two steps, because the text may have gone wrong; ``level`` is SR, WR or FR."""

@@ -91,6 +91,7 @@ class Freeze(Mode):
         self._size = 0
         self._peak = 0
         self._looked_at = 0
+        self._has_new_query = False
 
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
@@ -123,6 +124,7 @@ class Freeze(Mode):
     # ---- between steps
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+        self._has_new_query = True
         if self.rule.recalls:
             self.bounds.compute(layer, start, keys)
 
@@ -133,7 +135,9 @@ class Freeze(Mode):
         timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)
-            timers.name(self._named(self.state.position - 1))
+            if fresh or self._has_new_query:  # after a step that raised it is that of a token which is not stored
+                timers.name(self._named(self.state.position - 1))
+        self._has_new_query = False
         if self.budget is not None:
             timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
         self._bring()
@@ -185,12 +189,17 @@ class Freeze(Mode):
     def prepare_step(self) -> Step:
         tokens = self.state.total + 1
         self._timers.reserve(tokens)
+        self._timers.keep(self.state.steps)
         if self.rule.recalls:
             self.bounds.reserve(self.state.capacity)
             self.bounds.tokens = tokens
         needed = self._timers.awake(self.state.total) + 1
         self._fit(needed)
         return Step(exact=needed == tokens)
+
+    def rollback(self) -> None:
+        if self.timers is not None:
+            self.timers.restore(self.state.steps)
 
     def forward_begin(self, position: Tensor) -> None:
         self._return(position)

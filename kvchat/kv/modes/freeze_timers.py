@@ -53,8 +53,8 @@ def duration(detections: Tensor, k: float) -> Tensor:
 
 
 def state_bytes(capacity: int) -> int:
-    """Bytes of the state of ``capacity`` tokens: three int32, a float32, a bool and an int64 each; and two counters."""
-    return 25 * (capacity + 1) + 12
+    """Bytes of the state of ``capacity`` tokens: three int32, a float32 and a bool each, twice, an int64; counters."""
+    return 42 * (capacity + 1) + 16
 
 
 class Timers:
@@ -87,11 +87,29 @@ class Timers:
         self.headroom = headroom
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
         self.capacity = 0
+        self._kept_at = -1
         self._allocate(grown(0, headroom))
 
     def buffers(self) -> list[Tensor]:
         """Return the tensors that last from step to step."""
-        return [self.detections, self.timer, self.since, self.score, self.frozen, self.hold, self.index]
+        return [*self.states(), *self._kept, self.index]
+
+    def states(self) -> list[Tensor]:
+        """Return those that a step changes."""
+        return [self.detections, self.timer, self.since, self.score, self.frozen, self.hold]
+
+    def keep(self, step: int) -> None:
+        """Remember the states before a step, which may fail when some of them have changed."""
+        for kept, state in zip(self._kept, self.states(), strict=True):
+            kept.copy_(state)
+        self._kept_at = step
+
+    def restore(self, step: int) -> None:
+        """Take back what the step has changed, if it came so far that its states were kept."""
+        if self._kept_at == step:
+            for kept, state in zip(self._kept, self.states(), strict=True):
+                state.copy_(kept)
+        self._kept_at = -1
 
     def reserve(self, tokens: int) -> None:
         """Make room for the state of ``tokens``."""
@@ -236,9 +254,11 @@ class Timers:
             "score": torch.zeros(capacity + 1, device=self.device),
             "frozen": torch.zeros(capacity + 1, dtype=torch.bool, device=self.device),
         }
+        kept = [torch.empty_like(tensor) for tensor in (*fresh.values(), self.hold)]
         for name, tensor in fresh.items():
             if self.capacity:
                 tensor[: self.capacity] = getattr(self, name)[: self.capacity]
             setattr(self, name, tensor)
+        self._kept = kept
         self.index = torch.arange(capacity + 1, device=self.device)
         self.capacity = capacity

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support.freeze_reference import Simulation
-from support.freeze_run import AT_ONCE, EVERYTHING, FreezeRun, ruled
+from support.freeze_run import AT_ONCE, EARLY, EVERYTHING, FreezeRun, ruled
+from support.memory_faults import MemoryRunsOut
 
 from kvchat.config.modes import FreezeParameters, parse
 from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.modes import freeze, freeze_timers_cpu
 from kvchat.kv.modes.freeze_timers import Timers
 from kvchat.kv.modes.freeze_timers_cpu import CpuTimers
 from kvchat.kv.modes.recovery_levels import LEVELS
@@ -145,7 +147,7 @@ def test_the_timers_of_a_cpu_find_what_the_reference_finds(profile, budget):
         at = torch.tensor(position)
         for timers in (cpu, reference):
             timers.observe(at, table, score, protected, named.clone() if timers.rule.recalls else None)
-        for one, other in zip(cpu.buffers(), reference.buffers(), strict=True):
+        for one, other in zip(cpu.states(), reference.states(), strict=True):
             assert torch.equal(
                 one[: position + 1] if one.dim() else one, other[: position + 1] if other.dim() else other
             )
@@ -191,3 +193,44 @@ def test_slots_are_opened_and_closed_as_the_reference_does(keeps):
         assert torch.equal(*lying)
     assert any(number for number, _ in found)
     assert any(most for _, most in found)
+
+
+def fails(run: FreezeRun, place: int) -> bool:
+    """Whether memory ran out at an operation of a step; the next one gets the same K/V then."""
+    drawn, keys, query = run.random.get_state(), run.keys.copy(), run.query
+    try:
+        with MemoryRunsOut(place):
+            run.step()
+    except torch.OutOfMemoryError:
+        run.random.set_state(drawn)
+        run.keys, run.query = keys, query
+        return True
+    return False
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}])
+def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, compiled, monkeypatch, record_property):
+    """It counted twice when asked for again, and named pages by a query whose token is not stored."""
+    if not compiled:
+        for module in (freeze, freeze_timers_cpu):
+            monkeypatch.setattr(module, "freeze_loops", lambda: None)
+    with ruled(**EARLY):
+        run, other = (FreezeRun(strength=1.0, **params) for _ in range(2))
+    for one in (run, other):
+        one.prefill(200)
+        one.step(60)
+    total, failed = run.kv.total, 0
+    before = [tensor[:total].clone() if tensor.dim() else tensor.clone() for tensor in run.kv.mode.timers.states()]
+    while fails(run, failed + 1):
+        failed += 1
+        now = [tensor[:total] if tensor.dim() else tensor for tensor in run.kv.mode.timers.states()]
+        assert all(map(torch.equal, now, before)), failed
+    record_property("injected", failed)
+    assert failed > 60
+    other.step()
+    for _ in range(20):
+        run.step()
+        other.step()
+        assert run.active() == other.active()
+    run.check()
