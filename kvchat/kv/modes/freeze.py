@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -210,9 +211,7 @@ class Freeze(Mode):
         return self.parameters.score == "prob_rel"
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        keys = self.slots.keys(layer)
-        grouped = query.view(len(keys), -1, query.shape[-1])
-        self._scores.add(weights[0] if weights else None, grouped, keys, spec, self.state.position)
+        self._scores.add(weights, query, self.slots, layer, spec, self.state.position)
 
     def forward_end(self, position: Tensor) -> None:
         table, timers = self.slots.table[0, 0], self._timers
@@ -245,7 +244,7 @@ class Freeze(Mode):
     def _named(self, position: Tensor) -> Tensor:
         """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
-        if self.state.ops.reads_back and bounds.dtype == torch.float32 and (loops := freeze_loops()):
+        if loops := self._loops():
             named = torch.zeros_like(self._timers.frozen)
             query = self.state.query.view(g.layers, g.kv_heads, g.group, g.d_k)
             states = (tensor.numpy() for tensor in (query, bounds, self.state.scales, self.state.sight))
@@ -261,10 +260,19 @@ class Freeze(Mode):
 
     def _widen_bounds(self, position: Tensor) -> None:
         """Let the bounds cover the new token's keys, of all layers at once."""
+        if loops := self._loops():
+            kv, slot = self.slots.kv.numpy(), int(self.slots.current_slot)
+            loops.widen(kv, slot, int(position) // self.geometry.page, self.bounds.data.numpy())
+            return
         keys = self.slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, self.slots.current_slot)
         page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
         row = torch.maximum(self.bounds.data.index_select(2, page), torch.cat((keys, -keys), -1))
         self.bounds.data.index_copy_(2, page, row)
+
+    def _loops(self) -> ModuleType | None:
+        """The compiled loops over bounds and keys, where they can be used."""
+        usable = self.state.ops.reads_back and self.geometry.dtype == torch.float32
+        return freeze_loops() if usable else None
 
     # ---- what others read
 

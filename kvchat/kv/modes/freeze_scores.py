@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.memory.device_slots import DeviceSlots
 
 
 class Scores:
@@ -24,8 +25,16 @@ class Scores:
         self._counted = (table >= sink).float()
         self._number = self._counted.sum()
 
-    def add(self, weights: Weights | None, query: Tensor, keys: Tensor, spec: AttentionSpec, position: Tensor) -> None:
-        """One layer's weights, where the score is made of them, ``query [H, G, d_k]`` and ``keys [H, n, d_k]``."""
+    def add(
+        self,
+        weights: list[Weights],
+        query: Tensor,
+        slots: DeviceSlots,
+        layer: int,
+        spec: AttentionSpec,
+        position: Tensor,
+    ) -> None:
+        """Count a layer by its ``weights``, or where the score needs none by ``query [q_heads, d_k]`` and its keys."""
         if self.kind == "always":
             return
         seen = None if spec.window is None else (self.table > position - spec.window).float()
@@ -33,11 +42,13 @@ class Scores:
             self.layers += 1
         else:
             self.windowed = self.windowed + seen
-        if weights is not None:
+        if weights:
             number = self._number if seen is None else (self._counted * seen).sum()
-            weights.add_shares(self.sum, self._counted, number)
+            weights[0].add_shares(self.sum, self._counted, number)
         else:
-            products = torch.bmm(query, keys.transpose(1, 2)).float().abs().mean((0, 1))
+            keys = slots.keys(layer)
+            grouped = query.view(len(keys), -1, query.shape[-1])
+            products = torch.bmm(grouped, keys.transpose(1, 2)).float().abs().mean((0, 1))
             self.sum += products if seen is None else products * seen
 
     def result(self) -> Tensor:

@@ -62,6 +62,10 @@ class CpuTimers(Timers):
         loops.settle(int(position), *_shared((table, score, counts, away, *states)))
         return waiting
 
+    def name(self, tokens: Tensor) -> None:
+        if tokens.any():
+            super().name(tokens)
+
     def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor) -> Tensor:
         if not (loops := freeze_loops()):
             return super()._followed(table, sought, position, named)

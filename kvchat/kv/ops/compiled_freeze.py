@@ -113,6 +113,18 @@ def name(
                     named[token] = True
 
 
+@compiled("void(f4[:, :, :, :, :], i8, i8, f4[:, :, :, ::1])")
+def widen(kv: Array, slot: int, page: int, bounds: Array) -> None:
+    """``Freeze._widen_bounds`` by the key in ``slot`` of ``kv [layers, 2, H, n, d]``, which is of this ``page``."""
+    d = bounds.shape[3] // 2
+    for layer in range(bounds.shape[0]):
+        for head in range(bounds.shape[1]):
+            row = bounds[layer, head, page]
+            for i in range(d):
+                row[i] = max(row[i], kv[layer, 0, head, slot, i])
+                row[d + i] = max(row[d + i], -kv[layer, 0, head, slot, i])
+
+
 @compiled("void(i4[::1], b1[::1], i8, i8, b1[::1])")
 def follow(table: Array, sought: Array, position: int, following: int, named: Array) -> None:
     """Sets ``named [capacity + 1]`` at the ``following`` tokens from each ``sought [n]`` one on, up to ``position``."""
