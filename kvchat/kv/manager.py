@@ -117,7 +117,6 @@ class KVManager:
         self.state.transfer.side_stream.join()
         if self._dirty:
             self._forget(self.total)
-            self.mode.rollback()
             self.refill()
 
     # ---- a prefill

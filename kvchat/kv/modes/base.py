@@ -124,7 +124,6 @@ class Mode:
     ... in each layer    ``attention_begin(layer, query, key, spec)``   correct; are the weights wanted?
     ... in each layer    ``attention_end(layer, query, weights, spec)`` score, select, recall
     in a step            ``forward_end(position)``                      look back at the whole step
-    where it raised      ``rollback()``                                 undo what it changed beside the slots
     on an alarm          ``recover(level)``                             read more for a while
     for screens          ``report()``                                   parameters, figures, state of tokens, warnings
     for graphs           ``graph_buffers()``                            what is kept beside the slots
@@ -201,8 +200,8 @@ class Mode:
     def fill(self, fresh: bool) -> None:
         """Bring to the slots what the next token attends to.
 
-        Called after entering the mode, after a prefill, after truncating and after a step that was cut short; ``fresh``
-        says that everything stored may be read again, also what the mode had dropped for good.
+        Called after entering the mode, after a prefill, after truncating and after a step that was cut short, which it
+        undoes; ``fresh`` says that everything stored may be read again, also what the mode had dropped for good.
         """
         for slots in filter(lambda slots: slots.n, self.state.slots):
             # One less than the window: the next token takes the slot of the oldest.
@@ -240,9 +239,6 @@ class Mode:
 
     def forward_end(self, position: Tensor) -> None:
         """Act after the last layer."""
-
-    def rollback(self) -> None:
-        """Undo what a step that raised has changed of what is kept beside the slots; ``fill`` follows."""
 
     def recover(self, level: Level) -> None:
         """Read more again between two steps, because the text may have gone wrong; ``level`` is SR, WR or FR."""

@@ -131,6 +131,7 @@ class Freeze(Mode):
 
     def fill(self, fresh: bool) -> None:
         total, timers = self.state.total, self._timers
+        timers.restore(self.state.steps)
         timers.reserve(total)
         timers.truncate(total)
         timers.wake(self.pin_mask[:total])
@@ -197,10 +198,6 @@ class Freeze(Mode):
         needed = self._timers.awake(self.state.total) + 1
         self._fit(needed)
         return Step(exact=needed == tokens)
-
-    def rollback(self) -> None:
-        if self.timers is not None:
-            self.timers.restore(self.state.steps)
 
     def forward_begin(self, position: Tensor) -> None:
         self._return(position)
