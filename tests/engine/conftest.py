@@ -9,6 +9,7 @@ from support import tiny_models
 from support.freeze_run import EARLY, ruled
 
 from kvchat.engine.model.load import LoadedModel, load_model, wrap
+from kvchat.engine.session import Session
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +29,11 @@ def small_model(model: LoadedModel) -> LoadedModel:
     """A tiny random model with the bundled one's tokenizer, for long answers whose words do not matter."""
     sizes = {"vocab_size": model.vocab, "max_position_embeddings": model.context, "eos_token_id": min(model.eos_ids)}
     return wrap(tiny_models.fresh("llama", **sizes), model.tokenizer, "small")
+
+
+@pytest.fixture
+def session(model: LoadedModel) -> Iterator[Session]:
+    """A session with the bundled model that has stored nothing yet."""
+    session = Session(model)
+    yield session
+    session.close()

@@ -19,13 +19,6 @@ GREEDY = Sampling(temperature=0, max_new_tokens=6)
 HELLO = (Turn("user", "Hello! My name is Maria."),)
 
 
-@pytest.fixture
-def session(model):
-    session = Session(model)
-    yield session
-    session.close()
-
-
 @pytest.mark.parametrize(
     "use",
     [

@@ -18,11 +18,6 @@ STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64}
 
 
-@pytest.fixture
-def session(model):
-    return Session(model)
-
-
 def filled(session: Session, tokens: int, mode: str = "full", **params) -> Session:
     session.prefill([(7 * i) % 4000 + 10 for i in range(tokens)])
     session.switch(mode, **params)

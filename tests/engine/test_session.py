@@ -21,11 +21,6 @@ TALE = (Turn("user", "Tell me a short story."),)
 SMALL = {"streaming": {"budget": 64}, "speculative": {"budget": 64, "sink": 0, "window": 32}, "full": {}}
 
 
-@pytest.fixture
-def session(model):
-    return Session(model)
-
-
 def story(tokens: int, seed: int = 0) -> str:
     """About so many tokens of text."""
     text, words = sentences(seed), 0

@@ -32,13 +32,6 @@ FAR = 10**5000  # Python refuses to write it
 LARGEST = [(mode, name) for mode in modes.mode_names() for name in modes.registered()[mode].model_fields]
 
 
-@pytest.fixture
-def session(model):
-    session = Session(model)
-    yield session
-    session.close()
-
-
 # ---- closed
 
 

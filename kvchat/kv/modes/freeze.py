@@ -208,7 +208,10 @@ class Freeze(Mode):
         return self.parameters.score == "prob_rel"
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        self._scores.add(weights, query, self.slots, layer, spec, self.state.position)
+        if weights:
+            self._scores.add_shares(weights[0], spec, self.state.position)
+        else:
+            self._scores.add_products(query, self.slots.keys(layer), spec, self.state.position)
 
     def forward_end(self, position: Tensor) -> None:
         table, timers = self.slots.table[0, 0], self._timers
@@ -275,7 +278,7 @@ class Freeze(Mode):
 
     def graph_buffers(self) -> list[Tensor]:
         own = [self.bounds.data] if self.rule.recalls else []
-        return [self.thawed, self.pin_mask, *self._timers.buffers(), *own]
+        return [*super().graph_buffers(), self.thawed, *self._timers.buffers(), *own]
 
     def report(self) -> ModeReport:
         return ModeReport(self.parameters.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.memory.device_slots import DeviceSlots
 
 
 class Scores:
@@ -25,31 +24,29 @@ class Scores:
         self._counted = (table >= sink).float()
         self._number = self._counted.sum()
 
-    def add(
-        self,
-        weights: list[Weights],
-        query: Tensor,
-        slots: DeviceSlots,
-        layer: int,
-        spec: AttentionSpec,
-        position: Tensor,
-    ) -> None:
-        """Count a layer by its ``weights``, or where the score needs none by ``query [q_heads, d_k]`` and its keys."""
+    def add_shares(self, weights: Weights, spec: AttentionSpec, position: Tensor) -> None:
+        """Count a layer by its weights."""
+        seen = self._seen(spec, position)
+        number = self._number if seen is None else (self._counted * seen).sum()
+        weights.add_shares(self.sum, self._counted, number)
+
+    def add_products(self, query: Tensor, keys: Tensor, spec: AttentionSpec, position: Tensor) -> None:
+        """Count a layer by ``query [q_heads, d_k]`` and ``keys [H, n, d_k]``, but for a score that takes nothing."""
         if self.kind == "always":
             return
-        seen = None if spec.window is None else (self.table > position - spec.window).float()
-        if seen is None:
+        seen = self._seen(spec, position)
+        grouped = query.view(len(keys), -1, query.shape[-1])
+        products = torch.bmm(grouped, keys.transpose(1, 2)).float().abs().mean((0, 1))
+        self.sum += products if seen is None else products * seen
+
+    def _seen(self, spec: AttentionSpec, position: Tensor) -> Tensor | None:
+        """The tokens that the layer sees, which counts for them; float32 ``[n]``, None for all."""
+        if spec.window is None:
             self.layers += 1
-        else:
-            self.windowed = self.windowed + seen
-        if weights:
-            number = self._number if seen is None else (self._counted * seen).sum()
-            weights[0].add_shares(self.sum, self._counted, number)
-        else:
-            keys = slots.keys(layer)
-            grouped = query.view(len(keys), -1, query.shape[-1])
-            products = torch.bmm(grouped, keys.transpose(1, 2)).float().abs().mean((0, 1))
-            self.sum += products if seen is None else products * seen
+            return None
+        seen = (self.table > position - spec.window).float()
+        self.windowed = self.windowed + seen
+        return seen
 
     def result(self) -> Tensor:
         """``[n]``, the mean over the layers; 0 for a token that no layer can see."""
