@@ -15,6 +15,7 @@ from kvchat.units import size
 Result = TypeVar("Result")
 
 POLL_S = 0.02
+LOOKS = 100  # turns of a loop: at each the interpreter looks for errors that another thread has set
 
 
 class LimitExceededError(Exception):
@@ -55,6 +56,9 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
         finally:
             done.set()
             watcher.join()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, None)  # one that came too late
+            # One that came too late is raised here. Taking it back (None) would leave Python 3.11's flag for such errors
+            # set for good: every call of a function then looks for one, and a traced generator never goes on.
+            for _ in range(LOOKS if reasons else 0):
+                pass
     except _StoppedError:
         raise LimitExceededError(reasons[0]) from None

@@ -25,6 +25,7 @@ from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weights_memory import lay_out
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
+from kvchat.kv.ops.first_compile import compile_loops
 from kvchat.protocol.messages import TEMPERATURE
 from kvchat.units import size
 
@@ -102,6 +103,8 @@ def load_model(
             model = _model(described, checkpoint, quantized)
             progress("Testing the model")
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
+    if described.device.type == "cpu":
+        compile_loops(lambda: progress("Compiling for this CPU, once on this machine"))
     return replace(loaded, notes=(*loaded.notes, *_notes_on(described, dtype, chosen.note)))
 
 

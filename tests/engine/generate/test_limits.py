@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -59,3 +61,21 @@ def test_it_stops_work_in_any_thread() -> None:
     thread.start()
     thread.join(PATIENCE_S)
     assert found
+
+
+TRACED = """
+import sys
+from kvchat.engine.generate.limits import LimitExceededError, limited
+for seconds in (5, 0):
+    try:
+        limited(lambda: sum(range(10**6)), seconds, 2**30)
+    except LimitExceededError:
+        pass
+    sys.settrace(lambda *_: None)
+    list(number for number in range(3))
+    sys.settrace(None)
+"""
+
+
+def test_afterwards_a_debugger_can_step_through_a_generator() -> None:
+    subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=PATIENCE_S)
