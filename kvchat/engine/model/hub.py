@@ -57,6 +57,8 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
         raise ModelError(
             f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200], "Try again, or give a folder."
         ) from error
+    finally:
+        told.end()
     return Path(folder)
 
 

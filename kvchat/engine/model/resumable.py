@@ -46,11 +46,17 @@ class DownloadProgress:
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report, self._clock = report, clock
         self._samples: deque[tuple[float, float]] = deque(maxlen=SPEED_SAMPLES)
+        self._ended = False
+
+    def end(self) -> None:
+        """Tell nothing more: the library's bars speak once more when they are collected, whatever is done then."""
+        self._ended = True
 
     def tell(self, done: float, total: float) -> None:
         """``Downloading 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32.0 s left``."""
         now = self._clock()
-        if self._samples and now - self._samples[-1][0] < REPORT_S and done < total:
+        too_soon = self._samples and now - self._samples[-1][0] < REPORT_S and done < total
+        if self._ended or too_soon:
             return
         self._samples.append((now, done))
         began, first = self._samples[0]

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 from support.environment import environ
 from support.fake_hub import FakeHub
 
+from kvchat.engine.model import hub as hub_module
 from kvchat.engine.model.resumable import LARGE, DownloadProgress
 
 WEIGHTS = LARGE + 12_345
@@ -87,3 +90,22 @@ def test_speed_and_time_left_are_of_the_last_seconds() -> None:
         "Downloading 250 MiB of 400 MiB · 50.0 MiB/s · 3.0 s left",
         "Downloading 400 MiB of 400 MiB · 75.0 MiB/s · 0 ms left",
     ]
+
+
+def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bars: list[Any] = []
+
+    def snapshot(*_: object, tqdm_class: type, **__: object) -> str:
+        bars.append(tqdm_class(unit="B", total=2))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub_module.resumable, "large_files", lambda *_: iter(()))
+    said: list[str] = []
+    hub_module.download("org/model", ["*"], said.append)
+    before = len(said)
+    bars[0].update(2)
+    bars[0].close()
+    assert len(said) == before
