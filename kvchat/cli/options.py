@@ -16,8 +16,8 @@ from kvchat.cli.completion import (
     complete_theme,
     words_of,
 )
-from kvchat.config import sources
-from kvchat.config.modes import SHARED, parse, registered
+from kvchat.config import modes, sources
+from kvchat.config.modes import SHARED
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
 
@@ -60,7 +60,11 @@ Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`", au
 Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
 Param = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="a mode's parameter; repeatable", autocompletion=complete_param),
+    typer.Option(
+        metavar="[MODE.]KEY=VALUE",
+        help="a parameter of the mode, or of the one named; repeatable",
+        autocompletion=complete_param,
+    ),
 ]
 PinSystem = Annotated[
     bool | None, typer.Option("--pin-system/--no-pin-system", help="attend to all of the system prompt, in every mode")
@@ -89,38 +93,48 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     Raises:
         UsageError: a ``--param`` is not KEY=VALUE, or no mode has it.
     """
-    shared = {name: _keys_of(name, params.get(name), params.get("mode")) for name in sorted(SHARED)}
+    shared = {name: _keys_of_shared(name, params.get(name), params.get("mode")) for name in sorted(SHARED)}
     keys = {**KEYS, **shared}
     given = {name: None if params.get(name) == [] else params.get(name) for name in keys}
     options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
     return sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})
 
 
-def _keys_of(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
-    """Where a mode parameter is set: in ``mode`` and every other mode that accepts the value.
+def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
+    """Where a parameter that means the same in every mode is set: in ``mode`` and every other that accepts the value.
 
-    Modes may give one name different ranges. If no mode accepts the value, ``mode`` or else all modes refuse it.
+    If no mode accepts it, ``mode`` or else all modes refuse it.
     """
-    having = [name for name, cls in registered().items() if parameter in cls.model_fields]
-    accepting = [name for name in having if name == mode or _accepts(name, parameter, value)]
-    return tuple(("kv", name, parameter) for name in accepting or having)
-
-
-def _accepts(mode: str, parameter: str, value: Any) -> bool:
-    try:
-        return bool(parse(mode, {parameter: value}))
-    except UsageError:
-        return False
+    meant = [name for name in modes.having(parameter) if name == mode or name in modes.accepting(parameter, value)]
+    return tuple(("kv", name, parameter) for name in meant or modes.having(parameter))
 
 
 def _params(given: Iterable[str], mode: str | None) -> dict[str, tuple[tuple[Key, ...], str]]:
-    known = {key for cls in registered().values() for key in cls.model_fields}
     options = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f'--param "{text}" is not KEY=VALUE.', hint="For example: --param budget=512")
-        if name not in known:
-            raise UsageError(f'No mode has a parameter "{name}".', did_you_mean(name, known))
-        options[f"--param {name}"] = (_keys_of(name, value, mode), value)
+        keys = _keys_of_shared(name, value, mode) if name in SHARED else (_key_of(name, value, mode),)
+        options[f"--param {name}"] = (keys, value)
     return options
+
+
+def _key_of(parameter: str, value: str, mode: str | None) -> Key:
+    """Where the parameter of one mode is set: in the one named before it, in ``mode``, or in the only one that has it.
+
+    Raises:
+        UsageError: there is no such mode or parameter, or it is not said which mode is meant.
+    """
+    named, dot, name = parameter.rpartition(".")
+    if dot:
+        modes.parse(named, {name: value})
+        return ("kv", named, name)
+    having = modes.having(name)
+    if not having:
+        known = {key for cls in modes.registered().values() for key in cls.model_fields}
+        raise UsageError(f'No mode has a parameter "{name}".', did_you_mean(name, known))
+    if mode not in having and len(having) > 1:
+        ways = " or ".join(f"--param {other}.{name}=" for other in having)
+        raise UsageError(f"--param {name} is a parameter of {' and '.join(having)}.", hint=f"Write {ways}, or --mode.")
+    return ("kv", mode if mode in having else having[0], name)

@@ -213,6 +213,23 @@ def mode_names() -> list[str]:
     return list(registered())
 
 
+def having(parameter: str) -> list[str]:
+    """The modes that have a parameter."""
+    return [name for name, cls in registered().items() if parameter in cls.model_fields]
+
+
+def accepting(parameter: str, value: Any) -> list[str]:
+    """The modes that have a parameter and accept the value: modes may give one name different ranges."""
+
+    def accepts(mode: str) -> bool:
+        try:
+            return bool(parse(mode, {parameter: value}))
+        except UsageError:
+            return False
+
+    return [name for name in having(parameter) if accepts(name)]
+
+
 def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
     """Note values given at run time for ``mode`` in ``given``; a shared one replaces what any mode was given."""
     for params in given.values():

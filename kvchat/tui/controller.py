@@ -211,9 +211,10 @@ class ChatController(KeptConversations):
         """Keep a parameter for the next mode that has it.
 
         Raises:
-            UsageError: the value is out of range.
+            UsageError: every mode that has it refuses the value.
         """
-        modes.parse("speculative", {name: value})
+        if not modes.accepting(name, value):
+            modes.parse(modes.having(name)[0], {name: value})
         self.state.later[name] = value
         self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} counts from the next mode that has one.")
 

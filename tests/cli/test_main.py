@@ -88,6 +88,7 @@ def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
     assert session.loaded == Load("there", "cpu", "bfloat16", "speculative", mode_params=mode_params)
     assert mode_params["speculative"] == {"budget": 512, "tau": 0.5}
     assert mode_params["streaming"] == {"budget": 512}
+    assert mode_params["freeze"] == {"budget": 512}, "tau of one mode is unrelated to that of another"
     turns, sampling = session.asked[0]
     assert turns == (Turn("system", "Short."), Turn("user", "hello"))
     assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, 0, ("a", "b"), 9)
@@ -168,7 +169,10 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSes
         (["--mode", "frezee"], '--mode: "frezee" is not one of full, freeze'),
         (["--param", "tua=1"], 'No mode has a parameter "tua". Did you mean "tau"?'),
         (["--param", "tau"], '--param "tau" is not KEY=VALUE.'),
-        (["--param", "tau=x"], '--param tau: "x" is refused'),
+        (["--mode", "freeze", "--param", "tau=x"], '--param tau: "x" is refused'),
+        (["--param", "tau=1"], "--param tau is a parameter of freeze and speculative. Write --param freeze.tau= or "),
+        (["--param", "fronze.tau=1"], 'There is no KV mode "fronze". Did you mean "freeze"?'),
+        (["--param", "sync.tau=1"], 'The sync mode has no parameter "tau".'),
         (["--budget", "3"], "--budget: 3 is refused: it must be a whole number of at least 64."),
         (["--budget", "0"], "--budget: 0 is refused"),
         (["--temperature", "-1"], "--temperature: -1.0 is refused"),
@@ -204,7 +208,14 @@ def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> N
 
 
 def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) -> None:
-    flags = ["--switch-at", "4:full", "--switch-at", "2:speculative,budget=128,tau=0.9", "--param", "sink=4"]
+    flags = [
+        "--switch-at",
+        "4:full",
+        "--switch-at",
+        "2:speculative,budget=128,tau=0.9",
+        "--param",
+        "speculative.sink=4",
+    ]
     result = json.loads(run("ask", "hello", "--json", *flags).out)
     assert result["stats"]["switches"] == [{"after": 2, "mode": "speculative"}, {"after": 4, "mode": "full"}]
     assert result["mode"] == "full"

@@ -283,10 +283,11 @@ async def test_a_parameter_kept_for_later_goes_with_the_first_mode_that_has_it(c
     chat.controller.set_later("window", 96)
     with pytest.raises(UsageError):
         chat.controller.set_later("window", -1)
+    chat.controller.set_later("K", 96)
     chat.controller.switch("freeze")
     chat.controller.switch("streaming")
     chat.controller.switch("speculative")
-    assert [command.params for command in chat.client.sent] == [{}, {"window": 96}, {}]
+    assert [command.params for command in chat.client.sent] == [{"K": 96}, {"window": 96}, {}]
 
 
 async def test_a_restart_keeps_mode_values_and_conversation(chat):

@@ -56,8 +56,8 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
         finally:
             done.set()
             watcher.join()
-            # One that came too late is raised here. Taking it back (None) would leave Python 3.11's flag for such errors
-            # set for good: every call of a function then looks for one, and a traced generator never goes on.
+            # One that came too late is raised here. Taking it back (None) would leave Python 3.11's flag of such errors
+            # set for good: every call then looks for one, and a traced generator never goes on.
             for _ in range(LOOKS if reasons else 0):
                 pass
     except _StoppedError:
