@@ -20,9 +20,9 @@ from kvchat.config.modes import registered
 from kvchat.protocol.messages import Sampling
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("README.md", "kvchat/bench/README.md", "kvchat/README.md", "kvchat/tui/README.md")
-FRONT, BENCH, STRUCTURE, KEYS = (ROOT / name for name in NAMES)
-TEXTS = {path: path.read_text(encoding="utf-8") for path in (FRONT, BENCH, STRUCTURE, KEYS)}
+NAMES = ("README.md", "kvchat/bench/README.md", "kvchat/README.md", "kvchat/tui/README.md", "kvchat/cli/README.md")
+FRONT, BENCH, STRUCTURE, KEYS, COMMANDS = (ROOT / name for name in NAMES)
+TEXTS = {path: path.read_text(encoding="utf-8") for path in (FRONT, BENCH, STRUCTURE, KEYS, COMMANDS)}
 LINKS = [(path, link) for path, text in TEXTS.items() for link in sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))]
 KEPT = sorted(path.stem for path in (ROOT / "kvchat/bench/results").glob("*.json"))
 OLDER = "Older than the code|Measured before the code changed"
