@@ -8,15 +8,22 @@ import os
 from collections.abc import AsyncIterator
 from typing import TextIO
 
+from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
+from kvchat.units import size
 
+LONGEST = 2**23  # characters of a line: more than any model reads; a device may never end one
 CONTINUED = "\\"  # at the end of a line: the question goes on in the next one
 # What a screen reader spells out, and terminals without Unicode lack, in kvchat's own lines.
 SPOKEN = {" · ": ", ", " → ": " to ", " -> ": " to ", "…": "...", "●": "*", "“": '"', "”": '"', "−": "-"}
 
 
 class LineReader:
-    """The questions and commands that arrive at a file descriptor; a line that ends with ``\\`` goes on in the next."""
+    """The questions and commands that arrive at a file descriptor; a line that ends with ``\\`` goes on in the next.
+
+    Raises:
+        UsageError: while it is read, a line of more than ``LONGEST`` characters.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -32,6 +39,8 @@ class LineReader:
                 rest = f"{lines.pop()}\n{rest}"
             for line in _joined(lines):
                 yield line.removesuffix("\r")
+            if len(rest) > LONGEST:
+                raise UsageError("A line of stdin does not end.", f"It is over {size(LONGEST)} long.", "End each line.")
         if rest:
             yield rest.replace(f"{CONTINUED}\n", "\n")
 
@@ -41,7 +50,8 @@ class LineReader:
         readable = asyncio.Event()
         try:
             loop.add_reader(self._descriptor, readable.set)
-        except PermissionError:  # a plain file is always readable
+        except PermissionError:  # a plain file is always readable, and others want to run too
+            await asyncio.sleep(0)
             return os.read(self._descriptor, 2**16)
         try:
             await readable.wait()

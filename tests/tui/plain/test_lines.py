@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+from kvchat.errors import UsageError
 from kvchat.tui.plain.lines import LineReader, LineWriter, spoken
 
 
@@ -50,6 +51,22 @@ async def test_a_plain_file_is_read(tmp_path):
     (tmp_path / "lines").write_bytes(b"one\ntwo\n")
     with (tmp_path / "lines").open() as file:
         assert [line async for line in LineReader(file.fileno())] == ["one", "two"]
+
+
+async def test_a_line_without_end_is_refused_and_lets_others_run():
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    with open("/dev/zero") as endless, pytest.raises(UsageError, match=r"^A line of stdin does not end\."):
+        await anext(aiter(LineReader(endless.fileno())))
+    counting.cancel()
+    assert turns > 10
 
 
 def test_text_goes_on_in_a_line_and_lines_stand_alone():
