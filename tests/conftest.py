@@ -49,7 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with those that take minutes, so that no worker is left alone with them at the end."""
+    """Begin with those that take minutes, so that no worker is left alone with them at the end.
+
+    Raises:
+        UsageError: a slow one does not say why.
+    """
+    mute = [item.nodeid for item in items for mark in item.iter_markers("slow") if not mark.args]
+    if mute:
+        raise pytest.UsageError(f"Slow tests say why, as in slow('a wheel is built'): {', '.join(mute)}")
     items.sort(key=lambda item: "fake_cuda" not in item.path.parts)
 
 

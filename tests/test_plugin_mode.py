@@ -20,7 +20,7 @@ from support.toy_model import toy
 from kvchat import paths
 from kvchat.config.modes import BUILT_IN, registered
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("a package is built, installed and used by other processes")
 SOURCE = Path(__file__).parent / "support" / "plugin_mode"
 ROOT = Path(__file__).parents[1]
 GREEDY = ("--temperature", "0", "--max-new-tokens", "12")

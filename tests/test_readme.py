@@ -108,7 +108,7 @@ def test_nothing_is_left_to_fill_in():
     assert not [path for path, text in TEXTS.items() if "@@" in text]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the bundled model answers five times")
 def test_the_transcript_is_what_the_bundled_model_answers():
     told, noted, between, asked, answered = (
         re.search(r"```text\n(.*?)```", TEXTS[FRONT], re.DOTALL).group(1).splitlines()

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("all files are read, and torch's types")
 @pytest.mark.parametrize("check", ["ruff check", "ruff format --check", "mypy"])
 def test_style(check: str) -> None:
     command = [sys.executable, "-m", *check.split()]

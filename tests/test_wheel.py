@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".txt", ".typed", ".gz"}
 BESIDE_THE_SOURCE = (*(f"kvchat/{room}README.md" for room in ("", "bench/", "cli/", "tui/")), "kvchat/bench/results/")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("a wheel is built and installed")
 
 
 def run(*args: str, **kwargs: object) -> str:

@@ -56,6 +56,13 @@ class ReadableDim(LineFilter):
         return Segment(segment.text, dim_style(segment.style, background, self._factor), segment.control)
 
 
+def _end() -> None:
+    """End the application: by a signal that it hears, or at once; an engine that hears no more ends by itself."""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+        os._exit(128 + signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _is_dim(segment: Segment) -> bool:
     style = segment.style
     if style is None or not style.dim or style.color is None or style.bgcolor is None:
@@ -88,7 +95,7 @@ class InputDecoder:
         SIGHUP it may not have heard, which nohup and some terminals have ignored.
         """
         if not (data or final) and has_vanished():
-            os.kill(os.getpid(), signal.SIGTERM)
+            _end()
         text, parts = self._utf8.decode(data, final), []
         if self._is_key_in_stalled_paste(data, self._held + text):
             parts.append(_marked(self._held) + PASTE_END)

@@ -193,7 +193,7 @@ def test_random_weights_may_read_a_prompt_too():
     assert 0 <= rows[0]["changed"] <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("torch compiles a model")
 @pytest.mark.skipif(not os.environ.get("TEST_COMPILE"), reason="compiles C++ for minutes; TEST_COMPILE=1 runs it")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_the_compiled_baseline_runs():
@@ -202,7 +202,7 @@ def test_the_compiled_baseline_runs():
 
 
 @pytest.mark.cuda
-@pytest.mark.slow
+@pytest.mark.slow("a measurement of all")
 def test_all_baselines_and_modes_run_on_a_gpu():
     chosen = settings(
         contexts=(2048,), modes=MODES, change_rates=("natural", "0.25", "1"),

@@ -63,7 +63,7 @@ def test_an_unknown_mode_is_refused():
         passkey.run(Settings(("fulll",), cases=1, tokens=100))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("six conversations of the bundled model")
 def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
     rows = passkey.run(Settings(("full", "sync", "streaming:budget=512"), cases=2, tokens=2000))["summary"]
     assert [row["right"] for row in rows] == [2, 2, 0]

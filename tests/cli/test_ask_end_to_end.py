@@ -21,7 +21,7 @@ from support.streams import read_event
 from kvchat.protocol import wire
 from kvchat.protocol.messages import Chat, Finished, Load, Sampling, Switch, Switched, Turn
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("each is a process that loads torch and the bundled model")
 GREEDY = ("--temperature", "0")
 
 

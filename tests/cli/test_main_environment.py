@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.environment import PYTHONPATH, environ
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("processes are started, some until memory ends")
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 WATCHED = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")

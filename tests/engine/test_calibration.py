@@ -106,7 +106,7 @@ def test_too_little_text_is_refused(model, tmp_path):
         calibration.calibrate(model, samples_of(list(range(600))), "x", clusters=5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the bundled model is calibrated")
 def test_the_shipped_calibration_is_the_commands(model):
     shipped = find(model.revision)
     assert shipped is not None
@@ -163,7 +163,7 @@ def test_what_is_no_file_or_cannot_be_seen_is_a_note_and_the_shipped_calibration
     assert [str(file.name) in str(problem) for problem in problems] == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the bundled model is loaded from a copy")
 def test_a_model_with_a_damaged_calibration_works_in_sync_mode(model):
     file = paths.calibration_dir() / f"{model.revision}.json"
     file.parent.mkdir(parents=True)

@@ -235,7 +235,7 @@ def passkey_turns() -> tuple[Turn, ...]:
     return (*turns, Turn("user", "What is the passkey?"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("2,500 tokens are read in three modes")
 def test_a_fact_at_2500_tokens_is_recalled_by_full_and_speculative_and_not_by_streaming(session):
     turns = passkey_turns()
     recalled = {}

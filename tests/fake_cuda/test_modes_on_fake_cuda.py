@@ -31,7 +31,7 @@ PARTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("all that is marked cuda runs on the fake device")
 @pytest.mark.parametrize("part", PARTS)
 def test_on_the_fake_cuda_device(part: str) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":

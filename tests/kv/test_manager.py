@@ -154,7 +154,7 @@ SOME_SWITCHES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a switch for each place where memory runs out")
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if PLACES else SOME_SWITCHES)
 def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short):

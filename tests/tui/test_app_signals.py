@@ -40,9 +40,9 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def started(tmp_path: Path, request: pytest.FixtureRequest):
-    """The application as a shell starts it; where a test gives ``SIG_IGN`` as nohup does."""
-    ways = {signal.SIGHUP: getattr(request, "param", signal.SIG_DFL)}
-    ways |= dict.fromkeys((signal.SIGQUIT, signal.SIGINT), signal.SIG_DFL)  # a shell's background jobs ignore them
+    """The application as a shell starts it; a test may name signals that it does not hear."""
+    heard_by_all = signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT  # a shell's background jobs ignore some
+    ways = dict.fromkeys(heard_by_all, signal.SIG_DFL) | dict.fromkeys(getattr(request, "param", ()), signal.SIG_IGN)
     heard = {number: signal.signal(number, way) for number, way in ways.items()}
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
     for number, handler in heard.items():
@@ -82,7 +82,12 @@ def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started: PtyRun
     assert not kept(started.written)
 
 
-@pytest.mark.parametrize("started", [signal.SIG_DFL, signal.SIG_IGN], indirect=True, ids=["told", "under nohup"])
+@pytest.mark.parametrize(
+    "started",
+    [(), (signal.SIGHUP,), (signal.SIGHUP, signal.SIGTERM)],
+    indirect=True,
+    ids=["told", "under nohup", "hears nothing"],
+)
 def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun) -> None:
     (engine,) = children(application.process.pid)
     os.close(application._terminal)

@@ -71,7 +71,7 @@ def test_any_stream_of_bytes_comes_to_an_end(stream: bytes) -> None:
     assert isinstance(reports[-1], Crashed)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("hundreds of events are drawn")
 async def test_any_event_is_drawn(running) -> None:
     """No event of the right types, however absurd its values, ends the application or stops its ears."""
     found = []

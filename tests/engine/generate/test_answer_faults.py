@@ -31,7 +31,7 @@ def answered(session: Session) -> str:
     return list(session.answer(TALE, GREEDY))[-1].text
 
 
-@pytest.mark.slow  # an answer is given three times for each place
+@pytest.mark.slow("an answer is given three times for each place")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_answer_is_the_same_wherever_memory_ran_out_before(model, mode, record_property):
     clean = Session(model, mode, SMALL.get(mode, {}))

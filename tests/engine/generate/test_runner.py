@@ -63,7 +63,7 @@ def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
     assert greedy(one, ids, 40) == generate(model.model, [ids], 40, "eager")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the bundled model answers, and transformers does")
 def test_full_mode_is_generate_on_the_bundled_model(model):
     prompts = [model.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
     assert {len(ids) for ids in prompts} == {20}

@@ -25,7 +25,7 @@ def hub(tmp_path, monkeypatch):
 
 # Two of some 60 runs on a busy machine showed nothing of the download; why is not known.
 @pytest.mark.skipif("KVCHAT_TEST_DOWNLOADS" not in os.environ, reason="KVCHAT_TEST_DOWNLOADS is not set")
-@pytest.mark.slow
+@pytest.mark.slow("a download is slowed down to be seen")
 async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
     hub.pause = 0.02
     async with running(size=(80, 24)) as (app, _pilot, until):
@@ -44,7 +44,7 @@ async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
     assert (first, second > 2**20) == (0, True), "what had come was not downloaded again"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("each model is sought by an engine of its own")
 async def test_a_typing_error_a_gate_and_no_network_are_told(running, hub, monkeypatch):
     hub.name, hub.gated = "org/gated", True
     told = {"org/gatde": "The hub has no model org/gatde.", "org/gated": "org/gated is gated."}

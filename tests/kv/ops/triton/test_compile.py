@@ -18,7 +18,7 @@ LEAST_SHARED = 99 * 1024  # bytes a program gets from compute capability 8.0 on
 OF_WIDTH = ("_attend_part", "_move_pages", "_move_tokens", "_move_shared", "_page_scores")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("Triton compiles every kernel")
 @pytest.mark.parametrize(("capability", "dtype", "d"), [(80, "float16", 80), (90, "bfloat16", 128)])
 def test_every_kernel_compiles(capability, dtype, d, pytestconfig, tmp_path):
     script = Path(__file__).parents[3] / "support" / "compile_kernels.py"
