@@ -8,16 +8,23 @@ import sys
 from support.hostile import fill, hostile
 
 from kvchat.protocol import wire
-from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.comparing import Compared, Comparing
+from kvchat.protocol.details import Details
+from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
     Chat,
+    Compare,
     Failed,
     Finished,
+    HideNeedle,
     Load,
     Loaded,
     Loading,
+    NeedleHidden,
+    Noted,
     Peek,
     Peeked,
+    Plan,
     Prefilled,
     Preparing,
     Rebuilt,
@@ -26,6 +33,7 @@ from kvchat.protocol.messages import (
     Switched,
     SwitchRefused,
     Text,
+    Watch,
     Withdrawn,
 )
 
@@ -62,6 +70,14 @@ def serve() -> None:
             send(fill(Loading), fill(Loaded), fill(Snapshot))
         elif isinstance(command, Peek):
             send(fill(Peeked, start=command.start))
+        elif isinstance(command, Plan):
+            send(fill(Planned, plan=None))
+        elif isinstance(command, Watch):
+            send(fill(Details), fill(Noted))
+        elif isinstance(command, HideNeedle):
+            send(fill(NeedleHidden))
+        elif isinstance(command, Compare):
+            send(fill(Comparing, index=0), fill(Compared))
         elif isinstance(command, Chat) and command.turns[-1].content == "crash":
             os.write(2, (hostile("log") + "\n").encode())
             os._exit(3)

@@ -242,6 +242,29 @@ def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
     assert "[bold]markup[/]" in run.written.decode()
 
 
+ASKED_FOR = {
+    "/plan\r": ("Planned.refusal",),
+    "/needle\r": ("NeedleHidden.fact", "Run.refusal"),
+    "/details\r": ("Noted.text",),
+}
+
+
+def test_no_sequence_of_what_a_person_asks_for_besides_reaches_the_terminal(tmp_path: Path) -> None:
+    run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color"))
+    try:
+        run.until("«Loaded.notes»")
+        run.type(b"hello\r")
+        run.until("«Failed.hint»")
+        for command, names in ASKED_FOR.items():
+            run.type(command.encode())
+            for name in names:
+                run.until(f"«{name}»")
+            run.type(b"\x1b")
+    finally:
+        run.close()
+    assert not forbidden_in(run.written)
+
+
 @pytest.fixture
 def in_pty(tmp_path: Path) -> Iterator[PtyRun]:
     """The application, ready, in a terminal whose bytes are ours."""
