@@ -248,9 +248,8 @@ class Session(Released, Comparisons, StoredText, Reports):
         moved = switch()
         seconds = time.perf_counter() - began
         self._metrics.note_switch(before, self._kv.mode.name, moved)
-        in_force = self._kv.mode.report().params
         return Switched(
-            before, self._kv.mode.name, in_force, self.total, moved, seconds, self._loop.stored.reduced_tokens
+            before, self._kv.mode.name, self._kv.in_force, self.total, moved, seconds, self._loop.stored.reduced_tokens
         )
 
     def rebuild(self) -> Iterator[Event]:

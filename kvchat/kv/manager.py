@@ -28,7 +28,8 @@ from kvchat.kv.state import KVState
 class KVManager:
     """Owns the ``state`` of one conversation and the ``mode`` that works on it.
 
-    ``step`` is what the mode said of the last one in ``prepare_step``.
+    ``step`` is what the mode said of the last one in ``prepare_step``; ``in_force`` are its parameters as they were when
+    it was entered, with what was chosen for ``auto``.
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
     ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or
@@ -47,6 +48,7 @@ class KVManager:
         self.mode, self._half_entered = mode, True
         self.step = Step()
         self.refill(fresh=True)
+        self.in_force = mode.report().params
 
     @property
     def total(self) -> int:
@@ -214,7 +216,8 @@ class KVManager:
         try:
             self.mode, self._half_entered = mode, True
             self.refill(fresh=True)
-            return self.state.transfer.moved_bytes() - before
+            moved, self.in_force = self.state.transfer.moved_bytes() - before, mode.report().params
+            return moved
         except BaseException:
             self.mode, self._half_entered = old, True
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
