@@ -57,6 +57,7 @@ class ChatController(KeptConversations):
         """Replace the engine by a fresh one in the same mode; the conversation is kept and read again."""
         await self.answers.abandon()
         self.comparisons.abandon("The engine was restarted.")
+        self.state.forget_engine()
         self.view.show_snapshot(None)
         self._show_phase(Phase.LOADING)
         await self._start(self.client.restart())
@@ -69,6 +70,7 @@ class ChatController(KeptConversations):
         """
         self.branches.require_ready()
         await self.client.close()
+        self.state.forget_engine()
         self.view.show_snapshot(None)
         await self.answers.down()
         self.view.add_note("The model is unloaded, the conversation is kept; the next question loads the model again.")

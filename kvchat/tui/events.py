@@ -37,7 +37,7 @@ from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.details import DetailsWatch
 from kvchat.tui.model_choice.models import Models
-from kvchat.tui.state import ChatState, Phase
+from kvchat.tui.state import ChatState, Phase, without_conversation
 from kvchat.tui.view import ChatView
 from kvchat.units import count, figure, seconds
 
@@ -99,12 +99,11 @@ class EngineEvents:
     def _snapshot(self, snapshot: Snapshot) -> None:
         if self.state.phase is Phase.COMPARING:
             return  # it is of another run than the conversation's
-        self.state.snapshot = snapshot
+        self.state.snapshot = snapshot if self.state.is_stored else without_conversation(snapshot)
         self.state.gpu_history.note(snapshot.gpu, self.state.details)
         self.state.update_params(snapshot)
         self.view.show_state(self.state)
-        shown = snapshot if self.state.is_stored else replace(snapshot, active=0.0, total=0, ribbon="", attended="")
-        self.view.show_snapshot(shown, self.state.phase is Phase.ANSWERING)
+        self.view.show_snapshot(self.state.snapshot, self.state.phase is Phase.ANSWERING)
 
     def _details(self, details: Details) -> None:
         if self.state.phase is not Phase.COMPARING:
@@ -166,6 +165,8 @@ class EngineEvents:
 
     async def _switched(self, switched: Switched) -> None:
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
+        if not self.state.is_stored:  # what moved is of another conversation
+            switched = replace(switched, total=0, moved_bytes=0, reduced_tokens=0)
         self.state.enter_mode(switched.mode, switched.params)
         self.state.accept(switched.mode, switched.params)
         self.view.show_state(self.state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from kvchat.config import modes
@@ -111,6 +111,13 @@ class ChatState:
     def exchange(self, conversation: Conversation) -> None:
         """Go over to another conversation, of which nothing is stored yet."""
         self.conversation, self.edited, self.is_stored = conversation, None, False
+        self.details = None
+        if self.snapshot is not None:
+            self.snapshot = without_conversation(self.snapshot)
+
+    def forget_engine(self) -> None:
+        """The engine or its model is gone, with all that was stored."""
+        self.is_stored, self.snapshot, self.details = False, None, None
 
     def footer(self, message: Message) -> str:
         """The line under a message: the receipt of an answer, and its place among its siblings."""
@@ -162,6 +169,15 @@ def _footer(message: Message, siblings: list[Message]) -> str:
     return " · ".join(filter(None, (message.receipt or cut, place, PINNED * message.pinned)))
 
 
+def without_conversation(snapshot: Snapshot) -> Snapshot:
+    """What of a snapshot holds where the K/V are of another conversation: the machine's, the model's, the mode's."""
+    return replace(
+        snapshot, active=0.0, total=0, ribbon="", attended="", reduced_tokens=0, extras={}, tokens_per_s=None,
+        ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_ms_p50=None, recall_ms_p95=None,
+        exposed_ms_p50=None, exposed_ms_p95=None,
+    )  # fmt: skip
+
+
 def describe_modes(state: ChatState) -> str:
     """List all modes, a line each, with the price of entering them."""
     prices = {price.mode: describe_price(price) for price in state.snapshot.prices} if state.snapshot else {}
@@ -185,7 +201,8 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
     """A live switch in a line, with the speeds in tokens/s before and after it where they are known."""
     name = switched.mode if switched.before == switched.mode else f"{switched.before} -> {switched.mode}"
     parts = [name, *(f"{key} {value}" for key, value in switched.params.items() if key == "budget" and value)]
-    parts.append(f"{count(switched.total)} tok")
+    if switched.total:
+        parts.append(f"{count(switched.total)} tok")
     speeds = [figure(speed) for speed in (before, after) if speed is not None]
     if speeds:
         parts.append(" -> ".join(speeds) + " tok/s")

@@ -119,7 +119,7 @@ class ChatView(Protocol):
         """Show how many questions wait, and whether the user has to release them."""
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
-        """Show a snapshot; None when nothing is stored any more."""
+        """Show a snapshot; None where there is no engine."""
 
     def show_details(self, details: Details) -> None:
         """Show what each layer and KV head reads; only what watches details gets them."""

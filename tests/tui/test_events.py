@@ -49,6 +49,7 @@ async def test_a_snapshot_shows_the_parameters_in_force(chat):
 
 async def test_a_switch_is_accepted_with_the_values_the_engine_took(chat):
     await chat.load()
+    chat.controller.state.is_stored = True
     await chat.controller.handle(Snapshot("full", {}, 0, 0, 0, 0, 0, tokens_per_s=41.0))
     chat.controller.switch("streaming", {"budget": 128, "sigma": 8})
     await chat.controller.handle(Switched("full", "streaming", {"budget": 128, "sigma": 0}, 10, 0, 0.0))

@@ -142,6 +142,7 @@ class KeptConversations:
         self.state.exchange(conversation)
         self.view.show_state(self.state)
         await self.view.show_messages(self.state.footed(), below=None)
+        self.view.show_snapshot(self.state.snapshot)
         self.answers.take_up()
 
     async def _save(self) -> None:

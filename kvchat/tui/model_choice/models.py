@@ -76,7 +76,7 @@ class Models:
             return False
         asked, self._asked = self._asked or self.in_use, None
         if asked != self.in_use:
-            self._state.is_stored = False
+            self._state.forget_engine()
             self._view.show_snapshot(None)
         self.in_use = asked
         return True

@@ -76,7 +76,7 @@ class ShownChat(Screen[None]):
         return await self._transcript.add(Answer())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> SwitchNote:
-        if switched.before != switched.mode:
+        if switched.before != switched.mode and switched.total:
             self.query_one(Ribbon).mark(switched.total, switched.mode)
             self.query_one(Timeline).mark()
         return await self._transcript.add(SwitchNote(switched, speed))
@@ -104,8 +104,7 @@ class ShownChat(Screen[None]):
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         if snapshot is None:
-            self.query_one(Ribbon).clear()
-            self.query_one(Gutter).show({})
+            self._clear_figures()
             return
         self.query_one(Gutter).show(self.controller.state.marks(snapshot))
         self.query_one(Ribbon).snapshot = snapshot
@@ -166,6 +165,13 @@ class ShownChat(Screen[None]):
         self.query_one(DetailColumn).show(self.controller.state)
         if isinstance(self.app.screen, DetailsScreen):
             self.app.screen.show()
+
+    def _clear_figures(self) -> None:
+        self.query_one(Ribbon).clear()
+        self.query_one(Gutter).show({})
+        self.query_one(StatusBar).clear()
+        self.query_one(KvColumn).clear()
+        self._show_details()
 
     def _welcome(self) -> Welcome:
         """The first screen of a new conversation."""

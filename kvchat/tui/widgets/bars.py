@@ -90,7 +90,14 @@ class StatusBar(Widget):
         """Show the latest numbers; the speed is plotted only during an answer."""
         if answering and snapshot.tokens_per_s is not None:
             self._speeds.append(snapshot.tokens_per_s)
+        elif not snapshot.total:
+            self._speeds.clear()
         self.snapshot = snapshot
+
+    def clear(self) -> None:
+        """Show no numbers."""
+        self._speeds.clear()
+        self.snapshot = None
 
     def render(self) -> Content:
         """Show what is measured and fits."""

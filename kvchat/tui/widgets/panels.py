@@ -87,7 +87,11 @@ class KvColumn(VerticalScroll):
         yield Rowed("memory", id="memory-rows")
 
     def on_mount(self) -> None:
-        """All labels from the start, so that nothing jumps when the numbers come."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Show all labels without numbers, so that nothing jumps when the numbers come."""
+        self.query_one(Timeline).clear()
         self.show(Snapshot("mode", {}, 0, 0, 0, 0, 0))
         for block in self.query(Rowed):
             block.rows = [(label, MISSING) for label, _ in block.rows]

@@ -10,9 +10,9 @@ from textual.widgets import Markdown, Static
 from kvchat.protocol.messages import Turn
 from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.bars import KeyHints, ModeBar
+from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
@@ -135,6 +135,42 @@ async def test_new_conversation_forgets_and_drops_what_still_comes(running):
         await until(lambda: app.controller.state.phase is Phase.READY and app.chat.query(Welcome))
         assert app.controller.state.conversation.turns == []
         assert not answers(app)
+
+
+async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
+    async with running(size=(200, 60)) as (app, _pilot, until):
+        chat, state = app.chat, app.controller.state
+        typed(app, "/mode speculative")
+        await until(lambda: state.mode == "speculative")
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        await until(lambda: "tok/s" in chat.query_one(StatusBar).render().plain)
+        press(app, "ctrl+n")
+        await until(lambda: chat.query(Welcome))
+        assert chat.query_one(StatusBar).render().plain.split() == ["ctx", "0", "%"]
+        assert chat.query_one("#context-rows", Rowed).rows == [("reads", "nothing stored yet")]
+        recall = dict(chat.query_one("#recall-rows", Rowed).rows)
+        assert (recall["already there"], recall["time p50 / p95"]) == ("n/a", "n/a")
+        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "86.0 MiB"  # the machine's stay
+        assert not chat.query_one("#extra-rows", Rowed).display
+        typed(app, "/mode streaming")
+        await until(lambda: chat.query(SwitchNote))
+        assert texts(chat.query(SwitchNote)) == ["── speculative -> streaming · budget 512 ──"]
+        assert not chat.query_one(Ribbon).ticks
+        await until(lambda: state.snapshot.mode == "streaming")
+        assert chat.query_one(StatusBar).render().plain.split() == ["ctx", "0", "%"]
+
+
+async def test_without_a_model_there_are_no_figures(running):
+    async with running() as (app, _pilot, until):
+        chat = app.chat
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        typed(app, "/unload")
+        await until(lambda: app.controller.state.phase is Phase.DOWN)
+        assert chat.query_one(StatusBar).render().plain == ""
+        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "n/a"
+        assert app.controller.state.snapshot is None
 
 
 async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
