@@ -19,6 +19,7 @@ from kvchat.tui.prompt import arguments, words
 from kvchat.tui.prompt.arguments import Values
 
 Scope = Literal["app", "chat", "prompt", "transcript", "ribbon"]
+FOCUSED: tuple[Scope, ...] = ("prompt", "transcript", "ribbon")  # widgets
 TYPING = ("transcript", "ribbon")  # scopes in which a key alone types nothing
 
 
@@ -107,6 +108,8 @@ ACTIONS = (
            doc="in the ribbon: the first stored text"),
     Action(id="ribbon.last", keys="end", action="move(100000)", scope="ribbon",
            doc="in the ribbon: the last stored text"),
+    Action(id="ribbon.message", keys="enter", action="pick", scope="ribbon", hint="message",
+           doc="in the ribbon, also by a click: choose the message of the stored text"),
     Action(id="stop", keys="escape", command="stop", action="stop", hint="stop",
            doc="stop the answer and keep its text, holding queued questions; focus the prompt"),
     Action(id="queue", command="queue", usage="send", values=arguments.one_of("send", "clear"),
@@ -294,13 +297,20 @@ def check_keys(rebound: Mapping[str, str]) -> None:
         if id not in bindable:
             raise UsageError(f'There is no action "{id}" with a key.', did_you_mean(id, bindable))
         _check_names(bindable[id], keys_of(bindable[id], rebound))
-    owners: dict[str, str] = {}
+    owners: dict[str, list[Action]] = {}
     for action in bindable.values():
-        for key in keys_of(action, rebound):
-            if (other := owners.setdefault(key, action.id)) != action.id:
+        for key in dict.fromkeys(keys_of(action, rebound)):
+            others = owners.setdefault(key, [])
+            if (other := next((one for one in others if _act_together(one, action)), None)) is not None:
                 raise UsageError(
-                    f'The key "{key}" would do two things: {other} and {action.id}.', hint="Give one another key."
+                    f'The key "{key}" would do two things: {other.id} and {action.id}.', hint="Give one another key."
                 )
+            others.append(action)
+
+
+def _act_together(one: Action, other: Action) -> bool:
+    """Whether a key would reach both: only one widget has the focus."""
+    return one.scope == other.scope or not {one.scope, other.scope} <= set(FOCUSED)
 
 
 def _check_names(action: Action, keys: list[str]) -> None:

@@ -32,6 +32,7 @@ from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.key_order import KeysInTurn
 from kvchat.tui.palette import CommandProvider
+from kvchat.tui.panel_rows import has_gpu
 from kvchat.tui.prompt.words import resolve
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.closing import Palette
@@ -221,7 +222,8 @@ class KvchatApp(App[None]):
         if isinstance(self.screen, HelpScreen):
             self.screen.dismiss()
         else:
-            self.push_screen(HelpScreen(mode_infos(), self.keys))
+            snapshot = self.controller.state.snapshot
+            self.push_screen(HelpScreen(mode_infos(), self.keys, on_gpu=snapshot is None or has_gpu(snapshot)))
 
     def action_settings(self) -> None:
         """Show or close the settings."""

@@ -6,7 +6,7 @@ A missing reading is drawn ``n/a``.
 from __future__ import annotations
 
 from kvchat.config.modes import mode_names
-from kvchat.protocol.figures import Gpu, Params, Price, Snapshot
+from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.units import MISSING, count, figure, percent, size
 
@@ -48,6 +48,15 @@ EXPLANATIONS = {
     " memory, 100 %, and the most power or traffic shown",
     "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
 }
+
+
+# Beside a CPU there is no device: what is not read where it is stored is copied to be read.
+WITHOUT_GPU = {"D": "ready to read", "R": "copied just now", "H": "stored only"}
+
+
+def state_words(on_gpu: bool) -> dict[str, str]:
+    """The ribbon's letters in words."""
+    return RIBBON if on_gpu else RIBBON | WITHOUT_GPU
 
 
 def mode_rows(s: Snapshot) -> Rows:

@@ -80,10 +80,16 @@ class ChatState:
 
     def marks(self, snapshot: Snapshot) -> Mapping[str, Mark]:
         """What the model reads of each message of the path, by its id."""
+        pinned = {message.id for message in self.conversation.path if message.pinned}
+        return visibility.marks(self._ranges(snapshot.total), snapshot, pinned)
+
+    def message_at(self, position: int) -> str | None:
+        """The id of the message in which a stored token lies; None where it is not known."""
+        return visibility.message_at(self._ranges(self.snapshot.total), position) if self.snapshot else None
+
+    def _ranges(self, total: int) -> visibility.Ranges:
         in_progress = self.prompt_tokens if self.phase.busy else None
-        path = self.conversation.path
-        ranges = visibility.message_ranges(path, in_progress, snapshot.total)
-        return visibility.marks(ranges, snapshot, {message.id for message in path if message.pinned})
+        return visibility.message_ranges(self.conversation.path, in_progress, total)
 
     @property
     def edits_answer(self) -> bool:

@@ -41,6 +41,11 @@ def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: in
     return ranges
 
 
+def message_at(ranges: Ranges, position: int) -> str | None:
+    """The id of the message in which the stored token lies; None where it is not known."""
+    return next((id for id, (start, end) in ranges.items() if start <= position < end), None)
+
+
 def marks(ranges: Ranges, snapshot: Snapshot, pinned: Set[str] = frozenset()) -> Mapping[str, Mark]:
     """What is read of each message, of those that are stored; which are ``pinned`` the conversation says."""
     found = {id: _mark(start, end, snapshot) for id, (start, end) in ranges.items()}

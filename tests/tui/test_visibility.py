@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.tui.visibility import UNFINISHED, Mark, marks, message_ranges
+from kvchat.tui.visibility import UNFINISHED, Mark, marks, message_at, message_ranges
 
 
 def talk() -> Conversation:
@@ -32,6 +32,13 @@ def test_ranges_follow_the_counts_of_the_answers():
     assert reading[three] == (320, 330)
     conversation.answer("cut off", "cut off")
     assert message_ranges(conversation.path, None, 400) == expected
+
+
+def test_the_message_of_a_token():
+    conversation = talk()
+    ranges = message_ranges(conversation.path, None, 400)
+    one, first, two, second = ranges
+    assert [message_at(ranges, token) for token in (0, 20, 63, 64, 319, 320)] == [one, first, first, two, second, None]
 
 
 def test_marks_tell_state_and_share():

@@ -182,7 +182,7 @@ class Models:
             return
         measured = self._measured() if planned.model == self.in_use.model else {}
         self._view.add_note("\n".join(plan_lines(planned.plan, measured)))
-        if measured and (snapshot := self._state.snapshot):
+        if measured and (snapshot := self._state.snapshot) and snapshot.total:
             device, host = size(snapshot.kv_device_bytes, 2), size(snapshot.kv_host_bytes, 2)
             self._view.add_note(f"Measured for {count(snapshot.total)} tokens: K/V read {device}, stored {host}.")
 

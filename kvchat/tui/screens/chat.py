@@ -35,6 +35,7 @@ from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import TranscriptPane
 from kvchat.tui.widgets.welcome import Welcome, example
+from kvchat.units import count
 
 QUIT_WINDOW_S = 2.0
 COLUMN = "column"  # that watches details
@@ -228,6 +229,11 @@ class ChatScreen(ShownChat):
 
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         self.controller.peek(message.start, message.end)
+
+    def on_ribbon_picked(self, message: Ribbon.Picked) -> None:
+        id = self.controller.state.message_at(message.position)
+        if id is None or not self._transcript.go_to(id):
+            self.toast(f"Token {count(message.position)} is in no message shown here.")
 
     # ---- helpers ---------------------------------------------------------------------------------
 

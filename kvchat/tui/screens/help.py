@@ -37,10 +37,11 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close", id="help.close")]
 
-    def __init__(self, modes: tuple[ModeInfo, ...], keys: Mapping[str, str]) -> None:
+    def __init__(self, modes: tuple[ModeInfo, ...], keys: Mapping[str, str], on_gpu: bool) -> None:
         super().__init__()
         self._modes = modes
         self._keys = keys
+        self._on_gpu = on_gpu
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
@@ -57,7 +58,7 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
                 yield Static(title, classes="title")
                 yield Static(table(rows, color))
             yield Static("Ribbon", classes="title")
-            yield Static(legend())
+            yield Static(legend(self._on_gpu))
 
 
 def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:

@@ -14,8 +14,8 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from kvchat.protocol.details import Details
-from kvchat.protocol.figures import RIBBON, Snapshot
-from kvchat.tui.panel_rows import Rows, context_rows, extra_rows, memory_rows, mode_rows, recall_rows
+from kvchat.protocol.figures import Snapshot
+from kvchat.tui.panel_rows import Rows, context_rows, extra_rows, has_gpu, memory_rows, mode_rows, recall_rows, state_words
 from kvchat.tui.state import ChatState
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
@@ -131,13 +131,14 @@ class DetailColumn(VerticalScroll, can_focus=False):
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
         self._events: list[str] = []
+        self._on_gpu = True
 
     def compose(self) -> ComposeResult:
         yield Rowed("this mode", id="extra-rows")
         yield HeadMap(max_rows=COLUMN_ROWS)
         yield RecallHistogram()
         yield GpuHistoryPlot()
-        yield Static(legend(), id="legend", classes="block")
+        yield Static(legend(self._on_gpu), id="legend", classes="block")
         yield Static(id="events", classes="block", markup=False)
 
     def on_mount(self) -> None:
@@ -160,6 +161,7 @@ class DetailColumn(VerticalScroll, can_focus=False):
         self.query_one(HeadMap).details = details
         self.query_one(RecallHistogram).show(details.recall, s)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, s)
+        self._show_legend(s is None or has_gpu(s))
 
     def log_event(self, text: str) -> None:
         """One line in the event log, newest first."""
@@ -167,11 +169,17 @@ class DetailColumn(VerticalScroll, can_focus=False):
         self._events = [f"{time.strftime('%H:%M:%S')}  {line}", *self._events][:MAX_EVENTS]
         self.query_one("#events", Static).update("\n".join(self._events))
 
+    def _show_legend(self, on_gpu: bool) -> None:
+        """Only where it is another one: an update is a new layout."""
+        if on_gpu != self._on_gpu:
+            self._on_gpu = on_gpu
+            self.query_one("#legend", Static).update(legend(on_gpu))
 
-def legend() -> Content:
+
+def legend(on_gpu: bool) -> Content:
     """How the ribbon shows what is read, and the color and word of each state."""
     lines = [Content.assemble((f"{BARS[0]}{BARS[3]}{BARS[7]}", "$ribbon-device"), "  read by few, half, all heads")]
-    for letter, word in RIBBON.items():
+    for letter, word in state_words(on_gpu).items():
         lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))
     lines.append(Content.assemble((" ┃ ", "$ribbon-tick"), "  the mode changed"))
     return Content("\n").join(

@@ -15,13 +15,15 @@ from typing import ClassVar
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import BindingType
+from textual.events import Click
 from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
-from kvchat.protocol.figures import RIBBON, Snapshot
+from kvchat.protocol.figures import Snapshot
 from kvchat.tui.actions import bindings
+from kvchat.tui.panel_rows import has_gpu, state_words
 from kvchat.units import BARS, count, short
 
 GLYPHS = {"R": "▲", "P": "◆", "H": "·", "F": "~", "X": "×"}  # of parts recalled or pinned, or not read at all
@@ -72,6 +74,11 @@ def part_of(position: int, cell_tokens: int, cells: int, width: int) -> int:
     return cell if cells <= width else min(cell * width // cells, width - 1)
 
 
+def part_at(column: int, parts: int, width: int) -> int:
+    """The one of ``parts`` drawn over a column of ``width``."""
+    return ((column + 1) * parts - 1) // width
+
+
 def tokens_of(part: int, cell_tokens: int, cells: int, width: int, total: int) -> tuple[int, int]:
     """The range of token positions that one part shows."""
     shown = min(cells, width)
@@ -99,12 +106,12 @@ class Tick:
 
 
 class Ribbon(Widget, can_focus=True):
-    """One line over the whole width, two when focused: then a cursor walks the parts, and line two shows their text."""
+    """One line over the whole width, three when focused: a cursor walks the parts, their text and a legend are below."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"ribbon--{name}" for name in (*CLASSES.values(), "tick", "label", "text")}
     DEFAULT_CSS = """
     Ribbon { height: 1; background: $panel; }
-    Ribbon:focus { height: 2; }
+    Ribbon:focus { height: 3; }
     Ribbon > .ribbon--sink { color: $ribbon-sink; }
     Ribbon > .ribbon--window { color: $ribbon-window; }
     Ribbon > .ribbon--device { color: $ribbon-device; }
@@ -127,6 +134,12 @@ class Ribbon(Widget, can_focus=True):
 
         start: int
         end: int
+
+    @dataclass
+    class Picked(Message):
+        """The message of this token is wanted."""
+
+        position: int
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -151,12 +164,25 @@ class Ribbon(Widget, can_focus=True):
         self.cursor = max(0, min(self.cursor + step, self._shown() - 1))
         self._look()
 
+    def action_pick(self) -> None:
+        """Ask for the message of the text under the cursor: of the token in its middle."""
+        start, end = self._range()
+        if end > start:
+            self.post_message(self.Picked((start + end) // 2))
+
+    def on_click(self, event: Click) -> None:
+        """Go to the part in this column: the line may have moved, as the focus made the widget higher."""
+        column, parts, width = event.x - len(LABEL), self._shown(), self._width()
+        if parts and 0 <= column < width:
+            self.cursor = part_at(column, parts, width)
+            self.action_pick()
+
     def on_focus(self) -> None:
         self.action_move(0)
 
     def render_line(self, y: int) -> Strip:
-        """Line 0 is the ribbon, line 1 the text under the cursor."""
-        strip = self._cells_line() if y == 0 else self._text_line()
+        """Line 0 is the ribbon, line 1 the text under the cursor, line 2 the legend."""
+        strip = (self._cells_line, self._text_line, self._legend_line)[y]()
         return strip.adjust_cell_length(self.size.width, self.rich_style)
 
     def _look(self) -> None:
@@ -209,13 +235,30 @@ class Ribbon(Widget, can_focus=True):
         where = " nothing stored yet"
         if self.snapshot and end > start:
             cell = start // self.snapshot.cell_tokens
-            state = RIBBON.get(self.snapshot.ribbon[cell], "?")
+            state = self._words().get(self.snapshot.ribbon[cell], "?")
             share = _tenths(self.snapshot.attended[cell : cell + 1])
             read = "not read" if not share else "read by all heads" if share == 9 else f"read by {10 * share} %"
             where = f" {count(start)}–{count(end - 1)} {state}, {read}  "
         text = " ".join(self.page_text.split())[: self.size.width]
         base = self.rich_style
         return Strip([Segment(where, base + self._style("label")), Segment(text, base + self._style("text"))])
+
+    def _legend_line(self) -> Strip:
+        """Words for what the ribbon shows now, as many as fit."""
+        letters = self.snapshot.ribbon if self.snapshot else ""
+        words = [(GLYPHS.get(of, BARS[7]), CLASSES[of], word) for of, word in self._words().items() if of in letters]
+        if self.ticks:
+            words.append((TICK, "tick", "the mode changed"))
+        words.append((f"{BARS[0]}{BARS[3]}{BARS[7]}", "device", "read by few, half, all heads"))
+        base, segments = self.rich_style, [Segment("", self.rich_style)]
+        for glyphs, name, word in words:
+            entry = [Segment(f" {glyphs}", base + self._style(name)), Segment(f" {word} ", base + self._style("label"))]
+            if Segment.get_line_length([*segments, *entry]) <= self.size.width:
+                segments += entry
+        return Strip(segments)
+
+    def _words(self) -> dict[str, str]:
+        return state_words(self.snapshot is None or has_gpu(self.snapshot))
 
     def _tick_parts(self, width: int) -> list[int]:
         s = self.snapshot

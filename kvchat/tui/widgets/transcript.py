@@ -18,6 +18,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from kvchat.tui.actions import bindings
+from kvchat.tui.visibility import UNFINISHED
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.gutter import Gutter
 from kvchat.tui.widgets.messages import Question
@@ -64,6 +65,18 @@ class Transcript(VerticalScroll):
             message.add_class("chosen")
             self.scroll_to_widget(message, animate=False)
         self.refresh_bindings()
+
+    def go_to(self, id: str) -> bool:
+        """Choose a message by its id and take the focus; whether it is here. One in progress has no id yet."""
+        if id == UNFINISHED:
+            self.jump_to_end()
+            return True
+        for child in self.children:
+            if isinstance(child, Question | Answer) and child.message == id:
+                self.focus()
+                self.choose(child)
+                return True
+        return False
 
     def action_choose(self, step: int) -> None:
         """Choose the message ``step`` further on; at first the last one."""

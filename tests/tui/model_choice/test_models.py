@@ -112,6 +112,7 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     await model_commands.plan(chat.controller, "")
     await model_commands.plan(chat.controller, "org/other context=1000")
     assert chat.client.sent == [Plan(Load()), Plan(Load("org/other"), 1000)]
+    chat.controller.state.is_stored = True
     await chat.controller.handle(Snapshot("full", {}, 7, 7, 4096, 2**20, 2**21, 2**20 + 2**19))
     await chat.controller.handle(Planned("bundled", PLAN))
     table, measured = chat.view.notes
