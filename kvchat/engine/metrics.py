@@ -87,6 +87,7 @@ class MetricsCollector:
         self._last = Counts.of(kv)
         self._step_bytes = 0.0
         self._hit_rate: float | None = None
+        self._beside_bytes = self._beside_corrections = 0
         self._ribbon = Ribbon(kv)
         self._pcie = PcieReading(self._gpu_reader)
         self.answer: AnswerMetrics | None = None
@@ -101,17 +102,22 @@ class MetricsCollector:
         """Keep what is done inside out of the conversation's figures."""
         timer = self._kv.state.transfer.timer
         answer, step_bytes, hit_rate, steps = self.answer, self._step_bytes, self._hit_rate, list(timer.steps)
-        self._note_steps(Counts.of(self._kv))
+        before = Counts.of(self._kv)
+        self._note_steps(before)
         try:
             yield
         finally:
             self.answer, self._step_bytes, self._hit_rate = answer, step_bytes, hit_rate
             self._last = Counts.of(self._kv)
+            self._beside_bytes += self._last.moved_bytes - before.moved_bytes
+            self._beside_corrections += self._last.corrections - before.corrections
             timer.steps.clear()
             timer.steps.extend(steps)
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
-        """Note a switch, perhaps in the middle of an answer."""
+        """Note a switch, perhaps in the middle of an answer: what recall took before it is not of this mode."""
+        self._last, self._step_bytes, self._hit_rate = Counts.of(self._kv), 0.0, None
+        self._kv.state.transfer.timer.steps.clear()
         if self.answer:
             at = len(self.answer.token_times)
             self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})
@@ -170,9 +176,9 @@ class MetricsCollector:
             tokens_per_s=self.answer.rate(RATE_TOKENS) if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
-            recalled_bytes=now.moved_bytes,
+            recalled_bytes=now.moved_bytes - self._beside_bytes,
             recall_hit_rate=self._hit_rate,
-            corrections=now.corrections,
+            corrections=now.corrections - self._beside_corrections,
             recall_ms_p50=p50,
             recall_ms_p95=p95,
             exposed_ms_p50=exposed_p50,

@@ -110,6 +110,36 @@ def test_an_empty_store_has_a_snapshot(session):
     assert snapshot.recall_hit_rate is None
 
 
+def test_fetching_is_shown_of_the_present_mode_only(session):
+    filled(session, 640, "speculative", **SPECULATIVE)
+    for token in range(12):
+        session.step(50 * token)
+    before = session.snapshot()
+    assert None not in (before.recall_hit_rate, before.recall_ms_p95)
+    session.switch("streaming", **STREAMING)
+    for _ in range(2):
+        after = session.snapshot()
+        assert (after.recall_hit_rate, after.recall_ms_p95, after.step_bytes) == (None, None, 0.0)
+        session.step(7)
+    assert after.recalled_bytes == before.recalled_bytes > 0
+
+
+def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):
+    filled(session, 640, "speculative", **SPECULATIVE | {"tau": 2.0})
+    session.step(5)
+    before = session.snapshot()
+    with session._metrics.beside():
+        for token in range(6):
+            session.step(100 * token)
+    beside = session.snapshot()
+    assert (beside.recalled_bytes, beside.corrections) == (before.recalled_bytes, before.corrections)
+    for token in range(6):
+        session.step(90 * token)
+    after = session.snapshot()
+    assert after.recalled_bytes > before.recalled_bytes
+    assert after.corrections == 7 * before.corrections > 0
+
+
 def test_the_receipt_counts_what_happened(session):
     session.switch("speculative", **SPECULATIVE)
     session.prefill([(7 * i) % 4000 + 10 for i in range(400)])

@@ -33,6 +33,7 @@ Costs: a step scores all pages (2*d_k elements a page and head), and recalls onl
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -63,10 +64,7 @@ class Speculative(Mode):
         super().__init__(parameters, geometry, traits, preamble)
         p = geometry.page
         self.budget = budget_of(parameters, traits.context)
-        quarter = max(p, self.budget // 4 // p * p)
-        sink = quarter if parameters.profile == "paper" else p
-        self.sink = min(sink, self.budget - p) if parameters.sink is None else parameters.sink
-        self.window = quarter if parameters.window is None else parameters.window
+        self.sink, self.window = self._split(self.budget)
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         if self.window < p:
             raise UsageError(
@@ -174,7 +172,25 @@ class Speculative(Mode):
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
         stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        return ModeReport(self.parameters.model_dump() | chosen, stats | self._turning())
+        return ModeReport(self.parameters.model_dump() | chosen, stats | self._turning(), badges=self._badges())
+
+    def _split(self, budget: int) -> tuple[int, int]:
+        """Sinks and window of a budget, the rest of which is for pages."""
+        p, given = self.geometry.page, self.parameters
+        quarter = max(p, budget // 4 // p * p)
+        sink = quarter if given.profile == "paper" else p
+        return (
+            min(sink, budget - p) if given.sink is None else given.sink,
+            quarter if given.window is None else given.window,
+        )
+
+    def _badges(self) -> tuple[str, ...]:
+        """That sinks and window leave no room for a page, while not everything is read."""
+        if self.k or self._reads_all(self.state.total):
+            return ()
+        enough = next(n for n in count(self.budget) if n >= sum(self._split(n)) + self.geometry.page)
+        held = f"sinks and window take {sum(self._split(self.budget))} of the budget of {self.budget} tokens"
+        return (f"recalls nothing: {held} and leave no page; from {enough} tokens on it does",)
 
     def _turning(self) -> dict[str, str | float]:
         """Share of head-steps corrected since the mode was entered, and the mean of C over them."""

@@ -45,6 +45,27 @@ def test_the_budget_is_shared_out_as_one_page_of_sinks_a_quarter_of_window_and_p
     assert mode.sink + mode.window + mode.k * 32 == budget
 
 
+@pytest.mark.parametrize(
+    ("given", "enough"),
+    [({"budget": 64}, 96), ({"budget": 200, "sink": 160}, 224), ({"budget": 250, "sink": 192}, 288)],
+)
+def test_a_budget_without_room_for_a_page_warns_that_nothing_is_recalled(given, enough):
+    run = Run(toy(("plain", "plain")), "speculative", **given)
+    run.prefill(300)
+    (badge,) = run.kv.mode.report().badges
+    assert badge.startswith("recalls nothing: ") and badge.endswith(f"from {enough} tokens on it does")
+    again = Run(toy(("plain", "plain")), "speculative", **given | {"budget": enough})
+    again.prefill(300)
+    assert (again.kv.mode.k, again.kv.mode.report().badges) == (1, ())
+    assert Run(toy(("plain", "plain")), "speculative", **given | {"budget": enough - 1}).kv.mode.k == 0
+
+
+def test_a_small_budget_that_still_reads_everything_warns_of_nothing():
+    run = Run(toy(("plain", "plain")), "speculative", budget=64)
+    run.prefill(40)
+    assert run.kv.mode.report().badges == ()
+
+
 def test_the_paper_shares_it_out_as_a_quarter_each_for_sinks_and_window():
     mode = Run(toy(("plain", "plain")), "speculative", budget=512, profile="paper").kv.mode
     assert (mode.sink, mode.window, mode.k) == (128, 128, 8)
