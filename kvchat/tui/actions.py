@@ -203,9 +203,11 @@ ACTIONS = (
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
     Action(id="newest", keys="ctrl+end", action="newest", doc="scroll to the newest line and follow it"),
     Action(id="replay.pause", keys="f10", command="pause", run=commands.pause_replay,
-           doc="of a replay: pause, or go on"),
-    Action(id="replay.faster", keys="ctrl+up", run=commands.change_pace(2), doc="of a replay: twice as fast"),
-    Action(id="replay.slower", keys="ctrl+down", run=commands.change_pace(0.5), doc="of a replay: half as fast"),
+           hint="pause", doc="of a replay: pause, or go on"),
+    Action(id="replay.faster", keys="ctrl+up", run=commands.change_pace(2), hint="faster",
+           doc="of a replay: twice as fast"),
+    Action(id="replay.slower", keys="ctrl+down", run=commands.change_pace(0.5), hint="slower",
+           doc="of a replay: half as fast"),
     Action(id="replay.speed", command="speed", usage="FACTOR", run=commands.set_pace,
            doc="of a replay: play it so many times as fast as it was recorded"),
     Action(id="restart", command="restart", run=commands.restart,
@@ -216,7 +218,7 @@ ACTIONS = (
            doc="keys, commands and modes"),
     Action(id="settings", keys="f2", command="settings", action="app.settings", scope="app",
            doc="see and change every setting, and keep it in config.toml"),
-    Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", aliases=("sessions", "history"),
+    Action(id="conversations", keys="f9,f3", command="chats", usage="TEXT", aliases=("find", "sessions", "history"),
            action="conversations", hint="chats",
            doc="the conversations kept: search, open, delete"),
     Action(id="quit", keys="ctrl+q", command="quit", aliases=("exit", "bye"), action="app.quit", scope="app",
@@ -225,7 +227,8 @@ ACTIONS = (
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
-HINTED = tuple(action.id for action in ACTIONS if action.hint)
+REPLAY = "replay."  # begins the ids of what only a replay can do
+HINTED = tuple(sorted((action.id for action in ACTIONS if action.hint), key=lambda id: not id.startswith(REPLAY)))
 
 
 def bindings(scope: Scope) -> list[BindingType]:

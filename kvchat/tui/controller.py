@@ -98,8 +98,9 @@ class ChatController(KeptConversations):
         """Send a question, or queue it until the engine is ready; starts an engine that is down.
 
         Raises:
-            UsageError: the text takes the place of an answer, and the engine is busy.
+            UsageError: a recording is replayed; or the text takes the place of an answer, and the engine is busy.
         """
+        self.replay.refuse_question()
         if self.state.edits_answer:
             await self.branches.resume_edited(text)
             return

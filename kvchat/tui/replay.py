@@ -32,6 +32,17 @@ class Replay:
         """
         self._set(self.speed, not self.is_paused)
 
+    def refuse_question(self) -> None:
+        """Nothing can be asked of a recording.
+
+        Raises:
+            UsageError: one is replayed.
+        """
+        if self.name:
+            raise UsageError(
+                "This is a recording: no model is behind it to answer.", hint="`kvchat` alone starts a chat."
+            )
+
     def change(self, factor: float) -> None:
         """Play faster or slower, and go on if it is paused.
 

@@ -58,6 +58,11 @@ def test_an_unknown_command_names_the_nearest_few(name, said):
     assert len(str(refused.value)) < 160
 
 
+def test_other_programs_names_find_the_conversations():
+    assert {find_command(name).id for name in ("find", "sessions", "history")} == {"conversations"}
+    assert parse_command("/find a cat") == (BY_ID["conversations"], "a cat")
+
+
 def test_default_keys_do_not_clash():
     check_keys({})
 

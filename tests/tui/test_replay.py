@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace as changed
 
 import pytest
-from support.app_driver import answers, press
+from support.app_driver import answers, press, prompt, toasts, typed
 from support.fake_view import FakeClient, FakeView
 
 from kvchat.cli.replay import ENGINE
@@ -13,6 +13,7 @@ from kvchat.errors import UsageError
 from kvchat.paths import bundled_recording
 from kvchat.protocol.replaying import MAX_PACE, Pace
 from kvchat.tui.replay import SLOWEST, Replay
+from kvchat.tui.widgets.bars import KeyHints, ModeBar
 
 
 @pytest.fixture
@@ -51,9 +52,35 @@ def test_speeds_are_true_until_the_pace_is_changed(replay):
     assert replay.is_real_time
 
 
+def test_only_a_recording_refuses_questions(replay):
+    with pytest.raises(UsageError, match=r"This is a recording.*`kvchat` alone starts a chat"):
+        replay.refuse_question()
+    Replay("", FakeClient(), FakeView()).refuse_question()
+
+
 def test_without_a_recording_there_is_nothing_to_pause():
     with pytest.raises(UsageError, match="Nothing is being replayed"):
         Replay("", FakeClient(), FakeView()).pause()
+
+
+async def test_a_replay_says_that_it_is_one_and_takes_no_question(running, config):
+    config = changed(config, engine_command=(*ENGINE, str(bundled_recording())), replay="demo.jsonl.gz")
+    async with running(config, size=(80, 24), ready=False) as (app, _pilot, until):
+        chat = app.chat
+        await until(lambda: "▶ recording  bundled" in chat.query_one(ModeBar).render().plain)
+        await until(lambda: " F10 pause  ^↑ faster  ^↓ slower " in chat.query_one(KeyHints).render().plain)
+        press(app, "f10")
+        await until(lambda: app.controller.replay.is_paused)
+        typed(app, "hello there")
+        await until(lambda: "This is a recording: no model is behind it to answer" in toasts(app))
+        assert (len(app.controller.answers.queue), prompt(app).text) == (0, "hello there")
+
+
+async def test_a_chat_with_a_model_has_no_sign_of_a_replay(running):
+    async with running() as (app, _pilot, until):
+        await until(lambda: "F6 mode" in app.chat.query_one(KeyHints).render().plain)
+        assert "F10" not in app.chat.query_one(KeyHints).render().plain
+        assert "recording" not in app.chat.query_one(ModeBar).render().plain
 
 
 async def test_the_demonstration_plays_in_the_application(running, config):

@@ -14,7 +14,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.actions import BY_ID, Action, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.actions import BY_ID, REPLAY, Action, bindings, describe_keys, is_command, parse_command
 from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
@@ -79,6 +79,7 @@ class ChatScreen(ShownChat):
         yield TooSmall(id="too-small")
 
     async def on_mount(self) -> None:
+        self.query_one(ModeBar).is_recording = bool(self.controller.replay.name)
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
         run_beside(self, self.controller.listen)
@@ -99,7 +100,8 @@ class ChatScreen(ShownChat):
                 self.accept_prompt()
                 await self.run_command(asked)
             else:
-                await self.controller.ask(asked)
+                with self._refusals_as_toasts():
+                    await self.controller.ask(asked)
         elif not text.strip() and self.controller.answers.queue.is_held:
             await self.controller.release_queue()
         elif not text.strip():
@@ -131,6 +133,11 @@ class ChatScreen(ShownChat):
     def begin_command(self, line: str) -> None:
         """Type the beginning of a command into the prompt."""
         self.query_one(Prompt).begin(line)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """The keys of a replay act, and are hinted, in one only."""
+        is_of_replay = action == "run" and str(parameters[0]).startswith(REPLAY)
+        return bool(self.controller.replay.name) if is_of_replay else super().check_action(action, parameters)
 
     async def action_run(self, id: str) -> None:
         """Run an action of the table by its key; a refusal is a toast."""

@@ -40,7 +40,7 @@ def spread(left: Content, right: Content, width: int) -> Content:
 
 
 class ModeBar(Widget):
-    """Model, dtype, mode, budget and the engine's state."""
+    """Model, dtype, mode, budget and the engine's state; and whether that is a recording."""
 
     DEFAULT_CSS = "ModeBar { height: 1; background: $panel; color: $text-muted; }"
 
@@ -49,12 +49,14 @@ class ModeBar(Widget):
     download: reactive[str] = reactive("")
     info: reactive[Loaded | None] = reactive(None)
     mode: reactive[str] = reactive("")
+    is_recording: reactive[bool] = reactive(False)
     params: reactive[Params] = reactive(dict)
 
     def render(self) -> Content:
         """Show the model at the left, mode and state at the right; a narrow bar leaves out the words."""
         wide = self.size.width >= 72
-        left = Content.assemble((" kvchat  ", "bold $primary"), (self._model(wide), "$foreground"))
+        mark = ("▶ recording  " if self.is_recording else "", "bold $warning")
+        left = Content.assemble((" kvchat  ", "bold $primary"), mark, (self._model(wide), "$foreground"))
         return spread(left, self._mode(wide) + self._state(wide), self.size.width)
 
     def _model(self, wide: bool) -> str:
