@@ -15,7 +15,16 @@ from textual.widgets import Static
 
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
-from kvchat.tui.panel_rows import Rows, context_rows, extra_rows, has_gpu, memory_rows, mode_rows, recall_rows, state_words
+from kvchat.tui.panel_rows import (
+    Rows,
+    context_rows,
+    extra_rows,
+    has_gpu,
+    memory_rows,
+    mode_rows,
+    recall_rows,
+    state_words,
+)
 from kvchat.tui.state import ChatState
 from kvchat.tui.widgets.badges import Badges
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot

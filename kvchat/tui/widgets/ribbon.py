@@ -106,7 +106,7 @@ class Tick:
 
 
 class Ribbon(Widget, can_focus=True):
-    """One line over the whole width, three when focused: a cursor walks the parts, their text and a legend are below."""
+    """One line over the whole width, three when focused: a cursor walks the parts, below are text and legend."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"ribbon--{name}" for name in (*CLASSES.values(), "tick", "label", "text")}
     DEFAULT_CSS = """

@@ -53,7 +53,8 @@ def test_a_budget_without_room_for_a_page_warns_that_nothing_is_recalled(given, 
     run = Run(toy(("plain", "plain")), "speculative", **given)
     run.prefill(300)
     (badge,) = run.kv.mode.report().badges
-    assert badge.startswith("recalls nothing: ") and badge.endswith(f"from {enough} tokens on it does")
+    assert badge.startswith("recalls nothing: ")
+    assert badge.endswith(f"from {enough} tokens on it does")
     again = Run(toy(("plain", "plain")), "speculative", **given | {"budget": enough})
     again.prefill(300)
     assert (again.kv.mode.k, again.kv.mode.report().badges) == (1, ())

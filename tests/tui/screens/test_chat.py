@@ -146,7 +146,7 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         await until(lambda: finished(app))
         await until(lambda: "tok/s" in chat.query_one(StatusBar).render().plain)
         press(app, "ctrl+n")
-        await until(lambda: chat.query(Welcome))
+        await until(lambda: chat.query(Welcome) and not chat.query_one(StatusBar).snapshot.total)
         assert chat.query_one(StatusBar).render().plain.split() == ["ctx", "0", "%"]
         assert chat.query_one("#context-rows", Rowed).rows == [("reads", "nothing stored yet")]
         recall = dict(chat.query_one("#recall-rows", Rowed).rows)
