@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from kvchat import text_file
-from kvchat.conversations import attachments
-from kvchat.errors import UsageError
+from kvchat.conversations.attachments import BYTES_PER_TOKEN, MAX_BYTES, fenced
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.protocol.messages import Turn
+from kvchat.units import count, size
 
 
 def turns(prompt: str | None, files: Sequence[Path], system: str | None) -> tuple[Turn, ...]:
     """What a command asks: the system prompt, if there is one, and the question with what was piped in.
 
     Raises:
-        UsageError: as ``compose``.
+        KvchatError: as ``piped`` and ``compose``.
     """
     asked = Turn("user", compose(prompt, files, piped()))
     return (Turn("system", system), asked) if system else (asked,)
 
 
 def piped() -> bytes:
-    """What comes through stdin, nothing from a terminal."""
-    return b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    """What comes through stdin, nothing from a terminal.
+
+    Raises:
+        DoesNotFitError: it is more than a model could read, perhaps without an end.
+    """
+    return b"" if sys.stdin is None or sys.stdin.isatty() else _limited(sys.stdin.buffer, "stdin")
 
 
 def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
@@ -32,8 +39,9 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
 
     Raises:
         UsageError: nothing is left, a file cannot be read, or something is not UTF-8.
+        DoesNotFitError: a file is larger than what a model could read.
     """
-    parts = [attachments.fenced(str(path), _read(path)) for path in files]
+    parts = [fenced(str(path), _read(path)) for path in files]
     # the shell hands on bytes that are not UTF-8 as lone surrogates
     parts.append(text_file.decoded((prompt or "").encode("utf-8", "surrogateescape"), "The prompt"))
     parts.append(text_file.decoded(piped, "stdin"))
@@ -44,8 +52,22 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
 
 
 def _read(path: Path) -> str:
-    """The text of a file, which may be a pipe."""
+    """The text of a file, which may be a pipe; a device may have no end."""
     try:
-        return text_file.decoded(path.read_bytes(), str(path))
+        kind = path.stat().st_mode
+        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+            raise UsageError(f"{path} cannot be read.", "It is a device.", "Give a text file or a pipe.")
+        with path.open("rb") as file:
+            return text_file.decoded(_limited(file, str(path)), str(path))
     except OSError as error:
         raise text_file.unreadable(str(path), error) from None
+
+
+def _limited(stream: BinaryIO, name: str) -> bytes:
+    """All of a stream; what is said before the model is loaded must do for any model."""
+    raw = stream.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        tokens = count(MAX_BYTES // BYTES_PER_TOKEN)
+        detail = f"At most {size(MAX_BYTES)} are read: about {tokens} tokens, more than models take."
+        raise DoesNotFitError(f"{name} is too large.", detail, "Take a part of it.")
+    return raw
