@@ -159,7 +159,7 @@ def test_other_arguments_of_wrong_kinds_are_refused(session):
         (lambda: load(device="cpu", mode_params={"ful": {}}), 'no KV mode "ful"'),
         (lambda: load(device="cpu", dtype=5), 'no dtype "5"'),
         (lambda: load(device="cpu", quantize=5), 'no quantization "5"'),
-        (lambda: load("~nobody-has-this-name/model", device="cpu"), "no folder"),
+        (lambda: load("~nobody-has-this-name/model", device="cpu"), "no file or folder"),
     ):
         with pytest.raises(UsageError, match=said):
             use()

@@ -129,10 +129,12 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
         raise ModelError(
             f"{name} is no file.", "It is a pipe, a socket, a device or a link to nothing.", "Give a file."
         )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
-        raise ModelError(f'There is no folder "{name}".', "", "Check the path.")
-    progress(f"Looking for {name} on the hub")
     repository, colon, file = name.partition(":")
+    is_file = name.endswith(GGUF) and not colon
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file or not name:
+        kind = "file" if is_file else "file or folder"
+        raise ModelError(f'There is no {kind} "{name}".', "", "Check the path.")
+    progress(f"Looking for {name} on the hub")
     if colon and file.endswith(GGUF):
         return ModelLocation(name, download(repository, [file], progress), on_hub=True, gguf=file)
     return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)

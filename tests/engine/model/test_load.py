@@ -242,7 +242,13 @@ def test_a_file_is_no_model(folder):
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/models/x", "a/b/c", ""])
 def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
-    with pytest.raises(ModelError, match="There is no folder"):
+    with pytest.raises(ModelError, match=f'There is no file or folder "{name}"'):
+        load_model(name, "cpu", "auto", silent)
+
+
+@pytest.mark.parametrize("name", ["./model.gguf", "model.gguf", "models/q4.gguf"])
+def test_a_gguf_file_that_is_missing_is_called_a_file(no_network, name):
+    with pytest.raises(ModelError, match=f'There is no file "{name}"'):
         load_model(name, "cpu", "auto", silent)
 
 
