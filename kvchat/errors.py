@@ -57,9 +57,17 @@ class EngineError(KvchatError):
     """The engine failed while working."""
 
 
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The one known word that ``given`` begins, else the one most like it; empty if none is near."""
+    words = list(known)
+    begun = [word for word in words if given and word.startswith(given)]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(given, words, n=1)
+    return near[0] if near else ""
+
+
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """A sentence naming the known words, and the nearest one where there is one."""
     words = sorted(known)
-    near = difflib.get_close_matches(str(given), words, n=1)
+    near = nearest(str(given), words)
     listed = f"Known: {', '.join(words)}."
-    return f'Did you mean "{near[0]}"? {listed}' if near else listed
+    return f'Did you mean "{near}"? {listed}' if near else listed

@@ -29,6 +29,7 @@ def test_the_parts_are_joined_without_gaps() -> None:
 def test_the_nearest_word_is_suggested_and_all_are_named() -> None:
     assert did_you_mean("frezee", ["full", "freeze"]) == 'Did you mean "freeze"? Known: freeze, full.'
     assert did_you_mean("xyz", ["full", "freeze"]) == "Known: freeze, full."
+    assert did_you_mean("spec", ["sync", "speculative"]).startswith('Did you mean "speculative"?')
 
 
 # Where no hint is needed: the beginning of the title, and why.

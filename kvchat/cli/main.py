@@ -56,6 +56,7 @@ from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.threads import spin_briefly, stay_within_share
+from kvchat.tui.prompt.words import resolve
 
 
 def main() -> None:
@@ -320,7 +321,8 @@ def _switch_at(text: str, chosen: Settings) -> SwitchAt:
     match = re.fullmatch(r"(\d+):(\w+)((?:,\w+=[^,=]*)*)", text)
     if not match:
         raise UsageError(f'--switch-at "{text}" is not N:MODE.', hint="For example: 64:speculative,budget=512")
-    after, mode, pairs = match.groups()
+    after, given_mode, pairs = match.groups()
+    mode = resolve(given_mode, modes.registered(), "KV mode")
     given = dict(pair.split("=") for pair in pairs.split(",") if pair)
     checked = modes.parse(mode, {**chosen.kv.params(mode), **given})
     return SwitchAt(int(after), mode, checked.model_dump(exclude_unset=True))

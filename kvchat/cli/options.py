@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from kvchat.config import modes, sources
 from kvchat.config.modes import SHARED
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
+from kvchat.tui.prompt.words import resolve
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
 
@@ -35,6 +37,19 @@ KEYS: dict[str, tuple[Key, ...]] = {
     "theme": (("ui", "theme"),),
     **{name: (("sampling", name),) for name in SAMPLING},
 }
+
+
+def number(metavar: str, help: str) -> Any:
+    """An option whose value the settings check: they refuse what is no number in their own words."""
+    return typer.Option(metavar=metavar, help=help, parser=_parsed)
+
+
+def _parsed(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
 
 Model = Annotated[
     str | None,
@@ -57,7 +72,7 @@ HostDtype = Annotated[
     typer.Option(help="full K/V pages in host memory: model or int8", autocompletion=words_of(("kv", "host_dtype"))),
 ]
 Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`", autocompletion=complete_mode)]
-Budget = Annotated[int | None, typer.Option(help="tokens per KV head a decoded token may attend to")]
+Budget = Annotated[int | None, number("<int>", "tokens per KV head a decoded token may attend to")]
 Param = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,14 +85,14 @@ PinSystem = Annotated[
     bool | None, typer.Option("--pin-system/--no-pin-system", help="attend to all of the system prompt, in every mode")
 ]
 System = Annotated[str | None, typer.Option(help="system prompt")]
-MaxNewTokens = Annotated[int | None, typer.Option(help="length of the answer at most")]
-Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token")]
-TopK = Annotated[int | None, typer.Option(help="draw among the k likeliest tokens; 0 for all")]
-TopP = Annotated[float | None, typer.Option(help="draw among the likeliest with this probability together")]
-MinP = Annotated[float | None, typer.Option(help="draw among tokens this fraction as likely as the best")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="over 1: what is there becomes less likely")]
+MaxNewTokens = Annotated[int | None, number("<int>", "length of the answer at most")]
+Temperature = Annotated[float | None, number("<float>", "0 always takes the likeliest token")]
+TopK = Annotated[int | None, number("<int>", "draw among the k likeliest tokens; 0 for all")]
+TopP = Annotated[float | None, number("<float>", "draw among the likeliest with this probability together")]
+MinP = Annotated[float | None, number("<float>", "draw among tokens this fraction as likely as the best")]
+RepetitionPenalty = Annotated[float | None, number("<float>", "over 1: what is there becomes less likely")]
 StopAt = Annotated[list[str] | None, typer.Option(help="a string that ends the answer; repeatable")]
-Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text")]
+Seed = Annotated[int | None, number("<int>", "the same seed gives the same text")]
 Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
 Theme = Annotated[str | None, typer.Option(help="name of a theme", autocompletion=complete_theme)]
 Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
@@ -91,13 +106,24 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     """The settings among a command's options.
 
     Raises:
-        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it.
+        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; or several modes begin like ``--mode``.
     """
+    params = {**params, "mode": mode_named(params.get("mode"))}
     shared = {name: _keys_of_shared(name, params.get(name), params.get("mode")) for name in sorted(SHARED)}
     keys = {**KEYS, **shared}
     given = {name: None if params.get(name) == [] else params.get(name) for name in keys}
     options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
     return sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})
+
+
+def mode_named(given: str | None) -> str | None:
+    """The mode that ``given`` is or begins, as in ``/mode``; what begins none stays, for the settings to refuse.
+
+    Raises:
+        UsageError: it begins several.
+    """
+    begins_one = given and any(name.startswith(given.lower()) for name in modes.registered())
+    return resolve(given, modes.registered(), "KV mode") if given and begins_one else given
 
 
 def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:

@@ -6,7 +6,6 @@ is a ``SettingsSource`` and is checked on its own, so a wrong value is reported 
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from pydantic_core import ErrorDetails
 from kvchat import files, paths, text_file
 from kvchat.config.schema import Settings
 from kvchat.config.validation_errors import field_at, reason
-from kvchat.errors import UsageError
+from kvchat.errors import UsageError, nearest
 
 Key = tuple[str, ...]
 S = TypeVar("S", bound=BaseModel)
@@ -241,8 +240,8 @@ def _siblings(model: type[BaseModel], key: Key) -> Iterable[str]:
 
 
 def _near(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, list(known), n=1)
-    return f' Did you mean "{near[0]}"?' if near else ""
+    near = nearest(given, known)
+    return f' Did you mean "{near}"?' if near else ""
 
 
 def _excerpt(line: str, column: int | None = None) -> str:

@@ -175,11 +175,15 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSes
         (["--param", "sync.tau=1"], 'The sync mode has no parameter "tau".'),
         (["--budget", "3"], "--budget: 3 is refused: it must be a whole number of at least 64."),
         (["--budget", "0"], "--budget: 0 is refused"),
-        (["--temperature", "-1"], "--temperature: -1.0 is refused"),
+        (["--budget", "abc"], '--budget: "abc" is refused: it must be a whole number of at least 64.'),
+        (["--seed", "1.5"], "--seed: 1.5 is refused: it must be a whole number from 0"),
+        (["--temperature", "abc"], '--temperature: "abc" is refused: it must be a number from 0 to 100.'),
+        (["--temperature", "-1"], "--temperature: -1 is refused"),
         (["--temperature", "nan"], "--temperature: NaN is refused"),
         (["--device", "tpu"], '--device: "tpu" is refused'),
         (["--switch-at", "x:full"], '--switch-at "x:full" is not N:MODE.'),
-        (["--switch-at", "3:ful"], 'There is no KV mode "ful". Did you mean "full"?'),
+        (["--mode", "s"], '"s" is the beginning of several: speculative, streaming, sync.'),
+        (["--switch-at", "3:fulll"], 'There is no KV mode "fulll". Did you mean "full"?'),
         (["--switch-at", "3:streaming,tau=1"], 'The streaming mode has no parameter "tau".'),
     ],
 )
@@ -193,8 +197,15 @@ def test_wrong_flags_are_refused_before_anything_is_loaded(
 
 def test_unknown_options_and_wrong_numbers_are_usage_errors(run: Run) -> None:
     assert run("ask", "hello", "--nonsense").code == 2
-    assert run("ask", "hello", "--seed", "x").code == 2
+    assert run("bench", "decode", "--steps", "x").code == 2
     assert run("nonsense").code == 2
+
+
+def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--mode", "spec", "--budget", "512", "--switch-at", "2:STREAM", "--json")
+    assert session.loaded
+    assert (session.loaded.mode, session.loaded.mode_params["speculative"]) == ("speculative", {"budget": 512})
+    assert json.loads(outcome.out)["stats"]["switches"] == [{"after": 2, "mode": "streaming"}]
 
 
 def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:

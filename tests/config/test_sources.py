@@ -74,6 +74,11 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path
         ("[kv]\nmod = 1", 'config.toml:2: kv.mod: there is no such setting. Did you mean "mode"?'),
         ("[kvs]\nx = 1", 'config.toml:2: kvs: there is no such setting. Did you mean "kv"?'),
         ("kv = 3", "config.toml:1: kv: a table [kv] is expected, not 3."),
+        (
+            "[kv]\nmode = 'spec'",
+            'config.toml:2: kv.mode: "spec" is not one of full, freeze, streaming, sync, speculative. '
+            'Did you mean "speculative"?',
+        ),
         ("[kv]\nmode = 1", "config.toml:2: kv.mode: 1 is not one of full, freeze, streaming, sync, speculative."),
         (
             "[kv.streaming]\nsigm = 1",

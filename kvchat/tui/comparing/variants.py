@@ -12,6 +12,7 @@ from kvchat.errors import UsageError
 from kvchat.protocol.comparing import MAX_VARIANTS, Variant
 from kvchat.protocol.messages import Sampling
 from kvchat.tui.prompt.assignments import parse_assignments
+from kvchat.tui.prompt.words import resolve
 
 SEEDS = 2**31
 FIRST, OTHER = "full", "speculative"
@@ -21,7 +22,7 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
     """Parse ``["streaming", "budget=256", "sync"]``: each mode is followed by its parameters.
 
     Raises:
-        UsageError: it begins with a parameter, or names too many modes.
+        UsageError: it begins with a parameter, or names too many modes or an unknown one.
     """
     groups: list[list[str]] = []
     for word in words:
@@ -35,7 +36,8 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
         raise UsageError(
             f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Leave some out."
         )
-    return [Variant(mode, parse_assignments(words)) for mode, *words in groups]
+    known = modes.mode_names()
+    return [Variant(resolve(mode, known, "KV mode"), parse_assignments(words)) for mode, *words in groups]
 
 
 def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:

@@ -26,6 +26,10 @@ def test_what_makes_no_sense_is_refused(line):
         parse_variants(line.split())
 
 
+def test_the_beginning_of_a_mode_stands_for_it():
+    assert [one.mode for one in parse_variants(["spec", "budget=256", "ful"])] == ["speculative", "full"]
+
+
 def test_at_least_two_different_variants():
     full, speculative, sync = Variant("full"), Variant("speculative"), Variant("sync")
     assert completed([], "full") == (full, speculative)
