@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvchat
-from kvchat import paths
+from kvchat import paths, text_file
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvchat.tui.config import AppConfig
 
 
-def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None = None) -> int:
+def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None = None, prompt: str = "") -> int:
     """Run the application until the user leaves; the exit code.
 
     ``plain`` has it line by line, which it also is without a terminal or on one that can only print. ``record`` is a
-    new file for what the engine reports.
+    new file for what the engine reports. ``prompt`` is asked first.
     """
     problems: list[str] = []
     resolved = load_settings(flags, problems.append)
@@ -44,6 +44,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         history_file=paths.history_file() if chosen.ui.history else None,
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
+        prompt=text_file.decoded(prompt.encode("utf-8", "surrogateescape"), "The prompt"),
         recorder=Recorder(record, kvchat.__version__) if record else None,
         model_folders=tuple(map(Path, chosen.model.folders)),
         profile=profiles.find(chosen.model.device).describe(),

@@ -5,22 +5,20 @@ Imports neither torch nor transformers nor textual; what a command needs is impo
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
 from kvchat.cli import bench, chats, completion, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask
 from kvchat.cli.chat import chat, load_of, mode_params_of
+from kvchat.cli.commands import Commands
 from kvchat.cli.compare import compare_command
 from kvchat.cli.modes import list_modes
 from kvchat.cli.options import (
@@ -36,6 +34,7 @@ from kvchat.cli.options import (
     Param,
     PinSystem,
     Plain,
+    Prompt,
     Quantize,
     Record,
     RepetitionPenalty,
@@ -76,24 +75,6 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  # a person is told where the traceback is instead of seeing it
         note(f"unexpected {type(error).__name__}: {error}".splitlines()[0] + f" {_log_traceback()}")
         sys.exit(1)
-
-
-class Commands(TyperGroup):
-    """Ends quietly when stdout is closed (``| head -1``)."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
-            raise typer.Exit(0) from None
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            raise KvchatError(
-                "The output cannot be written.", f"{error.strerror}.", "Free space on the disk, or write elsewhere."
-            ) from None
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.
@@ -147,6 +128,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
 @app.command("chat")
 def chat_command(
     ctx: typer.Context,
+    prompt: Prompt = None,
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -162,8 +144,8 @@ def chat_command(
     plain: Plain = False,
     record: Record = None,
 ) -> None:
-    """Chat, as kvchat alone does; --plain line by line, for screen readers, pipes and simple terminals."""
-    raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record))
+    """Chat, as kvchat alone or with a question does; --plain line by line, for screen readers and pipes."""
+    raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record, prompt or ""))
 
 
 @app.command("ask")

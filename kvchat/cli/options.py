@@ -93,6 +93,7 @@ MinP = Annotated[float | None, number("<float>", "draw among tokens this fractio
 RepetitionPenalty = Annotated[float | None, number("<float>", "over 1: what is there becomes less likely")]
 StopAt = Annotated[list[str] | None, typer.Option(help="a string that ends the answer; repeatable")]
 Seed = Annotated[int | None, number("<int>", "the same seed gives the same text")]
+Prompt = Annotated[str | None, typer.Argument(help="the first question; it is sent when the model is ready")]
 Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
 Theme = Annotated[str | None, typer.Option(help="name of a theme", autocompletion=complete_theme)]
 Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -126,8 +126,7 @@ class PlainChat:
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
         try:
-            async for line in reader:
-                self._lines.entered()
+            async for line in self._given(reader):
                 if not self._is_typed:
                     await self._until(self._is_idle)
                 self._is_taking = True
@@ -141,6 +140,14 @@ class PlainChat:
         finally:
             if asking:
                 asking.cancel()
+
+    async def _given(self, reader: LineReader) -> AsyncIterator[str]:
+        """The question of the command line, if there is one, and the lines that are typed or piped in."""
+        if self._config.prompt:
+            yield self._config.prompt
+        async for line in reader:
+            self._lines.entered()
+            yield line
 
     async def _take(self, line: str) -> None:
         """Run a command or ask a question; a refusal is a line."""

@@ -61,7 +61,7 @@ class ChatScreen(ShownChat):
         self.controller = ChatController(config, client, self)
         self._keys = keys
         self._themes = themes
-        self._resume = config.resume
+        self._resume, self._first = config.resume, config.prompt.strip()
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
 
@@ -82,6 +82,7 @@ class ChatScreen(ShownChat):
         self.query_one(ModeBar).is_recording = bool(self.controller.replay.name)
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
+        self.query_one(Prompt).replace_all(self._first)
         run_beside(self, self.controller.listen)
         run_beside(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
@@ -274,6 +275,8 @@ class ChatScreen(ShownChat):
         if latest is not None:
             for welcome in self.query(Welcome):
                 welcome.offer(latest.title)
+        if self._first:  # asked in the conversation gone on with
+            self.query_one(Prompt).action_send()
         await self.controller.keep()
 
     @contextmanager

@@ -93,6 +93,13 @@ async def test_the_conversation_is_kept_listed_and_gone_on_with(config):
     assert "you: My dog is Rex." in session.said
 
 
+async def test_the_question_of_the_command_line_is_asked_before_what_is_piped(config):
+    await piped(config, "My cat is Biscuit.\n")
+    _, session = await piped(replace(config, prompt="What is its name?", resume=True), "And its age?\n")
+    asked = [line for line in session.said.splitlines() if line.startswith("you: ")]
+    assert asked == ["you: My cat is Biscuit.", "you: What is its name?", "you: And its age?"]
+
+
 async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
     code, session = await piped(config, "/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
     assert code == 1

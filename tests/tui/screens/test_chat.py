@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from support.app_driver import answers, finished, notes, press, prompt, receipts, texts, toasts, typed
 from textual.widgets import Markdown, Static
@@ -33,6 +34,20 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
         assert texts(app.chat.query(Question)) == ["❯ hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
+
+
+async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(running, config):
+    asked = replace(config, prompt="hello", database=config.log_file.with_name("chats.db"))
+    async with running(asked) as (app, _, until):
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == "hello"
+        assert prompt(app).text == ""
+    async with running(replace(asked, prompt="/mode streaming", resume=True)) as (app, _, until):
+        await until(lambda: app.controller.state.mode == "streaming")
+        assert len(app.controller.state.conversation.turns) == 2
+    async with running(replace(asked, prompt="@./none.txt", resume=True)) as (app, _, until):
+        await until(lambda: "There is no file" in toasts(app))
+        assert prompt(app).text == "@./none.txt", "what cannot be sent stays to be corrected"
 
 
 async def test_an_empty_prompt_is_refused_with_a_message(running):

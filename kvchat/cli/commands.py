@@ -1,0 +1,52 @@
+"""How the first word is understood, a command or a question, and how a command ends that cannot print."""
+
+from __future__ import annotations
+
+import errno
+import os
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvchat.errors import KvchatError
+
+CHAT = "chat"
+MEANT = {"help": "--help", "version": "--version"}  # what other programs have as commands
+
+
+class Commands(TyperGroup):
+    """Opens the chat with a question in place of a command. Ends quietly when stdout is closed (``| head -1``)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; a question, and the options around it, are those of the chat."""
+        _, words, _ = self.make_parser(ctx).parse_args(args=list(args))
+        return super().parse_args(ctx, [CHAT, *args] if words and self._is_question(words[0]) else args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; one with a slip is refused."""
+        word = args[0]
+        if word not in self.commands and not ctx.resilient_parsing:
+            meant = MEANT.get(word) or get_close_matches(word, self.commands, n=1)[0]
+            ctx.fail(f'There is no command "{word}". Did you mean {meant}? It is asked by: kvchat chat "{word}"')
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
+            raise typer.Exit(0) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise KvchatError(
+                "The output cannot be written.", f"{error.strerror}.", "Free space on the disk, or write elsewhere."
+            ) from None
+
+    def _is_question(self, word: str) -> bool:
+        """Whether a first word is no command, not even one with a slip."""
+        is_near = word in MEANT or get_close_matches(word, self.commands, n=1)
+        return len(word.split()) > 1 or not is_near

@@ -1,0 +1,54 @@
+"""The first word: a command, a slip in one, or a question that opens the chat."""
+
+from __future__ import annotations
+
+import pytest
+from support.command_line import Run
+
+from kvchat.cli import chat
+from kvchat.tui import app
+from kvchat.tui.config import AppConfig
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
+    started: list[AppConfig] = []
+    monkeypatch.setattr(app, "run", lambda config: started.append(config) or 0)
+    monkeypatch.setattr(chat, "prefers_lines", lambda: False)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["hello there"], "hello there"),
+        (["hello"], "hello"),
+        (["list models"], "list models"),
+        (["chat", "ask"], "ask"),
+        (["-m", "there", "hello"], "hello"),
+        (["hello", "-m", "there"], "hello"),
+        (["Schön?"], "Schön?"),
+        ([], ""),
+    ],
+)
+def test_a_question_in_place_of_a_command_opens_the_chat(
+    run: Run, started: list[AppConfig], arguments: list[str], asked: str
+) -> None:
+    assert run(*arguments) == (0, "", "")
+    assert started[0].prompt == asked
+    assert started[0].load.model == ("there" if "-m" in arguments else "bundled")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("aks", "ask"), ("bnech", "bench"), ("cmopare", "compare"), ("help", "--help"), ("version", "--version")],
+)
+def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], word: str, meant: str) -> None:
+    outcome = run(word)
+    assert outcome.code == 2
+    assert f'There is no command "{word}". Did you mean {meant}? It is asked by: kvchat chat "{word}"' in outcome.err
+    assert not started
+
+
+def test_bytes_that_are_not_utf8_are_refused(run: Run, started: list[AppConfig]) -> None:
+    assert run("Sch\udcf6n ist das").err.startswith("kvchat: The prompt is not UTF-8. Byte 3 is 0xf6.")
