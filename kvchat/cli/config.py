@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvchat import files, paths
-from kvchat.cli.output import echo
+from kvchat.cli.output import echo, note
 from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, schema, sources
-from kvchat.config.sources import Resolved
+from kvchat.config.sources import SettingsSource
 from kvchat.errors import UsageError, did_you_mean
 
 app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings.", no_args_is_help=True)
@@ -22,6 +23,8 @@ app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings
 @app.command()
 def show() -> None:
     """Print every setting with where it was set."""
+    for unknown in sources.unknown_variables():
+        note(unknown)
     resolved = load_settings()
     echo("\n".join((f"# profiles: {profiles.find(resolved.settings.model.device).describe()}", *resolved.lines())))
 
@@ -36,7 +39,9 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
     if file and (profiles.is_profile(source) or _is_among_profiles(file)):
         profiles.read_file(file, None)
     else:
-        _check_application(path, sources.resolve(source))
+        _check_all(
+            lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(path.name, source)
+        )
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
     if not file:
         for profile in sorted(paths.user_profiles_dir().glob("*.toml")):
@@ -63,23 +68,42 @@ def print_schema() -> None:
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
 
 
-def _check_application(path: Path, resolved: Resolved) -> None:
-    """Check what only the application knows: the names of themes and keys.
+def _check_all(*checks: Callable[[], object]) -> None:
+    """Run all checks.
 
     Raises:
-        UsageError: there is no such theme, action or key, or a key would do two things; with its line.
+        UsageError: what any of them refused.
     """
-    from kvchat.tui import actions, themes
+    refusals = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as refused:
+            refusals.append(str(refused))
+    if refusals:
+        raise UsageError("\n".join(refusals))
 
-    wanted, origins = resolved.settings, resolved.origins
+
+def _check_theme(source: SettingsSource) -> None:
+    """Check what only the application knows, that there is such a theme; another check refuses what is no text."""
+    from kvchat.tui import themes
+
+    wanted = source.values.get(("ui", "theme"), themes.DEFAULT)
     known, _ = themes.load_all((paths.user_themes_dir(),))
-    if wanted.ui.theme not in known:
-        where = origins["ui", "theme"]
-        raise UsageError(f'{where}: there is no theme "{wanted.ui.theme}".', did_you_mean(wanted.ui.theme, known))
+    if isinstance(wanted, str) and wanted not in known:
+        where = source.origins["ui", "theme"]
+        raise UsageError(f'{where}: there is no theme "{wanted}".', did_you_mean(wanted, known))
+
+
+def _check_keys(name: str, source: SettingsSource) -> None:
+    """Check what only the application knows: that there are such actions and keys, and that no key does two things."""
+    from kvchat.tui import actions
+
+    given = {key[1]: value for key, value in source.values.items() if key[0] == sources.KEYS and len(key) == 2}
     try:
-        actions.check_keys(wanted.keys.given())
+        actions.check_keys({id: key for id, key in given.items() if isinstance(key, str)})
     except UsageError as refused:
-        raise UsageError(f"{path.name}: [keys]: {refused.title}", refused.detail, refused.hint) from None
+        raise UsageError(f"{name}: [keys]: {refused.title}", refused.detail, refused.hint) from None
 
 
 def _is_among_profiles(file: Path) -> bool:

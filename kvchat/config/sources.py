@@ -32,11 +32,15 @@ RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """What one source sets, where it says so, and the lines to show when it is wrong."""
+    """What one source sets, where it says so, and the lines to show when it is wrong.
+
+    ``tables`` has the place and the line of each table's header.
+    """
 
     values: dict[Key, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
     excerpts: dict[Key, str] = field(default_factory=dict)
+    tables: dict[Key, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,23 @@ def load(
 
 
 def resolve(*sources: SettingsSource) -> Resolved:
-    """Merge the sources; later ones win."""
+    """Merge the sources; later ones win.
+
+    Raises:
+        UsageError: what is wrong in any of them.
+    """
     values: dict[Key, Any] = {}
     origins: dict[Key, str] = {}
+    refusals = []
     for source in sources:
-        check(source)
+        try:
+            check(source)
+        except UsageError as refused:
+            refusals.append(refused.title)
         values |= source.values
         origins |= source.origins
+    if refusals:
+        raise UsageError("\n".join(refusals))
     return Resolved(Settings.model_validate(_nest(values)), origins)
 
 
@@ -109,6 +123,10 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
         values,
         {key: f"{name}:{numbers[key]}" for key in values},
         {key: f"\n  {path}{_excerpt(lines[numbers[key] - 1])}" for key in values},
+        {
+            key: (f"{name}:{number}", f"\n  {path}{_excerpt(lines[number - 1], column)}")
+            for key, (number, column) in _headers(lines).items()
+        },
     )
 
 
@@ -215,7 +233,7 @@ def check(source: SettingsSource, model: type[S] = Settings) -> S:  # type: igno
 def _refusal(source: SettingsSource, details: ErrorDetails, model: type[BaseModel]) -> str:
     key = tuple(str(part) for part in details["loc"])
     set_by = next(known for known in source.origins if known[: len(key)] == key or key[: len(known)] == known)
-    origin, excerpt = source.origins[set_by], source.excerpts.get(set_by)
+    origin, excerpt = source.tables.get(key) or (source.origins[set_by], source.excerpts.get(set_by))
     named = f"{origin}: {'.'.join(key)}: " if excerpt else f"{origin}: "
     return named + _reason(key, details, model) + (excerpt or "")
 
@@ -267,6 +285,18 @@ def _line_numbers(lines: list[str]) -> dict[Key, int]:
             numbers.setdefault(key, start)
         start = end + 1
     return numbers
+
+
+def _headers(lines: list[str]) -> dict[Key, tuple[int, int]]:
+    """The line, and the column in it, where a header first names each table."""
+    places: dict[Key, tuple[int, int]] = {}
+    for number, line in enumerate(lines, 1):
+        header = re.match(r"\s*\[([^][]+)\]\s*(#|$)", line)
+        key: Key = ()
+        for name in re.finditer(r"[^\s.\"']+", header[1]) if header else ():
+            key += (name[0],)
+            places.setdefault(key, (number, header.start(1) + name.start()))  # type: ignore[union-attr]
+    return places
 
 
 def flatten(tree: Mapping[str, Any], at: Key = ()) -> dict[Key, Any]:

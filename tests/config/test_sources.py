@@ -72,7 +72,7 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path
     ("text", "message"),
     [
         ("[kv]\nmod = 1", 'config.toml:2: kv.mod: there is no such setting. Did you mean "mode"?'),
-        ("[kvs]\nx = 1", 'config.toml:2: kvs: there is no such setting. Did you mean "kv"?'),
+        ("[kvs]\nx = 1", 'config.toml:1: kvs: there is no such setting. Did you mean "kv"?'),
         ("kv = 3", "config.toml:1: kv: a table [kv] is expected, not 3."),
         (
             "[kv]\nmode = 'spec'",
@@ -85,7 +85,7 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path
             'config.toml:2: kv.streaming.sigm: there is no such setting. Did you mean "sigma"?',
         ),
         ("[kv]\nstreaming = 1", "config.toml:2: kv.streaming: a table [kv.streaming] is expected, not 1."),
-        ("[kv.stream]\nR = 1", 'config.toml:2: kv.stream: there is no such setting. Did you mean "streaming"?'),
+        ("[kv.stream]\nR = 1", 'config.toml:1: kv.stream: there is no such setting. Did you mean "streaming"?'),
         (
             "[sampling]\ntop_p = 2",
             "config.toml:2: sampling.top_p: 2 is refused: it must be a number from 0.000001 to 1.",
@@ -120,6 +120,33 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path
 )
 def test_bad_files_are_refused_by_line(config: Path, text: str, message: str) -> None:
     assert refusal(config, text).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("[zork]\na = 1", "config.toml:1: zork: there is no such setting.\n  {path}\n  [zork]\n   ^"),
+        (
+            "[zork.deep]  # here\na = 1",
+            "config.toml:1: zork: there is no such setting.\n  {path}\n  [zork.deep]  # here\n   ^",
+        ),
+        (
+            "[kv]\nmode = 'full'\n\n[kv . stream]\n# of tokens\nR = 1",
+            'config.toml:4: kv.stream: there is no such setting. Did you mean "streaming"?\n'
+            "  {path}\n  [kv . stream]\n        ^",
+        ),
+        ("zork.a = 1", "config.toml:1: zork: there is no such setting.\n  {path}\n  zork.a = 1\n           ^"),
+    ],
+)
+def test_an_unknown_table_is_shown_where_its_name_stands(config: Path, text: str, place: str) -> None:
+    assert refusal(config, text) == place.format(path=config)
+
+
+def test_a_source_that_is_wrong_hides_no_other(config: Path) -> None:
+    config.write_text("[kv]\nmode = 'frezee'\n")
+    flags = sources.flag_source({"--seed": ([("sampling", "seed")], -1)})
+    with pytest.raises(UsageError, match=r"(?s)config\.toml:2.*KVCHAT_SAMPLING_TOP_K: .*--seed: -1 is refused"):
+        sources.load(flags, {"KVCHAT_SAMPLING_TOP_K": "many"})
 
 
 def test_all_wrong_values_are_named_at_once(config: Path) -> None:
