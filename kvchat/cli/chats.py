@@ -21,7 +21,7 @@ from kvchat.units import count
 
 ID_CHARACTERS = 8  # of 32: enough to tell conversations apart
 
-Chat = Annotated[str, typer.Argument(metavar="ID", help="its id or how that begins, see `kvchat chats list`")]
+Chat = Annotated[str, typer.Argument(metavar="CHAT", help="its number in `kvchat chats list`, or how its id begins")]
 
 app = typer.Typer(rich_markup_mode=None, help="List, export, import or delete conversations.", no_args_is_help=True)
 
@@ -31,14 +31,15 @@ def list_chats(
     text: Annotated[str | None, typer.Argument(help="only those that say this")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
-    """List the conversations, the latest first."""
+    """List the conversations, the latest first, by the numbers that the commands here and /open take."""
     with _store() as store:
         found = store.search(text or "")
+        numbers = {summary.id: number for number, summary in enumerate(store.recent(limit=-1), 1)}
     if as_json:
         write(json.dumps([dataclasses.asdict(summary) for summary in found], indent=2) + "\n")
         return
     for summary in found:
-        echo(_line(summary))
+        echo(_line(summary, numbers[summary.id]))
     if not found:
         note("no conversation says this." if text else "no conversation has been kept yet.")
 
@@ -97,20 +98,23 @@ def _store() -> Iterator[ConversationStore]:
         store.close()
 
 
-def _find(store: ConversationStore, beginning: str) -> str:
-    """The id that begins so."""
-    found = [summary.id for summary in store.recent(limit=-1) if summary.id.startswith(beginning)]
+def _find(store: ConversationStore, named: str) -> str:
+    """The id of the conversation with this number, or that begins so; fewer digits than are listed are a number."""
+    ids = [summary.id for summary in store.recent(limit=-1)]
+    if named.isdecimal() and len(named) < ID_CHARACTERS:
+        found = ids[int(named) - 1 : int(named)] if int(named) else []
+    else:
+        found = [id for id in ids if id.startswith(named)]
     if not found:
-        raise UsageError(f'There is no conversation "{beginning}".', hint="`kvchat chats list` shows them.")
+        raise UsageError(f'There is no conversation "{named}".', hint="`kvchat chats list` shows them.")
     if len(found) > 1:
-        raise UsageError(
-            f'{len(found)} conversations have an id that begins with "{beginning}".', hint="Give more of it."
-        )
+        raise UsageError(f'{len(found)} conversations have an id that begins with "{named}".', hint="Give more of it.")
     return found[0]
 
 
-def _line(summary: Summary) -> str:
+def _line(summary: Summary, number: int) -> str:
     when = datetime.fromtimestamp(summary.updated).strftime("%Y-%m-%d %H:%M")
-    line = f"{summary.id[:ID_CHARACTERS]}  {when}  {count(summary.messages):>5} messages  {summary.title}"
+    which = f"{number:>3}  {summary.id[:ID_CHARACTERS]}"
+    line = f"{which}  {when}  {count(summary.messages):>5} messages  {summary.title}"
     excerpt = " ".join(summary.excerpt.replace(MARK[0], "").replace(MARK[1], "").split())
-    return f"{line}\n          {excerpt}" if excerpt else line
+    return f"{line}\n{' ' * (len(which) + 2)}{excerpt}" if excerpt else line

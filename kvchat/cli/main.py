@@ -208,6 +208,19 @@ def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a 
     list_modes(as_json)
 
 
+@app.command("models")
+def models_command(
+    ctx: typer.Context,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
+) -> None:
+    """List the models on this machine: size, type and whether they fit."""
+    from kvchat.cli.models import list_models
+
+    list_models(load_settings(options.flags(ctx.params)).settings.model, as_json)
+
+
 @app.command("keys")
 def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
     """List what can be done in the chat: keys, commands and the ids that rebind them."""

@@ -41,10 +41,10 @@ def test_listing_and_searching():
     assert "no conversation has been kept yet" in run("list")
     cat, dog = keep("My cat is called Biscuit."), keep("My dog is called Rex.")
     lines = run("list").splitlines()
-    assert [line.split()[0] for line in lines] == [dog.id[:8], cat.id[:8]]
+    assert [line.split()[:2] for line in lines] == [["1", dog.id[:8]], ["2", cat.id[:8]]]
     assert lines[0].endswith("2 messages  My dog is called Rex.")
     found, excerpt = run("list", "bisc").splitlines()
-    assert found.startswith(cat.id[:8])
+    assert found.split()[:2] == ["2", cat.id[:8]], "its number among all, which /open takes too"
     assert excerpt.strip() == "My cat is called Biscuit."
     assert "no conversation says this" in run("list", "elephant")
     assert [chat["id"] for chat in json.loads(run("list", "--json"))] == [dog.id, cat.id]
@@ -57,7 +57,7 @@ def test_export_and_import(folder):
     assert run("export", kept.id, str(file)).strip() == str(file)
     run("delete", kept.id)
     imported = run("import", str(file)).strip()
-    assert run("list").startswith(imported)
+    assert run("list").split()[1] == imported
     with pytest.raises(UsageError, match="exists"):
         run("export", imported, str(file))
     with pytest.raises(UsageError, match="names no format"):
@@ -73,9 +73,21 @@ def test_deleting_and_restoring():
     with pytest.raises(UsageError, match="no conversation"):
         run("delete", kept.id)
     run("restore", kept.id)
-    assert run("list").startswith(kept.id[:8])
+    assert run("list").split()[1] == kept.id[:8]
     with pytest.raises(UsageError, match="no conversation"):
         run("restore", "nonesuch")
+
+
+def test_a_conversation_is_named_by_its_number():
+    keep("My cat is called Biscuit.", "1" * 32)
+    keep("My dog is called Rex.", "2" * 32)
+    assert "Rex" in run("export", "1")
+    assert "Biscuit" in run("export", "2")
+    assert "Biscuit" in run("export", "1" * 8), "as many digits as are listed are an id"
+    for number in ("0", "3"):
+        with pytest.raises(UsageError, match=f'no conversation "{number}"'):
+            run("delete", number)
+    assert run("delete", "2").strip() == f"deleted {'1' * 32}"
 
 
 def test_an_id_must_be_unambiguous():

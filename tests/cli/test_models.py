@@ -1,0 +1,54 @@
+"""The models on this machine as lines and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.command_line import Run
+
+from kvchat.catalog import models as catalog
+from kvchat.catalog.fit import Room
+from kvchat.catalog.headers import Weights
+from kvchat.catalog.models import FoundModel
+from kvchat.cli import models
+
+GiB = 2**30
+FOUND = [
+    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16")),
+    FoundModel("org/large", "hub", Weights(3 * GiB, 6 * GiB, "bfloat16")),
+    FoundModel("/m/huge.gguf", "GGUF", Weights(99 * GiB, 50 * GiB, "Q4_K")),
+    FoundModel("/m/broken", "folder", problem="Its config.json cannot be read."),
+]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "find", lambda folders: FOUND)
+    monkeypatch.setattr(models, "room", lambda device: Room("cpu", 8 * GiB))
+
+
+def test_each_model_has_its_size_its_type_and_whether_it_fits(run: Run) -> None:
+    outcome = run("models")
+    assert outcome.out.splitlines() == [
+        "bundled       bundled   32.0 MiB  bfloat16  fits, takes 64.0 MiB",
+        "org/large     hub        6.0 GiB  bfloat16  int8 fits, takes 12.0 GiB without it",
+        "/m/huge.gguf  GGUF      50.0 GiB  Q4_K      too large, takes 396 GiB",
+        "/m/broken     folder   Its config.json cannot be read.",
+    ]
+    assert outcome.err.startswith("kvchat: 8.0 GiB of this machine's memory are free.")
+
+
+def test_a_program_reads_them_in_bytes(run: Run) -> None:
+    listed = json.loads(run("models", "--json").out)
+    assert [row["quantize"] for row in listed] == ["none", "int8", None, None]
+    assert listed[0] == {
+        "name": "bundled",
+        "kind": "bundled",
+        "file_bytes": 2**25,
+        "type": "bfloat16",
+        "needed_bytes": 2**26,
+        "quantize": "none",
+        "problem": "",
+    }
+    assert listed[3]["problem"] == "Its config.json cannot be read."
