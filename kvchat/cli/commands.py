@@ -29,7 +29,7 @@ class Commands(TyperGroup):
         word = args[0]
         if word not in self.commands and not ctx.resilient_parsing:
             meant = MEANT.get(word) or get_close_matches(word, self.commands, n=1)[0]
-            ctx.fail(f'There is no command "{word}". Did you mean {meant}? It is asked by: kvchat chat "{word}"')
+            ctx.fail(f'There is no command "{word}". Did you mean {meant}? As a question: kvchat chat "{word}"')
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -80,6 +80,7 @@ def main() -> None:
 # Plain help: the same on every terminal, and quicker than with boxes.
 app = typer.Typer(
     cls=Commands,
+    subcommand_metavar="[PROMPT | COMMAND [ARGS]...]",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

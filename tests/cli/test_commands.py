@@ -46,7 +46,7 @@ def test_a_question_in_place_of_a_command_opens_the_chat(
 def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], word: str, meant: str) -> None:
     outcome = run(word)
     assert outcome.code == 2
-    assert f'There is no command "{word}". Did you mean {meant}? It is asked by: kvchat chat "{word}"' in outcome.err
+    assert f'There is no command "{word}". Did you mean {meant}? As a question: kvchat chat "{word}"' in outcome.err
     assert not started
 
 
