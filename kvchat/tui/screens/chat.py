@@ -82,7 +82,8 @@ class ChatScreen(ShownChat):
         self.query_one(ModeBar).is_recording = bool(self.controller.replay.name)
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
-        self.query_one(Prompt).replace_all(self._first)
+        if self._first:  # else what was typed before this would be lost
+            self.query_one(Prompt).replace_all(self._first)
         run_beside(self, self.controller.listen)
         run_beside(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
