@@ -15,7 +15,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REQUIREMENTS = [
-    Requirement(text) for texts in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for text in texts
+    Requirement(text)
+    for texts in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for text in texts
 ]
 DECLARED = {canonicalize_name(requirement.name) for requirement in REQUIREMENTS}
 # Where the name of a package is not that of its distribution; a package that is not installed here is its own.

@@ -28,8 +28,8 @@ from kvchat.kv.state import KVState
 class KVManager:
     """Owns the ``state`` of one conversation and the ``mode`` that works on it.
 
-    ``step`` is what the mode said of the last one in ``prepare_step``; ``in_force`` are its parameters as they were when
-    it was entered, with what was chosen for ``auto``.
+    ``step`` is what the mode said of the last one in ``prepare_step``; ``in_force`` are its parameters as they were
+    when it was entered, with what was chosen for ``auto``.
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
     ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or

@@ -40,6 +40,8 @@ from kvchat.tui.widgets.timeline import Timeline
 from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import Welcome
 
+LAST_WORDS = 4
+
 
 class ShownChat(Screen[None]):
     """The part of ``ChatScreen`` that the controller calls."""
@@ -79,7 +81,12 @@ class ShownChat(Screen[None]):
         if switched.before != switched.mode and switched.total:
             self.query_one(Ribbon).mark(switched.total, switched.mode)
             self.query_one(Timeline).mark()
-        return await self._transcript.add(SwitchNote(switched, speed))
+        return await self._transcript.add(SwitchNote(switched, speed, self._last_words()))
+
+    def _last_words(self) -> str:
+        """The last words so far of the answer that is being given; "" where there is none, or none yet."""
+        given = [answer for answer in self._transcript.query(Answer) if not answer.finished]
+        return " ".join(visible(given[-1].text).split()[-LAST_WORDS:]) if given else ""
 
     def add_note(self, text: str, struck: str = "") -> None:
         self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))

@@ -81,12 +81,16 @@ class Note(Static):
 
 
 class SwitchNote(Note):
-    """A live switch: ``── full -> speculative · 14,203 tok · 41 -> 58 tok/s ──``; the second figure comes later."""
+    """A live switch: ``── full -> speculative · 14,203 tok · 41 -> 58 tok/s ──``; the second figure comes later.
+
+    ``after`` are the last words said before it in an answer, which goes on above the note.
+    """
 
     DEFAULT_CSS = "SwitchNote { color: $secondary; }"
 
-    def __init__(self, switched: Switched, speed_before: float | None) -> None:
+    def __init__(self, switched: Switched, speed_before: float | None, after: str = "") -> None:
         self.switched = switched
+        self._after = f" · after “{after}”" if after else ""
         self.settled = False
         self._before = speed_before
         self._tokens = 0
@@ -116,7 +120,7 @@ class SwitchNote(Note):
             self.update(self._line(self._tokens / (now - self._begun)))
 
     def _line(self, after: float | None) -> str:
-        return f"── {describe_switch(self.switched, self._before, after)} ──"
+        return f"── {describe_switch(self.switched, self._before, after)}{self._after} ──"
 
 
 class Problem(Static):

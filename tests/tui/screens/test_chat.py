@@ -11,6 +11,7 @@ from textual.widgets import Markdown, Static
 from kvchat.protocol.messages import Turn
 from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.state import Phase
+from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed
@@ -137,6 +138,10 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         # Without a token between them switches are one.
         assert re.match("── (full|freeze|sync) -> speculative · budget 512 · ", line)
         assert re.search(r" -> \d+ tok/s", line)
+        said = " ".join(app.chat.query(Answer).last().text.split())
+        words = re.search("after “(.+)”", line)
+        assert words
+        assert words[1] in said
         assert app.chat.query_one(ModeBar).mode == "speculative"
         await until(lambda: app.chat.query_one(Ribbon).ticks)
         await until(lambda: any(point.switched for point in app.chat.query_one(Timeline).points))
