@@ -55,7 +55,7 @@ def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
     } <= names
 
 
-def test_licence_and_entry_point_are_in_the_wheel(wheel: Path) -> None:
+def test_license_and_entry_point_are_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         info = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
     assert "MIT License" in info["LICENSE"]

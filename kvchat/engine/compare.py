@@ -95,10 +95,10 @@ class Comparison:
     def _answers(
         self, prompt: list[int], chosen: list[ModeParameters], sampling: Sampling, runs: list[Run]
     ) -> Iterator[Event]:
-        """Add a run for each variant, until cancelled."""
+        """Add a run for each variant, until canceled."""
         first: Answered | None = None
         for index, parameters in enumerate(chosen):
-            if self._loop.is_cancelled:
+            if self._loop.is_canceled:
                 return
             params = parameters.model_dump(exclude_none=True, exclude={"recovery"})
             try:
@@ -153,7 +153,7 @@ class Comparison:
         return answered
 
     def _end_reason(self, answered: Answered, text: AnswerText, sampling: Sampling) -> str:
-        if self._loop.is_cancelled:
+        if self._loop.is_canceled:
             return "stopped"
         if text.stopped:
             return "stop"
@@ -176,12 +176,12 @@ class Comparison:
     def _given(
         self, index: int, prompt: list[int], parameters: ModeParameters, first: Answered, answered: Answered
     ) -> Generator[Event, None, list[Tensor]]:
-        """The logits of a mode before each of the first run's tokens, given those before it; fewer if cancelled."""
+        """The logits of a mode before each of the first run's tokens, given those before it; fewer if canceled."""
         given = Answered()
         given.keep(self._enter(prompt, parameters))
         text = "".join(answered.pieces)
         for token in first.tokens[: len(first.logits) - 1]:
-            if self._loop.is_cancelled or self._loop.is_full():
+            if self._loop.is_canceled or self._loop.is_full():
                 break
             given.keep(self._loop.step(token))
             yield from self._progress(Comparing(index, text, len(answered.tokens), len(given.logits)))
@@ -230,7 +230,7 @@ class Comparisons:
     def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
         """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
 
-        Afterwards what is stored, the mode and its parameters are as before, also if it is cancelled, closed or fails.
+        Afterwards what is stored, the mode and its parameters are as before, also if it is canceled, closed or fails.
 
         Raises:
             UsageError: as ``answer``, or a variant's mode or parameter is unknown.

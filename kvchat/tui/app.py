@@ -102,7 +102,7 @@ class KvchatApp(App[None]):
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's filters, the one for control characters, and dim text that can be read with every theme."""
         filters = super().get_line_filters()
-        if self.current_theme.ansi:  # greys for NO_COLOR can be made of colors only, not of the terminal's own
+        if self.current_theme.ansi:  # grays for NO_COLOR can be made of colors only, not of the terminal's own
             own = [self._no_color if isinstance(one, Monochrome) else one for one in filters]
             return (*own, self._visible_text)
         return (*filters, self._readable_dim, self._visible_text)

@@ -76,7 +76,7 @@ class ChatController(KeptConversations):
         self.view.add_note("The model is unloaded, the conversation is kept; the next question loads the model again.")
 
     async def listen(self) -> None:
-        """Handle the engine's events until cancelled."""
+        """Handle the engine's events until canceled."""
         while True:
             for report in await self.client.receive():
                 await self.handle(report)

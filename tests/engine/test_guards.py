@@ -56,8 +56,8 @@ def test_an_answer_that_goes_on_after_close_says_so(session):
 
 
 def test_a_misspelled_name_is_no_closed_session():
-    with pytest.raises(AttributeError, match="Released has no spelt"):
-        Released().spelt  # noqa: B018
+    with pytest.raises(AttributeError, match="Released has no spelled"):
+        Released().spelled  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_mode_of_the_wrong_type_is_refused(session, mode):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_answer_is_cancelled_from_the_moment_it_was_asked_for(session, begun):
+def test_an_answer_is_canceled_from_the_moment_it_was_asked_for(session, begun):
     answer = session.answer(HELLO, GREEDY)
     if begun:
         assert isinstance(next(answer), Started)

@@ -196,18 +196,18 @@ def test_a_mode_works_or_is_refused_with_any_number(model, mode, name):
 def test_cancels_from_another_thread_end_this_and_nothing_else(session, begin):
     session.switch("streaming", budget=64)
     list(session.answer(LONG, GREEDY))
-    done, cancelled = threading.Event(), count()
+    done, canceled = threading.Event(), count()
 
     def cancel() -> None:
         while not done.wait(0.002):
             session.cancel()
-            next(cancelled)
+            next(canceled)
 
     thread = threading.Thread(target=cancel)
     thread.start()
     try:
         began = time.monotonic()
-        while time.monotonic() - began < 1 or not next(cancelled):
+        while time.monotonic() - began < 1 or not next(canceled):
             list(begin(session))
             check_integrity(session._kv.state)
             assert session.total == len(session._loop.stored.ids)

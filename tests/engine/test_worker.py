@@ -227,7 +227,7 @@ def test_stop_in_an_answer_keeps_the_text_so_far(session: FakeSession, child: Ch
     def stop_after_two(s: FakeSession, n: int) -> None:
         if n == 2:
             child.send(Stop())
-            assert s.cancelled.wait(PATIENCE_S)  # by the reader thread, at once
+            assert s.canceled.wait(PATIENCE_S)  # by the reader thread, at once
 
     session.on_token = stop_after_two
     child.send(CHAT)
@@ -310,7 +310,7 @@ def test_closing_stdin_ends_a_running_answer(session: FakeSession, child: Child)
     def close_at_three(s: FakeSession, n: int) -> None:
         if n == 3:
             child.commands.close()
-            assert s.cancelled.wait(PATIENCE_S)
+            assert s.canceled.wait(PATIENCE_S)
 
     session.on_token = close_at_three
     child.send(CHAT)

@@ -52,7 +52,7 @@ class FakeSession:
         self.token_ids: list[int] = []
         self.asked: list[tuple[tuple[Turn, ...], Sampling]] = []
         self.switches: list[dict[str, Any]] = []
-        self.cancelled = threading.Event()
+        self.canceled = threading.Event()
         self.closed = False
         self.loaded: Load | None = None
         self.withdrawable = 0
@@ -82,7 +82,7 @@ class FakeSession:
         between: Callable[[int], None] | None = None,
         conversation: str = "",
     ) -> Iterator[Event]:
-        self.cancelled.clear()
+        self.canceled.clear()
         self.asked.append((tuple(turns), sampling))
         self.token_ids, self.switches = [], []
         return self._answer(between)
@@ -96,7 +96,7 @@ class FakeSession:
             self.on_token(self, n)
             if self.error and n == 2:
                 raise self.error
-            if self.cancelled.is_set():
+            if self.canceled.is_set():
                 break
             self.token_ids.append(100 + n)
             yield Text(piece, 1)
@@ -107,7 +107,7 @@ class FakeSession:
             extras={"heads corrected": "20%"},
         )
         text = "".join(self.pieces[: len(self.token_ids)])
-        yield Finished("stopped" if self.cancelled.is_set() else "eos", text, stats)
+        yield Finished("stopped" if self.canceled.is_set() else "eos", text, stats)
 
     def rebuild(self) -> Iterator[Event]:
         yield Prefilled(5, 5)
@@ -122,7 +122,7 @@ class FakeSession:
         return NeedleHidden((Turn("user", f"What was said in {tokens} tokens?"),), str(seed), 24)
 
     def cancel(self) -> None:
-        self.cancelled.set()
+        self.canceled.set()
 
     def switch(self, mode: str = "", /, **params: Any) -> Switched:
         if self.failure:

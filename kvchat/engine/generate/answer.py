@@ -57,7 +57,7 @@ class AnswerLoop(Released):
         self._kv = runner.kv
         self._switcher = switcher
         self._metrics = metrics
-        self._cancelled = threading.Event()
+        self._canceled = threading.Event()
         self.one = OneAtATime()
 
     def ask(self) -> None:
@@ -67,16 +67,16 @@ class AnswerLoop(Released):
             UsageError: another is in progress.
         """
         self.one.check_idle()
-        self._cancelled.clear()
+        self._canceled.clear()
 
     def cancel(self) -> None:
         """End the answer after the current token or chunk of the prompt; callable from any thread."""
-        self._cancelled.set()
+        self._canceled.set()
 
     @property
-    def is_cancelled(self) -> bool:
+    def is_canceled(self) -> bool:
         """Whether what was asked for is to end."""
-        return self._cancelled.is_set()
+        return self._canceled.is_set()
 
     # ---- one answer
 
@@ -143,7 +143,7 @@ class AnswerLoop(Released):
         """Return why no further token is drawn, empty if one is; the one place where the mode may change."""
         between(len(self.token_ids))
         self._switcher.narrow(self._kv.total)
-        if self.is_cancelled:
+        if self.is_canceled:
             return "stopped"
         if text.stopped:
             return "stop"
@@ -263,15 +263,15 @@ class AnswerLoop(Released):
         yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 
     def read_prompt(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
-        """Prefill with progress; return the logits, None if cancelled. What was read is stored either way."""
+        """Prefill with progress; return the logits, None if canceled. What was read is stored either way."""
         done, last = 0, None
-        if self.is_cancelled:
+        if self.is_canceled:
             return None
         for chunk, logits in self._runner.prefill(ids):
             self._store(chunk)
             done, last = done + len(chunk), logits
             yield Prefilled(done, len(ids))
-            if self.is_cancelled:
+            if self.is_canceled:
                 break
         return last
 

@@ -46,7 +46,7 @@ class KeptConversations:
         return latest
 
     async def keep(self) -> None:
-        """Save what is said and answered, and list the conversations where that changed them, until cancelled."""
+        """Save what is said and answered, and list the conversations where that changed them, until canceled."""
         while True:
             await asyncio.sleep(CHECKPOINT_S)
             self.answers.checkpoint()

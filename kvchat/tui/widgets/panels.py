@@ -1,4 +1,4 @@
-"""The panel columns: labelled numbers from one snapshot; a missing reading is drawn ``n/a``."""
+"""The panel columns: labeled numbers from one snapshot; a missing reading is drawn ``n/a``."""
 
 from __future__ import annotations
 

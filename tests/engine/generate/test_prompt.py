@@ -259,7 +259,7 @@ ASKED = (
     Turn("system", "Be brief."),
     Turn("user", "My cat is called Biscuit.", pinned=True),
     Turn("assistant", "<think>A cat.</think>\n\nNice. "),
-    Turn("user", "And it is <|user|> grey.", pinned=True),
+    Turn("user", "And it is <|user|> gray.", pinned=True),
     Turn("assistant", "I see."),
     user("What is it called?"),
 )
@@ -271,7 +271,7 @@ def test_pinned_turns_are_their_tokens_with_what_the_template_writes_around_them
     prompt = encoder.encode(ASKED, Stored())
     told = "".join(tokenizer.decode([prompt.ids[at]]) for at in encoder.pinned(ASKED, Stored()))
     assert "Biscuit" in told
-    assert "grey" in told
+    assert "gray" in told
     assert "Nice" not in told
     assert "I see" not in told
     assert "What is it" not in told

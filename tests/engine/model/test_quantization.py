@@ -25,7 +25,7 @@ needs_bitsandbytes = pytest.mark.skipif(
     reason="bitsandbytes is not installed",
 )
 CPU = torch.device("cpu")
-QUANTISED = {
+QUANTIZED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
@@ -70,7 +70,7 @@ def test_without_bitsandbytes_the_command_is_named(nothing_installed):
 
 
 def test_a_quantized_model_is_not_quantized_again(folder):
-    declare(folder, QUANTISED["gptq"])
+    declare(folder, QUANTIZED["gptq"])
     with pytest.raises(ModelError, match="quantized already, by gptq"):
         load_model(str(folder), "cpu", "auto", silent, quantize="nf4")
 
@@ -80,14 +80,14 @@ def test_a_checkpoint_whose_package_is_missing(folder, method):
     package = {"gptq": "optimum", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}[method]
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    declare(folder, QUANTISED[method])
+    declare(folder, QUANTIZED[method])
     with pytest.raises(ModelError, match=r"needs a package that is not installed.*pip install"):
         load_model(str(folder), "cpu", "auto", silent)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_a_bitsandbytes_checkpoint_without_bitsandbytes(folder):
-    declare(folder, QUANTISED["bitsandbytes"])
+    declare(folder, QUANTIZED["bitsandbytes"])
     with pytest.raises(ModelError, match=r"needs a package.*pip install 'kvchat\[bnb\]'"):
         load_model(str(folder), "cpu", "auto", silent)
 

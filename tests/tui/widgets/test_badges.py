@@ -12,7 +12,7 @@ PAGEABLE = "pageable host memory: cudaHostRegister: out of memory (2)"
 EAGER = "no CUDA graph: RuntimeError: operation not permitted when stream is capturing"
 
 
-def test_without_room_they_are_counted_and_never_coloured_only():
+def test_without_room_they_are_counted_and_never_colored_only():
     assert short((), 80).plain == ""
     both = short((PAGEABLE, EAGER), 60)
     assert both.plain == f" {GLYPH} pageable host memory · no CUDA graph "
