@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvchat.config.validation_errors import reason
+from kvchat.config.validation_errors import advice, field_at, reason
 from kvchat.errors import UsageError, did_you_mean
 
 Params = dict[str, Any]
@@ -281,12 +281,13 @@ def _param_infos(cls: type[ModeParameters]) -> Iterator[ParamInfo]:
         yield ParamInfo(name, getattr(defaults, name), field.description or "")
 
 
-def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, str]:
+def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:
     key = ".".join(str(part) for part in details["loc"]) or "parameters"
     if details["type"] == "extra_forbidden":
         return f'The {cls.name} mode has no parameter "{key}".', did_you_mean(key, cls.model_fields)
     sentence = reason(cls, details)
-    return f"{cls.name}: {key} = {details['input']!r} is refused.", f"{sentence[0].upper()}{sentence[1:]}."
+    title = f"{cls.name}: {key} = {details['input']!r} is refused."
+    return title, f"{sentence[0].upper()}{sentence[1:]}.", advice(field_at(cls, details["loc"]))
 
 
 # ---- modes of other packages -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from kvchat.config.modes import Params, mode_names, registered
-from kvchat.config.validation_errors import reason
+from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import HostDtype, Sampling
 
@@ -117,7 +117,7 @@ def checked_sampling(sampling: Sampling, **changes: Any) -> Sampling:
         details = error.errors()[0]
     name = str(details["loc"][0])
     sentence = f"Given: {values[name]!r}; {reason(SamplingSettings, details)}."
-    raise UsageError(f"{name} is out of range.", sentence)
+    raise UsageError(f"{name} is out of range.", sentence, advice(SamplingSettings.model_fields[name]))
 
 
 def checked_model(values: Mapping[str, Any], options: Iterable[str]) -> dict[str, Any]:
@@ -134,7 +134,8 @@ def checked_model(values: Mapping[str, Any], options: Iterable[str]) -> dict[str
         details = error.errors()[0]
         name = str(details["loc"][0])
         sentence = f"Given: {values[name]!r}; {reason(ModelSettings, details)}."
-        raise UsageError(f"The {name} of a model is refused.", sentence) from None
+        hint = advice(ModelSettings.model_fields[name])
+        raise UsageError(f"The {name} of a model is refused.", sentence, hint) from None
     return {"model" if name == "name" else name: value for name, value in values.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Sequence
 from decimal import Decimal
@@ -53,6 +54,15 @@ def expected(field: FieldInfo) -> str:
         return "a table"
     words = {bool: "true or false", str: "a text that is not empty" if field.metadata else "a text"}
     return words.get(kind) or _listed(kind) or f"as described: {field.description}"
+
+
+def advice(field: FieldInfo | None) -> str:
+    """What to do about a refused value: the hint of the error."""
+    if field is None or field.is_required():
+        return "Give such a value."
+    default = field.get_default(call_default_factory=True)
+    shown = "" if default in (None, "", ()) else f", {json.dumps(default)}"
+    return f"Give such a value, or keep the default{shown}."
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], message
     with pytest.raises(UsageError) as caught:
         modes.parse(mode, params)
     assert str(caught.value).startswith(message)
+    assert caught.value.hint or "Known: " in caught.value.detail
 
 
 def test_the_papers_freeze_has_defaults_of_its_own() -> None:

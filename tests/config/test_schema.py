@@ -98,7 +98,11 @@ def test_the_bounds_are_in_one_place() -> None:
 def test_a_refusal_names_parameter_value_and_range() -> None:
     with pytest.raises(UsageError) as caught:
         checked_sampling(Sampling(), min_p="1")
-    assert str(caught.value) == "min_p is out of range. Given: '1'; it must be a number of at least 0 and below 1."
+    assert (caught.value.title, caught.value.detail, caught.value.hint) == (
+        "min_p is out of range.",
+        "Given: '1'; it must be a number of at least 0 and below 1.",
+        "Give such a value, or keep the default, 0.0.",
+    )
 
 
 def test_every_mode_with_parameters_has_its_table() -> None:

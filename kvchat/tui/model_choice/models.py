@@ -178,7 +178,8 @@ class Models:
     def show_plan(self, planned: Planned) -> None:
         """Show a plan as a table, with what was measured beside it for the model in use."""
         if planned.plan is None:
-            self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
+            hint = "/model lists those on this machine."
+            self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal, hint))
             return
         measured = self._measured() if planned.model == self.in_use.model else {}
         self._view.add_note("\n".join(plan_lines(planned.plan, measured)))

@@ -120,7 +120,8 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     assert table.endswith("kvchat -m bundled --mode full\n  gives up nothing")
     assert measured == "Measured for 7 tokens: K/V read 1.00 MiB, stored 2.00 MiB."
     await chat.controller.handle(Planned("org/other", None, "The hub has no model org/other."))
-    assert str(chat.view.errors[0]) == "org/other cannot be planned for. The hub has no model org/other."
+    refusal = "org/other cannot be planned for. The hub has no model org/other. /model lists those on this machine."
+    assert str(chat.view.errors[0]) == refusal
     for wrong in ("bundled context=no", "bundled tokens=1"):
         with pytest.raises(UsageError):
             await model_commands.plan(chat.controller, wrong)
