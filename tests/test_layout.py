@@ -22,6 +22,7 @@ EXCEPTIONS = {
     "test_readme": "the README",
     "test_style": "lint, format and types",
     "test_wheel": "the built package",
+    "test_words": "the words of the whole package",
     "engine/model/test_architectures": "every supported architecture, through the whole model package",
     "engine/test_cuda": "graphs and streams on a GPU",
     "engine/test_walks": "the files from the session down to what is copied",

@@ -1,4 +1,4 @@
-"""Work on a thread of its own that is known to have begun."""
+"""A thread whose start is checked."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BEGINS_S = 5.0
 
 
 class Beside:
-    """Begins ``work`` at once. ``threading.Thread`` would wait for ever for a thread that finds no memory to begin.
+    """Runs ``work`` on a new thread. ``threading.Thread`` would wait forever for one that finds no memory to start.
 
-    The process ends after it: torch aborts one that ends while a thread copies.
+    The process waits for it before it exits: torch aborts a process that exits while a thread copies.
 
     Raises:
         MemoryError: it did not begin.
@@ -31,7 +31,7 @@ class Beside:
             raise MemoryError("a thread could not begin")
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for its end, at most so long."""
+        """Wait until the work has ended, at most ``seconds``."""
         self._over.wait(seconds)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""What a session says of its model and its mode."""
+"""Describes a session's model and mode to the application."""
 
 from __future__ import annotations
 

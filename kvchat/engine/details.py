@@ -22,7 +22,7 @@ class PcieReading:
         self._thread: threading.Thread | None = None
 
     def latest(self) -> PcieTraffic:
-        """What was measured last; begins the next measurement."""
+        """The last measurement; starts the next one."""
         latest = self._latest
         if self._reader and not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._measure, args=(self._reader,), daemon=True)
@@ -34,7 +34,7 @@ class PcieReading:
 
 
 def details(state: KVState, pcie: PcieTraffic) -> Details:
-    """What each layer and KV head reads and holds, and how long recall took."""
+    """Tokens read and held by layer and KV head, and the time of recall."""
     read, held = (tuple(map(tuple, counts.tolist())) for counts in (read_per_head(state), held_per_head(state)))
     return Details(state.total, read, held, histogram(state.transfer.timer.steps), pcie.to_device, pcie.to_host)
 

@@ -1,4 +1,4 @@
-"""What callers of the Python API may do wrong: use a closed session, give no number, fork, interleave answers."""
+"""Guards against misuse of the Python API: a closed session, no number, a fork, interleaved answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OneAtATime:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a fork of the process that loaded the model, which has the same files open."""
+        """True in a fork of the process that loaded the model, which has the same files open."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:

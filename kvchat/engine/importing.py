@@ -1,4 +1,4 @@
-"""Whether Python imports something right now."""
+"""Detects that Python is importing a module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ IMPORTER = "<frozen importlib._bootstrap>"
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether ``frame`` runs inside an import: what is cut off there cannot be imported in this process any more.
+    """True if ``frame`` runs inside an import; a module whose import is cut off cannot be imported again here.
 
     Parts of torch that were imported already stay, but are no attributes of what is imported next.
     """

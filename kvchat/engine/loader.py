@@ -1,4 +1,4 @@
-"""What the server needs of a session, and of what makes sessions; the real one imports torch with its first call."""
+"""The interfaces of a session and its loader, as the worker uses them; the real one imports torch at its first call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[str], None]
 
 
 class Session(Protocol):
-    """What the server needs of ``kvchat.Session``."""
+    """The part of ``kvchat.Session`` that the worker uses."""
 
     @property
     def info(self) -> messages.Loaded: ...
@@ -43,7 +43,7 @@ class Session(Protocol):
 
 
 class Loader(Protocol):
-    """What the server needs to make sessions; each method may raise ``KvchatError``."""
+    """Makes sessions for the worker; each method may raise ``KvchatError``."""
 
     def open_session(self, load: Load, progress: Progress) -> Session: ...
     def fits_beside(self, load: Load, progress: Progress) -> bool: ...

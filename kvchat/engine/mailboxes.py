@@ -1,4 +1,4 @@
-"""What waits between the engine's threads and the application: commands that have come, text that is to go."""
+"""Queues between the engine's threads and the application: commands received, events to send."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Inbox:
             return self._pop() if self._commands and isinstance(self._commands[0][0], InAnswer) else None
 
     def stops(self) -> bool:
-        """Whether a waiting ``Stop`` is meant for what has just begun: nothing else that it could stop is before it."""
+        """True if a waiting ``Stop`` is meant for the work just begun: no other work it could stop waits before it."""
         with self._changed:
             commands = (command for command, _ in self._commands)
             ahead = itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), commands)

@@ -49,7 +49,7 @@ def _held(kv: KVManager) -> str:
 
 
 def _shortage(error: BaseException) -> str:
-    """What could not be had, in the allocator's own words where they are meant for people."""
+    """The allocation that failed, in the allocator's own words where they are meant for people."""
     text = str(error)
     if asked := ASKED_FOR.search(text):
         return f"another {size(int(asked[1]), 2)} could not be had."

@@ -45,7 +45,7 @@ class Counts:
 
 @dataclass
 class AnswerMetrics:
-    """What is noted while one answer is made; times are ``perf_counter`` seconds."""
+    """Measurements of one answer in progress; times are ``perf_counter`` seconds."""
 
     before: Counts
     prompt_tokens: int
@@ -150,7 +150,7 @@ class MetricsCollector:
         )
 
     def snapshot(self, reduced_tokens: int) -> Snapshot:
-        """What the KV manager holds and did, as of now."""
+        """The present figures of the KV manager: tokens, bytes, recall."""
         kv, now = self._kv, Counts.of(self._kv)
         counts = attended_counts(kv.state)
         self._note_steps(now)
@@ -192,7 +192,7 @@ class MetricsCollector:
         )
 
     def details(self) -> Details:
-        """What each layer and KV head reads and holds, and how long recall took, as of now."""
+        """Tokens read and held by layer and KV head, and the time of recall, as of now."""
         return details(self._kv.state, self._pcie.latest())
 
     def _recurrent_state(self) -> Params:

@@ -130,7 +130,7 @@ class ModeSwitcher:
             self.enter(self.parameters)
 
     def prices(self) -> tuple[Price, ...]:
-        """What entering each of the other modes would cost now."""
+        """The cost of entering each of the other modes now."""
         return tuple(self._price(mode) for mode in modes.mode_names() if mode != self._kv.mode.name)
 
     def recent_prices(self) -> tuple[Price, ...]:

@@ -1,4 +1,4 @@
-"""What ties the engine to the process that started it: it ends with that, however that ends, and speaks to it alone."""
+"""Ties the engine to the process that started it: it ends when that ends, for any reason, and writes to it alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model will take before it is loaded: weights, K/V by mode, host pool, recurrent state, against what is free.
+"""Predicts a model's memory before it is loaded: weights, K/V by mode, host pool, recurrent state, and what is free.
 
 The model is built on torch's meta device, where tensors have shapes and no memory, and one token runs through it: so
 the shapes of its K/V and of its state are observed as the probe does, and no weight file is read.
@@ -95,7 +95,7 @@ def plan_of(asked: Plan, progress: Progress) -> MemoryPlan:
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:
-    """Whether the weights of another model fit what is free now, beside the model in use and its K/V.
+    """True if another model's weights fit the free memory, beside the model in use and its K/V.
 
     Raises:
         KvchatError: it cannot be loaded at all.
@@ -167,7 +167,7 @@ def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
 
 
 def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:
-    """Whether all of it fits what is free, with the margin that is always left."""
+    """True if all of it fits the free memory, with the margin that is always left."""
     read = MIN_BUDGET * made.token_bytes if way == SPILLED else made.modes[way].device_bytes
     on_device, on_host = _beside_kv(made, quantize) + read, made.host_pool + made.snapshots
     if made.device == "cpu":
@@ -210,7 +210,7 @@ def mode_need(
 
 
 def _workspace(model: Any, geometry: Geometry, tokens: int, device: torch.device) -> int:
-    """What one prefill forward takes, about: the outputs of one layer's Linears, and on a GPU a layer's K/V."""
+    """Approximate bytes of one prefill forward: the outputs of one layer's Linears, and on a GPU a layer's K/V."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     widths = sum(linear.out_features for linear in linears(model.get_decoder())) // count
     activations = CHUNK * widths * geometry.dtype.itemsize

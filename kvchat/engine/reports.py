@@ -1,4 +1,4 @@
-"""What a session reports to a screen, as often as that asks for it."""
+"""The figures of a session for screens, computed at each call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reports:
     _keeper: Keeper
 
     def snapshot(self) -> Snapshot:
-        """What the KV manager holds and did; cheap enough for ten a second."""
+        """The present figures of the KV manager; cheap enough for ten calls a second."""
         snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
         badges = *snapshot.badges, *self._runner.badges
         prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes

@@ -214,7 +214,7 @@ class Session(Released, Comparisons, StoredText, Reports):
 
     @property
     def withdrawable(self) -> int:
-        """How many of the last tokens of an answer recovery may still withdraw; 0 without recovery."""
+        """Number of the last tokens of an answer that recovery may still withdraw; 0 without recovery."""
         return REWALK if self._switcher.parameters.recovery else 0
 
     # ---- the KV manager
@@ -273,7 +273,7 @@ class Session(Released, Comparisons, StoredText, Reports):
         return keep_pages(self._kv.state, host_dtype)
 
     def prices(self) -> tuple[Price, ...]:
-        """What switching to each of the other modes would cost now."""
+        """The cost of switching to each of the other modes now."""
         return self._switcher.prices()
 
     def prefill(self, ids: Sequence[int]) -> Tensor:

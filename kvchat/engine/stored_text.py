@@ -13,14 +13,14 @@ from kvchat.kv.manager import KVManager
 
 
 class StoredText:
-    """Which tokens are read, and the text that they stand for."""
+    """The tokens that attention read, with their text."""
 
     _loop: AnswerLoop
     _kv: KVManager
     _model: LoadedModel
 
     def attended(self, layer: int) -> Tensor:
-        """Which stored tokens the last token's attention read in ``layer``, bool ``[kv_head, total]``.
+        """The stored tokens that the last token's attention read in ``layer``, as a mask: bool ``[kv_head, total]``.
 
         Raises:
             UsageError: the model has no such layer.

@@ -214,7 +214,7 @@ class Server:
             raise LoadStopped
 
     def _plan(self, command: Plan) -> None:
-        """A refusal is no failure: an answer may have been asked for meanwhile."""
+        """Send a model's memory plan or the refusal, which is no ``Failed``: that would end an answer in progress."""
         try:
             planned = figures.Planned(command.load.model, self._loader.plan(command, lambda stage: None))
         except Exception as error:  # noqa: BLE001  # whatever a model's files lead to
@@ -222,7 +222,7 @@ class Server:
         self._outbox.send(planned)
 
     def _work(self, begin: Callable[[Session], Iterator[Event]]) -> None:
-        """Send what comes of something long, which ``Stop`` can end from the moment it was asked for."""
+        """Send the events of an answer, comparison or rebuild; ``Stop`` can end it from the moment it was asked for."""
         session = self._loaded()
         self._answering = True
         try:
@@ -288,7 +288,7 @@ class Server:
             self._fail(_explained(error))
 
     def _fail(self, error: KvchatError) -> None:
-        """Report a failure; that of a command done between two tokens after the answer, which it is not about."""
+        """Send ``Failed``; for a command between two tokens after the answer has ended, as it is not about that."""
         kind, fatal = type(error).__name__, self._session is None and self._in_use is None
         failed = Failed(error.title, error.detail, error.hint, kind, fatal)
         if self._answering:
@@ -305,7 +305,7 @@ def _command(body: bytes) -> Command | Refused:
 
 
 def _explained(error: Exception) -> KvchatError:
-    """The error if it is for people, else one in its place; what it was goes to the log."""
+    """Return a ``KvchatError`` as it is; log any other error and return an ``EngineError`` in its place."""
     if isinstance(error, KvchatError):
         return error
     traceback.print_exception(error)

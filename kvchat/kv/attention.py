@@ -31,7 +31,7 @@ ROWS = {"cpu": 256, "cuda": 1024}
 
 
 class Kernel(Enum):
-    """What a prefill's attention runs on.
+    """The attention function of a prefill.
 
     FLASH takes all tokens at once and no mask. SPLIT does on a CPU, once for what is stored before and once for the new
     tokens: 0.8 of the time of MASKED for a prompt of 8,192. MASKED, a fused kernel too, reads a mask: blocks of queries

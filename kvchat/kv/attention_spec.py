@@ -1,4 +1,4 @@
-"""What attention has to know about a layer besides its tensors: plain data, the same for every model."""
+"""A layer's attention rule (scale, window, soft cap, sinks): plain data, the same for every model."""
 
 from __future__ import annotations
 

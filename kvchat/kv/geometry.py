@@ -12,7 +12,7 @@ GROWTH_HEADROOM = 128
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the KV manager knows of a model.
+    """The shape of a model's K/V.
 
     ``d_k`` and ``d_v`` are the head sizes of keys and values; rows are stored ``d = max(d_k, d_v)`` wide, so that
     K and V share one layout (they differ only in MLA models, whose expanded K/V is large anyway). What grows makes room

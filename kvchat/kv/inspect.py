@@ -1,4 +1,4 @@
-"""What attention read and what the slots hold, for screens and tests; everything here waits for the device."""
+"""Reads back the tokens attended to and the contents of slots, for screens and tests; all of it waits for the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvchat.kv.state import KVState
 
 
 def attended(state: KVState, layer: int) -> Tensor:
-    """Which stored tokens the last token's attention read, bool ``[H, total]``.
+    """The stored tokens that the last token's attention read, as a mask: bool ``[H, total]``.
 
     After a prefill that is all; after a switch, what the next token will read.
     """
@@ -36,7 +36,7 @@ def attended(state: KVState, layer: int) -> Tensor:
 
 
 def attended_counts(state: KVState) -> Tensor:
-    """How many (layer, KV head) pairs the last token's attention read each stored token in, int64 ``[total]``."""
+    """Per stored token the number of (layer, KV head) pairs in which the last token read it, int64 ``[total]``."""
     alike: dict[tuple[int, int | None], list[int]] = {}
     for layer in range(state.geometry.layers):
         held = state.slots_of[layer]
@@ -50,12 +50,12 @@ def attended_counts(state: KVState) -> Tensor:
 
 
 def read_per_head(state: KVState) -> Tensor:
-    """How many stored tokens the last token's attention read, as ``attended``, int64 ``[layers, H]`` on the host."""
+    """Number of stored tokens that the last token's attention read, int64 ``[layers, H]`` on the host."""
     return torch.stack([_read_in(state, layer) for layer in range(state.geometry.layers)]).cpu()
 
 
 def held_per_head(state: KVState) -> Tensor:
-    """How many stored tokens lie in slots that attention may read, int64 ``[layers, H]`` on the host."""
+    """Number of stored tokens in slots that attention may read, int64 ``[layers, H]`` on the host."""
     g = state.geometry
     held = torch.zeros((g.layers, g.kv_heads), dtype=torch.int64, device=state.device)
     for layer in range(g.layers):
@@ -116,7 +116,7 @@ def _check_slots(state: KVState, slots: DeviceSlots, layer: int) -> None:
 
 
 def _steps(host: HostPool, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """How far what is stored may be from what was computed: keys ``[H, 1, d_k]``, values ``[H, n, 1]``."""
+    """The allowed difference between stored and computed: for keys ``[H, 1, d_k]``, for values ``[H, n, 1]``."""
     step = 0.55 / LARGEST + torch.finfo(keys.dtype).eps if isinstance(host, EightBitPool) else 0.0
     keys = torch.nn.functional.pad(keys, (0, 0, 0, 1))  # where nothing is stored there is no largest
     return keys.abs().amax(1, keepdim=True) * step, values.abs().amax(2, keepdim=True) * step

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """How a layer's keys turn with their position.
+    """The rotary position embedding of a layer's keys.
 
     The ``2 * len(inv_freq)`` dimensions from ``offset`` on turn in pairs, pair i by ``inv_freq[i]`` (float64) radians
     a token; pairs are neighbors if ``interleaved``, else dimension i and the i-th of the second half.

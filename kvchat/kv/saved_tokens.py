@@ -73,6 +73,6 @@ def _check_room(state: KVState, start: int) -> None:
 
 
 def _wait_for_device(state: KVState) -> None:
-    """What the last step wrote through must have arrived; what reads the pool must be done."""
+    """Wait until the last step's writes to the pool have arrived and no stream reads it."""
     if state.device.type == "cuda":
         torch.cuda.synchronize(state.device)

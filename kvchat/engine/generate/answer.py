@@ -75,7 +75,7 @@ class AnswerLoop(Released):
 
     @property
     def is_canceled(self) -> bool:
-        """Whether what was asked for is to end."""
+        """True once ``cancel`` was called for the work in progress."""
         return self._canceled.is_set()
 
     # ---- one answer
@@ -289,5 +289,5 @@ class AnswerLoop(Released):
         return text
 
     def is_full(self) -> bool:
-        """Whether the mode can store no further token."""
+        """True if the mode can store no further token."""
         return self._kv.mode.limited_by_context and self._kv.total >= self._model.context

@@ -65,7 +65,7 @@ class CudaRecorder:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """What the collector finds may be pinned memory, and giving that back waits for the device: no capture may."""
+    """Turn the garbage collector off: freeing pinned memory waits for the device, which a capture must not."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -23,11 +23,11 @@ class LimitExceededError(Exception):
 
 
 class _StoppedError(Exception):
-    """What is raised in the thread that works."""
+    """Raised in the worker thread to stop it."""
 
 
 def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
-    """What ``work`` returns; it is stopped after ``seconds``, and when the process has grown by ``nbytes``.
+    """Return ``work()``; stop it after ``seconds``, or once the process has grown by ``nbytes``.
 
     It is stopped between two operations of the interpreter: a single long one runs to its end. Where the system does
     not tell a process's memory only the time is limited.

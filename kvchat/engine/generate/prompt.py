@@ -245,7 +245,7 @@ class PromptEncoder:
         return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
 
     def _renders(self, turns: Sequence[Turn], in_parts: bool = False) -> bool:
-        """Whether ``PROBE`` among the turns comes out of the template: some raise at a role, some drop the text."""
+        """True if the template renders ``PROBE`` among the turns: some raise at a role, some drop the text."""
         if not self._tokenizer.chat_template:
             return True
         try:

@@ -51,7 +51,7 @@ class RecoveryMonitor:
         return token
 
     def take(self) -> tuple[Level, Trigger] | None:
-        """What is due, once."""
+        """Return the recovery that is due and forget it; None if none is."""
         due, self.due = self.due, None
         return due
 

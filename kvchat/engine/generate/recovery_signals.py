@@ -1,4 +1,4 @@
-"""When generation seems to go wrong, and what to do about it: entropy signals and the SR, WR, FR, RR ladder.
+"""Detects that generation goes wrong by entropy signals, and escalates recovery by the SR, WR, FR, RR ladder.
 
 Paper: ASR-KF-EGR, section 3.6, which names the four levels and leaves triggers to future work. Pure numbers: the
 caller measures every token and carries out what ``Ladder`` answers.
@@ -35,7 +35,7 @@ REWALK_EVERY = 128
 
 
 class Trigger(NamedTuple):
-    """What set recovery off: ``entropy`` (z), ``log-prob`` (z) or ``repetition`` (times)."""
+    """The signal that triggered recovery: ``entropy`` (z), ``log-prob`` (z) or ``repetition`` (times)."""
 
     signal: str
     value: float
@@ -43,7 +43,7 @@ class Trigger(NamedTuple):
 
 @dataclass
 class Signals:
-    """What was measured at each token of one answer."""
+    """Measurements at each token of one answer."""
 
     entropies: list[float] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Signals:
 
 
 class Ladder:
-    """Which of ``levels`` to take when something triggers; counts the tokens drawn, withdrawn ones included."""
+    """Chooses one of ``levels`` at each trigger; counts the tokens drawn, withdrawn ones included."""
 
     def __init__(self, levels: Sequence[Level] = LEVELS) -> None:
         self.levels = tuple(levels)
@@ -129,7 +129,7 @@ class Ladder:
 
 
 def _deviations(value: float, series: Sequence[float]) -> float:
-    """How many standard deviations ``value`` lies above the last 64 of ``series``; 0 before there are 32."""
+    """Number of standard deviations of ``value`` above the last 64 of ``series``; 0 before there are 32."""
     if len(series) < WARM_UP:
         return 0.0
     base = series[-BASELINE:]

@@ -140,7 +140,7 @@ class ModelRunner:
             self.kv.refill()
 
     def _planned_chunk(self, tokens: int) -> int:
-        """How many of ``tokens`` new ones go through the model at once."""
+        """Number of the ``tokens`` new ones that one forward takes."""
         if self._token_bytes is None:
             with explained(self.kv, "reading the prompt"):
                 self._token_bytes = bytes_per_token(self.model)

@@ -23,7 +23,7 @@ NO_TOKEN = -1  # drawn from logits that are not finite
 
 
 class SamplerState(NamedTuple):
-    """What a sampler needs to go on from here: the generator's state and ``seen`` [vocab], a bool tensor."""
+    """The state of a sampler, to resume it: that of the generator, and ``seen`` [vocab], a bool tensor."""
 
     generator: Tensor
     seen: Tensor

@@ -116,7 +116,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def joined(self, parts: tuple[Any, ...]) -> str:
-        """What ``~`` gives."""
+        """The result of ``~``, which joins ``parts`` as text."""
         self._refuse_above_limit(self._weigh(parts))
         return str_join(parts)
 

@@ -1,4 +1,4 @@
-"""What is stored: the ids whose K/V are in the host pool, and the text that they stand for."""
+"""The ids whose K/V are in the host pool, and the text that they stand for."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ class Stored:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading elements are equal."""
+    """Number of leading elements that are equal."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

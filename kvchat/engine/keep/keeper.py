@@ -60,7 +60,7 @@ class Parked:
 
 @dataclass
 class Source:
-    """Where the beginning of a conversation can be taken from; ``where`` it is: memory or disk.
+    """Kept K/V of a conversation that begins as the one to open; ``where`` it is: memory or disk.
 
     ``stored`` is all that is there, of which the ``kept`` tokens are of use. A hybrid model can go on only from one of
     its ``states``.
@@ -214,7 +214,7 @@ class Keeper:
             yield source
 
     def _begins(self, path: Path, ids: list[int]) -> bool:
-        """Whether a file of another conversation can be used and begins with ``ids``, a page of them."""
+        """True if the file of another conversation can be used and begins with ``ids``, a page of them."""
         try:
             return bool(self._file(path).rows(pages=1)["id"].tolist() == ids)
         except (DamagedFileError, OSError):
@@ -237,7 +237,7 @@ class Keeper:
         return replace(source, kept=source.kept.beginning(tokens))
 
     def _common(self, stored: Stored, text: str) -> int:
-        """How many of the stored tokens ``text`` begins with."""
+        """Number of the stored tokens that ``text`` begins with."""
         return common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
 
     # ---- keeping
@@ -295,7 +295,7 @@ class Keeper:
         snapshots: list[Snapshot],
         pages: ParkedPages | None,
     ) -> Job:
-        """What of a conversation is not on disk: of a parked one, or of the present one."""
+        """The part of a conversation, parked or present, that is not on disk yet."""
         page = self._kv.state.geometry.page
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))

@@ -1,4 +1,4 @@
-"""What full pages are kept in, changed between two tokens; in words."""
+"""Changes the number format of full pages between two tokens, and describes the change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvchat.protocol.messages import HostDtype
 
 
 def is_rounded(host_dtype: HostDtype) -> bool:
-    """Whether pages in this format are 8-bit ones.
+    """True if pages of this format are 8-bit ones.
 
     Raises:
         UsageError: there is no such format.
@@ -21,7 +21,7 @@ def is_rounded(host_dtype: HostDtype) -> bool:
 
 
 def keep_pages(state: KVState, host_dtype: HostDtype) -> str:
-    """Keep pages that get full from now on in the model's number format or in int8; what that means now.
+    """Keep pages that get full from now on in the model's number format or in int8; return a sentence about it.
 
     Raises:
         UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.

@@ -1,4 +1,4 @@
-"""What is stored, as rows of a page file and back; and what a file's K/V must be of to be used."""
+"""Converts the stored ids and text to rows of a page file and back; identifies the model that K/V were computed by."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIGEST_BYTES = 16
 
 
 def identity(model: LoadedModel) -> dict[str, Any]:
-    """What K/V depend on, by the name that completes "of another ..."."""
+    """All that K/V depend on; a key completes the sentence "The file is of another ..."."""
     recurrent = is_recurrent(model.model.config)
     return {
         "model": model.name,
@@ -46,7 +46,7 @@ def rows_of(stored: Stored, pinned: list[int], start: int) -> Rows:
 
 
 def stored_of(rows: Rows, text: str) -> Stored:
-    """What the rows say is stored; of their marks those that ``text`` begins with."""
+    """The ids of the rows, with the marks at which ``text`` agrees with the saved one."""
     stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
     for index in np.flatnonzero(rows["chars"] >= 0).tolist():
         chars = int(rows["chars"][index])

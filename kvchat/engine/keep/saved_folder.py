@@ -20,7 +20,7 @@ class SavedFolder:
         self._limit = limit
 
     def path(self, conversation: str) -> Path:
-        """Where the K/V of a conversation are or would be."""
+        """The path of a conversation's K/V file; it need not exist."""
         return paths.saved_kv(self._folder, conversation)
 
     def latest_first(self) -> list[Path]:

@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What is known of an attention module: its number among those of its model, its rule, and the shape of all layers.
+    """An attention module's number among those of its model, its rule, and the shape of all layers.
 
     ``common`` is None where all layers have one shape anyway.
     """

@@ -1,4 +1,4 @@
-"""Which dtype a model runs in on a CPU where the setting is "auto": the faster one for a token's largest product.
+"""Chooses a model's dtype on a CPU where the setting is "auto": the faster one for a token's largest product.
 
 What decodes a token there is reading the weights. bfloat16 halves that where the processor multiplies it (AVX-512 BF16,
 AMX) and the weights come from memory; a smaller model, whose products are over before, is faster in float32, and
@@ -40,7 +40,7 @@ def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
 
 
 def note(dtype: str, chosen: torch.dtype, config: Any) -> str:
-    """What to tell of the choice that the setting ``dtype`` led to; "" where nothing was chosen."""
+    """A sentence about the dtype chosen for the setting ``dtype``; "" where nothing was chosen."""
     if dtype != "auto" or chosen != torch.bfloat16:
         return ""
     exact, half = milliseconds(*_largest(config))

@@ -57,7 +57,7 @@ def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _hidden(scores: Tensor, window: int | None) -> Tensor:
-    """Which keys a query may not see, ``[n, total]``: later ones, and those that have left the window."""
+    """The mask of keys that a query may not see, ``[n, total]``: later ones, and those that have left the window."""
     n, total = scores.shape[1:]
     queries = torch.arange(total - n, total, device=scores.device)[:, None]
     keys = torch.arange(total, device=scores.device)

@@ -1,4 +1,4 @@
-"""What a model says of itself before its weights are read: where it lies, its configuration, how it would be run."""
+"""Describes a model before its weights are read: its location, configuration, dtype and quantization."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 def choose(quantize: str, described: ModelDescription) -> Choice:
-    """What to use where ``quantize`` was asked for: of "auto" the file's own size, if what packs it is installed.
+    """The quantization for the setting ``quantize``; "auto": the file's own size if what packs it is installed.
 
     For what is no GGUF file "auto" is "none".
 
@@ -61,7 +61,7 @@ def by_default(location: ModelLocation, dtype: torch.dtype, device: torch.device
 
 
 def sizes(quantize: str, described: ModelDescription) -> str:
-    """What the file takes, and what its weights will."""
+    """The sizes of the file and of its weights once loaded, for a message."""
     shapes = without_memory(described.model_class, described.text_config, described.dtype)
     unpacked = weight_bytes(shapes, "none", described.device)
     of_file = (described.location.folder / described.location.gguf).stat().st_size

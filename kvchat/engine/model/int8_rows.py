@@ -41,7 +41,7 @@ Weight = Tensor | Int8Rows
 
 
 def weight_of(linear: Any) -> Weight:
-    """What multiplies in a Linear."""
+    """The weight of a Linear, as it multiplies."""
     rows: Int8Rows | None = linear.__dict__.get(ROWS)
     return linear.weight if rows is None else rows
 

@@ -137,7 +137,7 @@ def _loading_weights(quantize: str, described: ModelDescription) -> str:
 
 
 def _notes_on(described: ModelDescription, dtype: str, quantized: str) -> list[str]:
-    """What a person should know of the part that is run, how it is ``quantized``, and the dtype that "auto" took."""
+    """Notes for people: the part of the model that is run, how it is ``quantized``, and the dtype that "auto" took."""
     on_cpu = described.device.type == "cpu"
     taken = cpu_dtype.note(dtype, described.dtype, described.config) if on_cpu else ""
     return [*filter(None, [text_part.note(described.config), quantized, taken])]
@@ -250,7 +250,7 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _temperature(model: Any) -> float:
-    """What the model's makers sample at, where their file says it."""
+    """The temperature of the model's generation config; the default where it has none."""
     named = getattr(model.generation_config, "temperature", None)
     if isinstance(named, int | float) and 0 < named <= MAX_TEMPERATURE:
         return float(named)

@@ -164,7 +164,7 @@ def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...]
 
 
 def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation | None]) -> str | None:
-    """Why keys rotate otherwise at twice the context, by which dynamic NTK and longrope have changed frequencies."""
+    """A reason to refuse a model whose keys rotate otherwise at twice the context (dynamic NTK, longrope), or None."""
     position = 2 * _context(model)
     far = _observe(model, position)
     _observe(model, BASE)  # a short forward puts the short text's frequencies back

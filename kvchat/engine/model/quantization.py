@@ -24,7 +24,7 @@ INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights are stored: transformers' name of the method (empty: unquantized) and its loading options.
+    """The storage of the weights: transformers' name of the method (empty: unquantized) and its loading options.
 
     ``share`` is the least fraction of the files' bytes that the loaded weights take.
     """

@@ -79,7 +79,7 @@ class RecurrentState:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a forward of the model takes besides its tokens."""
+        """The arguments of the model's forward besides its tokens."""
         return {"past_key_values": self._cache, "use_cache": True} if self.exists else {"use_cache": False}
 
     @property
@@ -119,7 +119,7 @@ class RecurrentState:
         return self._read
 
     def chunk(self, left: int, planned: int) -> int:
-        """How many of ``left`` new tokens the next prefill forward takes, where ``planned`` would be its size."""
+        """Number of the ``left`` new tokens that the next prefill forward takes; ``planned`` is what memory allows."""
         body = left - TAIL if left > TAIL else left
         if not self.exists or self.reads_chunks:
             return min(planned, body if self.exists else left)
@@ -219,7 +219,7 @@ class RecurrentState:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some layers of models with transformers' ``config`` keep a recurrent state in its cache."""
+    """True if some layers of models with transformers' ``config`` keep a recurrent state in its cache."""
     return not (RECURRENT | BOTH).isdisjoint(layer_types(config))
 
 

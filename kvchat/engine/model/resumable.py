@@ -36,7 +36,7 @@ class RemoteFile(NamedTuple):
 
     @property
     def partial(self) -> Path:
-        """Where it grows."""
+        """The path of the part downloaded so far."""
         return self.blob.with_name(f"{self.blob.name}.partial")
 
 

@@ -28,7 +28,7 @@ SECOND_TURN = 10
 
 
 def reads_chunks(model: Any) -> bool:
-    """Whether a forward of several tokens goes on from a recurrent state; jamba's silently starts from an empty one.
+    """True if a forward of several tokens continues a recurrent state; jamba's silently starts from an empty one.
 
     Raises:
         ModelError: transformers refuses, or keeps state where it cannot be copied.

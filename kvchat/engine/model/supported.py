@@ -1,4 +1,4 @@
-"""Which models kvchat refuses, as far as their configuration, class and tensors tell."""
+"""Refuses models that kvchat cannot run, by their configuration, class and tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model_class(config: Any) -> tuple[Any, Any]:
 
 
 def refusal(config: Any, model_class: Any) -> str | None:
-    """Why kvchat cannot run a model of transformers' ``config`` and ``model_class``; None if they show no reason."""
+    """The reason to refuse a model of transformers' ``config`` and ``model_class``; None if there is none."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return "It is an encoder-decoder; kvchat drives decoders only"
@@ -99,7 +99,7 @@ def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> Non
 
 
 def cannot_run(model: Any, reason: str) -> ModelError:
-    """What is said of a loaded model whose forward is not as kvchat needs it."""
+    """The error for a loaded model whose forward is not as kvchat needs it."""
     return ModelError(f"kvchat cannot run {type(model).__name__}.", reason, "Choose another model.")
 
 

@@ -33,7 +33,7 @@ def find(config: Any) -> tuple[Any, Any] | None:
 
 
 def note(config: Any) -> str:
-    """What a person should know of a checkpoint of which only the text is used; empty where there is nothing else."""
+    """A note for people that only the text part of a checkpoint is used; empty where there is no other part."""
     parts = [name for name in config.sub_configs if name != "text_config" and getattr(config, name, None) is not None]
     kinds = " and ".join(sorted(name.removesuffix("_config") for name in parts))
     return f"Only the language part is loaded: the model reads no {kinds} input here." if kinds else ""
@@ -48,7 +48,7 @@ def _inherited(config: Any, text: Any) -> Any:
 
 
 def _reads_whole_checkpoints(text: Any) -> bool:
-    """Whether transformers maps the tensor names of a whole checkpoint to those of the text configuration's class."""
+    """True if transformers maps the tensor names of a whole checkpoint to those of the text configuration's class."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     changes = get_checkpoint_conversion_mapping(text.model_type) or ()

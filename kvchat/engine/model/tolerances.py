@@ -1,4 +1,4 @@
-"""How much the start-up checks let a model's numbers differ: rounding passes, a wrong computation does not.
+"""The tolerances of the start-up checks: rounding passes, a wrong computation does not.
 
 Each limit lies between what right models measure and what wrong ones do. The check of kv's kernels has its own
 (``kvchat.kv.ops.verify``).

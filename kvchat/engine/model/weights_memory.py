@@ -1,4 +1,4 @@
-"""Where a model's weights lie in a CPU's memory: one behind the other, in huge pages.
+"""Places a model's weights in a CPU's memory: one behind the other, in huge pages.
 
 A token reads all of them once. Small ones lie in small system pages wherever there was room; laid out they are read
 faster (``kv.memory.huge_pages``), and what is merged later (``fusion``) is one matrix already.

@@ -1,4 +1,4 @@
-"""How a layer's K/V lies in its region of host memory: by page for a device that fetches pages, by head for a CPU.
+"""The order of a layer's K/V in its region of host memory: by page for a GPU, which fetches pages, by head for a CPU.
 
 Both are one array, cut into rows (a token's K or V of one head) and blocks (a page's K or V of one head), and seen as
 ``[page, H, 2, p, d]``. Only what is next to what differs. 8-bit pages lie by page in either case.
@@ -56,11 +56,11 @@ class ByPage:
         return (page * g.kv_heads + heads) * (2 * g.page) + positions % g.page
 
     def value_rows(self, reserved: int) -> int:
-        """How many rows behind its K a token's V lies."""
+        """Number of rows from a token's K to its V."""
         return self.geometry.page
 
     def block_strides(self, reserved: int) -> tuple[int, int, int]:
-        """How many blocks lie from a page to the next, from a head to the next and from K to V."""
+        """Number of blocks from one page to the next, from one head to the next and from K to V."""
         return 2 * self.geometry.kv_heads, 2, 1
 
 
@@ -119,7 +119,7 @@ class RoundedByPage(ByPage):
 
 
 def arrangement_of(geometry: Geometry) -> ByPage:
-    """How a host pool of this geometry lies in memory."""
+    """The arrangement that a host pool of this geometry uses."""
     return ByHead(geometry) if geometry.unified else ByPage(geometry)
 
 

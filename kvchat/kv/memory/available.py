@@ -32,7 +32,7 @@ class Limit:
 
 
 def usable(free: int) -> int:
-    """How many of ``free`` bytes may be taken."""
+    """The part of ``free`` bytes that may be taken; the rest is a reserve."""
     return free - min(MARGIN, free * 6 // 100)
 
 
@@ -66,7 +66,7 @@ def check_address_space(limit: int | None = None) -> None:
 
 
 def _available(proc: Path) -> int:
-    """What the system can give without swapping: free pages and file cache."""
+    """Bytes that the system can give without swapping: free pages and file cache."""
     fields = _fields(proc / "meminfo")
     if "MemAvailable" in fields:
         return fields["MemAvailable"] * 1024

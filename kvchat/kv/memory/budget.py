@@ -12,7 +12,7 @@ from kvchat.units import size
 
 
 class SwitchCost(NamedTuple):
-    """What entering a mode costs: bytes moved to the device (at most), its device bytes afterwards, and seconds.
+    """The cost of entering a mode: bytes moved to the device (at most), its device bytes afterwards, and seconds.
 
     ``seconds`` follows from the rate of earlier fills, or of the link; None where neither was measured.
     """

@@ -111,7 +111,7 @@ class DeviceSlots:
         return self._all if self.heads is None else self.heads[layer - self.layout.first]
 
     def pick(self, layer: int, tensor: Tensor, dim: int) -> Tensor:
-        """The entries of the KV heads held from a tensor that has all along ``dim``."""
+        """Select, along ``dim`` (all KV heads) of ``tensor``, the KV heads that have slots here."""
         return tensor if self.heads is None else tensor.index_select(dim, self.heads_of(layer))
 
     def keys(self, layer: int) -> Tensor:
@@ -135,7 +135,7 @@ class DeviceSlots:
         return self.table[0 if self.layout.shared else layer - self.layout.first]
 
     def attended_of(self, layer: int) -> Tensor:
-        """What the last attention of the layer could read, ``[H or 1, n]``."""
+        """The positions that the layer's last attention could read, by slot, ``[H or 1, n]``."""
         return self.attended[0 if self.layout.shared else layer - self.layout.first]
 
     def pages_of(self, layer: int) -> Tensor:
@@ -148,7 +148,7 @@ class DeviceSlots:
         return torch.where(positions < s, self.offset + positions, self.ring + (positions - s) % max(1, w))
 
     def free_slot(self) -> Tensor:
-        """A slot ``[1]`` of an unordered layout that is empty; any, where none is."""
+        """The index ``[1]`` of an empty slot in an unordered layout; of any slot if all are taken."""
         return (self.table[0, 0] == EMPTY).to(torch.int32).topk(1).indices
 
     def assign(self, position: Tensor) -> None:

@@ -127,7 +127,7 @@ class EightBitPool(HostPool):
         return moved
 
     def _reserve_rounded(self, pages: int) -> bool:
-        """Make room for so many more 8-bit pages; True when the views of these changed."""
+        """Make room for ``pages`` more 8-bit pages; True if their views changed."""
         p = self.geometry.page
         self.rounded.total = self._free_rounded.after(0) * p  # so much goes along if it moves, beyond the context
         return self.rounded.reserve(self._free_rounded.after(pages) * p)
@@ -143,7 +143,7 @@ class EightBitPool(HostPool):
         return [~index for index in self._free_rounded.lowest(full)] + self._free.lowest(1 if tokens % p else 0)
 
     def _open_again(self) -> None:
-        """The last page was cut off inside an 8-bit one: let it lie in the exact pool."""
+        """Move the last page, an 8-bit one cut off inside, to the exact pool, so that tokens can be appended."""
         index, (place,) = self._pages[-1], self._free.lowest(1)
         for layer in range(self.geometry.layers):
             page = rounding.exact(self.rounded.table(layer)[~index], self.geometry)
@@ -323,14 +323,14 @@ class EightBitPool(HostPool):
         return self._of_either(places, exact, rounded, heads, offsets).transpose(0, 1)
 
     def _looked_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the pages of ``positions`` lie, and their places in these."""
+        """The entries in ``places`` of the pages of ``positions``, and the offsets of the tokens within their pages."""
         page = torch.div(positions, self.geometry.page, rounding_mode="floor")
         return self.places[page], positions % self.geometry.page
 
     def _of_either(
         self, places: Tensor, exact: Callable[..., Tensor], rounded: Callable[..., Tensor], *where: Tensor
     ) -> Tensor:
-        """What lies at ``places [m]``, read by the one or the other; both at once where reading back would wait."""
+        """Read ``places [m]`` by ``exact`` or ``rounded``; on a GPU run both and choose, as reading back would wait."""
         is_exact, held = places >= 0, self.table(0).device
         index, where = torch.where(is_exact, places, ~places).to(held), tuple(x.to(held) for x in where)
         if self.device.type == "cpu" and bool(is_exact.all()):

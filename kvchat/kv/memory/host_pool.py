@@ -69,7 +69,7 @@ class HostPool:
 
     @property
     def reserved(self) -> int:
-        """Tokens there is address space for: so many fit before the pool moves."""
+        """Tokens that fit the reserved address space: with more the pool moves."""
         return self._lies.tokens(min(region.size for region in self._regions))
 
     @property
@@ -121,7 +121,7 @@ class HostPool:
 
     @property
     def layers(self) -> list[Tensor]:
-        """What there is memory for, in host memory: ``[page, H, 2, p, d]`` a layer."""
+        """The pages that have memory, in host memory: ``[page, H, 2, p, d]`` a layer."""
         pages = self.capacity // self.geometry.page
         return [self._lies.table(region.bytes)[:pages] for region in self._regions]
 
@@ -155,16 +155,16 @@ class HostPool:
 
     @property
     def value_rows(self) -> int:
-        """How many rows behind its K a token's V lies."""
+        """Number of rows from a token's K to its V."""
         return self._lies.value_rows(self.reserved)
 
     @property
     def block_strides(self) -> tuple[int, int, int]:
-        """How many ``blocks`` lie from a page to the next, from a KV head to the next and from K to V."""
+        """Number of ``blocks`` from one page to the next, from one KV head to the next and from K to V."""
         return self._lies.block_strides(self.reserved)
 
     def rounded_at(self, positions: Tensor) -> Tensor | None:
-        """Whether tokens ``positions`` lie in 8-bit pages; None where there is none."""
+        """True for each of ``positions`` whose token lies in an 8-bit page; None if there are no 8-bit pages."""
         return None
 
     @property
@@ -235,7 +235,7 @@ class HostPool:
         return self.geometry.pages(self.total)
 
     def _affordable(self, least: int, wanted: int, beside: int = 0) -> int:
-        """Bytes a layer for ``wanted`` tokens, or ``least`` where there is no memory for more; ``beside`` meanwhile.
+        """Bytes a layer for ``wanted`` tokens, or for ``least`` if memory is short; ``beside`` more bytes are needed.
 
         Raises:
             DoesNotFitError: nor for that.

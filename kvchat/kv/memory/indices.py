@@ -1,4 +1,4 @@
-"""Indices that are given out, the lowest first, and come back."""
+"""Allocates indices (of pages in a pool), the lowest free ones first."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 
 
 class Indices:
-    """Which indices are free; the lowest are taken first. All from ``end`` on are."""
+    """The free indices: those given back, and all from ``end`` on."""
 
     def __init__(self, end: int) -> None:
         self._end = end
         self._returned: list[int] = []
 
     def lowest(self, number: int) -> list[int]:
-        """So many free ones, ascending."""
+        """The ``number`` lowest free indices, ascending."""
         found = heapq.nsmallest(number, self._returned)
         return [*found, *range(self._end, self._end + number - len(found))]
 
     def after(self, number: int) -> int:
-        """How many indices there are up to the last in use once the ``number`` lowest are taken."""
+        """The length that a table needs to hold every index in use after ``number`` more are taken."""
         return self._end + max(0, number - len(self._returned))
 
     def take(self, indices: Iterable[int]) -> None:
-        """Use these, which are the lowest."""
+        """Mark ``indices``, which ``lowest`` returned, as used."""
         for index in sorted(indices):
             if index in self._returned:
                 self._returned.remove(index)
@@ -32,5 +32,5 @@ class Indices:
                 self._end += 1
 
     def give_back(self, indices: Iterable[int]) -> None:
-        """Use these no longer."""
+        """Mark ``indices`` as free."""
         self._returned.extend(indices)

@@ -71,7 +71,7 @@ class SavedState(NamedTuple):
 
 
 class End(NamedTuple):
-    """What follows the pages: the last token's ``query``, empty if unknown, and recurrent ``states``."""
+    """The part of the file behind the pages: the last token's ``query``, empty if unknown, and recurrent ``states``."""
 
     query: bytes = b""
     states: Sequence[SavedState] = ()
@@ -82,7 +82,7 @@ class DamagedFileError(Exception):
 
 
 class TakesPages(Protocol):
-    """What pages are read into."""
+    """A pool that ``PageFile.read`` writes pages to."""
 
     def put(self, first: int, pages: Pages) -> None:
         """``HostPool.put``"""
@@ -123,7 +123,7 @@ class PageFile:
     # ---- reading
 
     def rows(self, pages: int | None = None) -> Rows:
-        """What is kept of the tokens in the first ``pages`` (None: all) that are linked; blocks are not looked at.
+        """The rows of the tokens in the first ``pages`` (None: all) whose links are right; no K/V is read.
 
         Raises:
             DamagedFileError: the file is no such file, or of another model; OSError: it cannot be read.
@@ -151,7 +151,7 @@ class PageFile:
 
     @property
     def has_rounded(self) -> bool:
-        """Whether some tokens of the pages known to be there are rounded."""
+        """True if any page in ``links`` is an 8-bit one."""
         return any(link.kind != EXACT for link in self.links)
 
     def read(self, pool: TakesPages, tokens: int) -> int:
@@ -181,7 +181,7 @@ class PageFile:
         return tokens
 
     def end(self) -> End:
-        """What follows the pages that ``rows`` found, if all are there and nothing was written since.
+        """The part behind the pages that ``rows`` found, if all are there and nothing was written since.
 
         Raises:
             OSError: the file cannot be read.

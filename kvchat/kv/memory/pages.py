@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class StoredPages(Protocol):
-    """What has pages of a conversation, in host memory."""
+    """A holder of a conversation's pages in host memory: a pool or a copy."""
 
     @property
     def kinds(self) -> Sequence[bool]:
@@ -61,7 +61,7 @@ class Pages:
 
 
 def has_rounded(pages: StoredPages) -> bool:
-    """Whether some tokens are rounded."""
+    """True if some tokens are rounded: their page is an 8-bit one, or was before it was cut off."""
     return any(pages.kinds) or bool(pages.cut_off)
 
 

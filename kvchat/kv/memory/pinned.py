@@ -73,7 +73,7 @@ def _cudart() -> Any:
 
 
 def _device_address(address: int) -> int | None:
-    """Where the device sees pinned memory; None where the driver does not tell."""
+    """The device's address of pinned memory; None if the driver gives none."""
     seen = ctypes.c_uint64()
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""What a prefill takes on the device, and how many tokens of it go through the model at once."""
+"""Plans a prefill: the device memory that it takes, and the number of tokens of one forward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -
 
 
 def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, device: torch.device) -> int:
-    """How many of ``new`` tokens after ``stored`` go through the model at once; ``token_bytes`` as above.
+    """Number of the ``new`` tokens after ``stored`` that one forward takes; ``token_bytes`` as above.
 
     The largest that takes at most half of the free memory: the rest allows for fragmentation.
 

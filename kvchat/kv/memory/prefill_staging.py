@@ -30,7 +30,7 @@ class Prefill(Protocol):
         """
 
     def close(self) -> None:
-        """The forward is over, or failed; whatever comes next finds the host pool written."""
+        """End the prefill, also after a failure: once it returns, the host pool holds all that was written to it."""
 
 
 def prefill_over(host: HostPool, tokens: int, first: int = 0) -> Prefill:

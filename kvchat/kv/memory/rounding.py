@@ -59,7 +59,7 @@ def exact(blocks: Tensor, g: Geometry) -> Tensor:
 
 
 def scaled(codes: Tensor, scales: Tensor) -> Tensor:
-    """What ``codes`` (int8) stand for, in the dtype of their ``scales`` (broadcast)."""
+    """The numbers that ``codes`` (int8) encode, in the dtype of their ``scales`` (broadcast)."""
     return (codes.float() * scales.float()).to(scales.dtype)
 
 

@@ -1,4 +1,4 @@
-"""How long a step's recall takes, and how much of it the step waits for."""
+"""Measures the time of a step's recall, and the part of it that the step waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mode is: the policy that decides which stored tokens attention reads and when they are fetched.
+"""The base of all modes: a mode is the policy that decides which stored tokens attention reads and fetches them.
 
 A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode fills its slots from it.
 """
@@ -28,7 +28,7 @@ from kvchat.kv.state import KVState
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What a mode may need to know of the model beside its geometry.
+    """Properties of the model, beside its geometry, that modes use.
 
     ``rotations`` has one entry per layer, None where keys are not rotated; ``realign_refusal`` says why sinks cannot be
     re-aligned, None where they can; ``calibration`` is None until the model's heads were measured.
@@ -42,7 +42,7 @@ class ModelTraits:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a mode wants on the device for a given capacity.
+    """The device memory that a mode needs for a given capacity.
 
     ``layouts`` are its slots, which together cover every layer; ``state_bytes`` is what it keeps beside them.
     """
@@ -65,7 +65,7 @@ class Plan:
 
 
 class TokenState(Enum):
-    """Where a stored token is, as seen from the next step."""
+    """The place of a stored token, as seen from the next step."""
 
     SINK = "sink"
     WINDOW = "window"
@@ -79,7 +79,7 @@ class TokenState(Enum):
 
 @dataclass(frozen=True)
 class ModeReport:
-    """What a mode reports about itself.
+    """The parameters, figures and warnings of a mode, for screens.
 
     ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
     has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs
@@ -97,7 +97,7 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Step:
-    """What a mode says of the step that comes.
+    """The kind of the next step.
 
     Steps of one ``kind`` run the same operations on the same shapes; an ``exact`` one reads all tokens before its own.
     """

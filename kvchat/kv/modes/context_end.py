@@ -1,4 +1,4 @@
-"""What a mode does where a conversation reaches the end of the model's context: it stops there, or moves the base.
+"""The end of the model's context: a conversation stops there, or its mode moves the base.
 
 Positions beyond the context go on from its middle: a token's base, a multiple of half the context, is subtracted before
 the model rotates its query and key. So no position is beyond the context, and float32 angles lose no precision. Keys
@@ -21,7 +21,7 @@ class ContextEnd:
     """The conversation ends there: every token has its own position, and a prompt reads everything stored."""
 
     def base_of(self, position: int) -> int:
-        """What is subtracted from a token's position before the model rotates its query and key; 0 in the context."""
+        """The number subtracted from a token's position before its query and key are rotated; 0 within the context."""
         return 0
 
     def model_position(self, position: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class ContextEnd:
         return keys
 
     def prompt_tokens(self, total: int) -> int:
-        """How many tokens of a prompt one forward may read after ``total`` stored ones, at most."""
+        """The most tokens of a prompt that one forward may take after ``total`` stored ones."""
         return sys.maxsize
 
     def bounds_prompt(self, tokens: int) -> bool:
@@ -48,7 +48,7 @@ class ContextEnd:
         return 0
 
     def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What that forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
+        """The keys and values that a bounded forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
 
         Given are the layer's keys and values of the tokens from ``first_read`` on.
         """

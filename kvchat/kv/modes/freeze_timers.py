@@ -25,7 +25,7 @@ FOLLOWING = 16  # tokens, from a sought one on
 
 @dataclass(frozen=True)
 class Rule:
-    """What the profiles differ in.
+    """The constants of a profile.
 
     ``sink`` first tokens and, if ``protects``, the chat's control tokens are never frozen; the least relevant freeze
     only while more than ``floor`` are read; the first freezes are spread over ``stagger`` steps; with ``same_step`` a
@@ -127,7 +127,7 @@ class Timers:
         self._pin_mask, self.budget = tokens, budget
 
     def awake(self, total: int) -> int:
-        """How many of ``total`` tokens the next one reads; waits for the device."""
+        """Number of the ``total`` tokens that the next one reads; waits for the device."""
         return total - int(self.frozen[:total].sum())
 
     def observe(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor, named: Tensor | None) -> None:
@@ -159,12 +159,12 @@ class Timers:
         return reopened.sum(), absent, min(len(table), len(absent))
 
     def reused(self, table: Tensor, held: Tensor, number: int) -> Tensor:
-        """So many slots that ``table [n]`` leaves free, int64: those of the tokens that stay away longest."""
+        """The ``number`` empty slots of ``table [n]`` to use next, int64: those whose tokens stay frozen longest."""
         away = torch.where(held == EMPTY, FOREVER, self.timer[held.long()].clamp(min=0))
         return away.masked_fill(table != EMPTY, -1).topk(number).indices
 
     def close(self, table: Tensor, held: Tensor, keeps: bool) -> None:
-        """Take those that are frozen out of ``table [n]``; if it ``keeps`` them, they lie in their slots still."""
+        """Take frozen tokens out of ``table [n]``; with ``keeps`` K/V stays in the slots, named by ``held [n]``."""
         held.copy_(torch.where(table == EMPTY, held, table) if keeps else torch.full_like(held, EMPTY))
         table.masked_fill_((table != EMPTY) & self.frozen[table.long()], EMPTY)
 
@@ -179,7 +179,7 @@ class Timers:
         return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.sought_above)
 
     def _settle(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
-        """Keep what was found of the tokens in ``table [n]``; whose timer has run out, ``[capacity + 1]``."""
+        """Store a step's results for the tokens in ``table [n]``; return whose timer ran out, ``[capacity + 1]``."""
         index, leaves = self._index(table), away > 0
         self.timer -= 1
         for state, value in ((self.timer, away), (self.since, position.to(torch.int32))):
@@ -190,17 +190,17 @@ class Timers:
         return waiting
 
     def _index(self, table: Tensor) -> Tensor:
-        """Where the state of the tokens in ``table [n]`` stands; that of empty slots is the dummy."""
+        """The index into the state for each slot of ``table [n]``; for empty ones the last, whose state is unused."""
         return torch.where(table != EMPTY, table, self.capacity).long()
 
     def name(self, tokens: Tensor) -> None:
-        """The tokens of a mask ``[capacity + 1]`` are read again, and were never flagged."""
+        """Unfreeze the tokens of a mask ``[capacity + 1]`` and reset their flags."""
         self.frozen &= ~tokens
         self.detections.masked_fill_(tokens, 0)
         self.score.masked_fill_(tokens, NAMED_SCORE)
 
     def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor) -> Tensor:
-        """``named``, and the ``FOLLOWING`` tokens from each ``sought [n]`` one on, of those up to ``position``."""
+        """The mask ``named`` with the ``FOLLOWING`` tokens from each ``sought [n]`` token on, up to ``position``."""
         before = torch.zeros_like(self.index).index_put_((self._index(table),), sought.long()).cumsum(0)
         near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
         return named | (near & (self.index <= position))

@@ -277,7 +277,7 @@ class Speculative(Mode):
         return [page for page, tokens in read.items() if tokens == p]
 
     def _reads_all(self, tokens: int) -> bool:
-        """Whether a token decoded as number ``tokens`` reads everything before it."""
+        """True if the token decoded as number ``tokens`` reads everything before it."""
         return self._candidate_pages(tokens) <= self.k
 
     def _candidate_pages(self, tokens: int) -> int:

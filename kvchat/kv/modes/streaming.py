@@ -201,7 +201,7 @@ class Streaming(Mode):
             )
 
     def _sinks(self) -> int:
-        """As given, else the system prompt up to a quarter of C, at least four tokens."""
+        """Number of sinks: as given, else the length of the system prompt, from four tokens up to a quarter of C."""
         if self.parameters.sink is not None:
             return self.parameters.sink
         return max(MIN_SINK, min(self.preamble, self.capacity // 4)) if self.parameters.window is None else MIN_SINK
@@ -227,7 +227,7 @@ class Streaming(Mode):
             keys.index_copy_(0, layers, rotate(canonical, rotation, cos, sin))
 
     def _dropped_after(self) -> Tensor:
-        """How many dropped tokens lie between a kept one and the recents: 0-d for sinks alone, else ``[S + P]``.
+        """Number of dropped tokens between a kept one and the recent ones: 0-d for sinks alone, else ``[S + P]``.
 
         Counted from the base of the kept one.
         """

@@ -290,11 +290,11 @@ class Sync(Mode):
         return ModeReport(in_force, stats, badges=self._badges())
 
     def _reads_all(self, tokens: int) -> bool:
-        """Whether a token decoded as number ``tokens`` reads everything before it."""
+        """True if the token decoded as number ``tokens`` reads everything before it."""
         return tokens - self.window <= self.k
 
     def _badges(self) -> tuple[str, ...]:
-        """That less is read and no memory saved."""
+        """A warning if fewer tokens are read but no memory is saved."""
         if self._reads_all(self.state.total) or (share := self._memory_share()) < 1:
             return ()
         why = "a smaller budget" if self.parameters.offload else "offload=true"
@@ -324,7 +324,7 @@ class Sync(Mode):
         return RING if p.budget is None else max(1, min(RING, (p.budget - SINK) // 2 - (p.m - 1)))
 
     def _mem(self) -> float:
-        """As given, else the paper's 50 %, or so much that a follower keeps a third of the tokens."""
+        """The memory share: as given, else the paper's 50 %, or more so that followers keep a third of the tokens."""
         heads, leading = self.geometry.kv_heads, self.clusters
         return self.parameters.mem or max(0.5, (leading + (heads - leading) / 3) / heads)
 

@@ -1,4 +1,4 @@
-"""What was measured of a model's KV heads: which resemble each other and which represents the others (SyncKV, section
+"""Measurements of a model's KV heads: which resemble each other and which represents the others (SyncKV, section
 4.1), and how fast their queries turn (FreeKV, section 3.3).
 
 The rows of D = max(S) - S are clustered by K-Means (the paper, appendix B.1). A layer has at most a few dozen heads, so
@@ -19,7 +19,7 @@ POINTS = 201  # of each head's distribution, from its deciles
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of a model's KV heads. ``clusters`` is the number of representatives a layer by default.
+    """Measurements of a model's KV heads. ``clusters`` is the number of representatives a layer by default.
 
     ``similarity [layer][head][head]`` is the mean overlap coefficient of the heads' most attended tokens,
     ``retrieval [layer][head]`` the attention mass on the source of tokens that are being repeated. ``measured_on``

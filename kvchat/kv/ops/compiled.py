@@ -28,7 +28,7 @@ TOKENS = 512  # that one thread reads at a time
 
 
 def _has_threads() -> bool:
-    """Whether numba can share a loop among OpenMP's threads.
+    """True if numba can share a loop among OpenMP's threads.
 
     Its own must not be asked from two threads at once, and two OpenMPs in one process are harmless with GNU's alone.
     """
@@ -60,7 +60,7 @@ def compiled(signature: str, fastmath: bool = False, parallel: bool = False) -> 
 
 
 def use_threads(threads: int) -> None:
-    """Let this thread's parallel loops run on so many threads, at most as many as numba has."""
+    """Set the number of threads of this thread's parallel loops; numba's own number is the most."""
     if HAS_THREADS:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 

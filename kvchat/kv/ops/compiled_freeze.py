@@ -13,7 +13,7 @@ from kvchat.kv.ops.compiled import HAS_THREADS, Array, add_softmax, compiled, fi
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _says(mask: Array, token: int) -> bool:
-    """What a mask says of a token; its last entry is for all later ones."""
+    """The entry of ``mask`` for ``token``; the last entry holds for all later tokens."""
     return bool(mask[min(token, len(mask) - 1)])
 
 

@@ -48,7 +48,7 @@ class EightBitOps(TorchOps):
             scatter(self.host.rounded.table(layer), self.host.next_rounded, blocks)
 
     def _fills_page(self) -> bool:
-        """Whether the page may be full now: of one that is not, the 8-bit page is never read."""
+        """True if the token may have filled its page. If it did not, the 8-bit page written is never read."""
         return True
 
     def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:

@@ -27,7 +27,7 @@ def compile_loops(tell: Callable[[], None]) -> None:
 
 
 def _are_cached() -> bool:
-    """Whether numba has kept the last loop of today's file: beside it, or in the user's cache folder."""
+    """True if numba's cache has the last loop of the present file: beside it, or in the user's cache folder."""
     kept = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.nbi"
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         folders = [*Path(chosen).glob("*")]

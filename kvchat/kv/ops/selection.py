@@ -1,4 +1,4 @@
-"""Which pages a KV head wants next, and what has to move for it: score, top-k, diff (torch reference).
+"""Selects the pages of each KV head and the copies that this needs: score, top-k, diff (torch reference).
 
 All shapes are fixed, nothing is read back to the host.
 """
@@ -62,7 +62,7 @@ def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
 
 
 def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
-    """Which KV heads' queries turned: mean cosine over the group below ``tau`` (FreeKV section 3.3).
+    """True for KV heads to correct: mean cosine of their queries over the group below ``tau`` (FreeKV section 3.3).
 
     Args:
         query: ``[H_q, d_k]``.
@@ -107,7 +107,7 @@ def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:
 
 
 def assign_slots(wanted: Tensor, resident: Tensor) -> Tensor:
-    """Where the wanted pages go: what is resident stays in its slot, the rest takes the slots of what is not wanted.
+    """Assign a slot to each wanted page: resident ones stay, the others take the slots of pages that are not wanted.
 
     Args:
         wanted: ``[H, k]`` page numbers, -1 = none.
@@ -128,7 +128,7 @@ def assign_slots(wanted: Tensor, resident: Tensor) -> Tensor:
 
 
 def assign_token_slots(wanted: Tensor, resident: Tensor, tokens: int) -> Tensor:
-    """Where the wanted tokens go: what is resident stays in its slot, the rest takes empty slots, best first.
+    """Assign a slot to each wanted token: resident ones stay, the others take empty slots, best first.
 
     Slots of tokens that are no longer wanted become empty, but are not written to: attention may be reading them.
 

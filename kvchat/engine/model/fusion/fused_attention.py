@@ -1,4 +1,4 @@
-"""What most attention modules do, without their own lines: project, rotate, attend, project.
+"""One forward for most models' attention modules: project, rotate, attend, project.
 
 A module that does that and nothing else is found by what it computes for a few tokens. On a CPU the modules, views and
 look-ups of its own forward take a tenth of the time of a token of the bundled model.
@@ -31,7 +31,7 @@ class FusedAttention:
         self._size: int = module.head_dim
 
     def suits(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
-        """Whether a call with these ``arguments`` is no more than positions and K/V that kvchat keeps."""
+        """True if the fused forward computes this call: no mask, no cache of transformers, angles of its size."""
         if arguments.get("attention_mask") is not None or arguments.get("past_key_values") is not None:
             return False
         angles = arguments.get("position_embeddings")
@@ -62,7 +62,7 @@ def fused_attention(module: Any, merged: MergedLinear, operations: Operations) -
 
 
 def _agrees(module: Any, fused: FusedAttention) -> bool:
-    """Whether both compute the same of a few tokens."""
+    """True if both compute the same for a few tokens."""
     weight: Tensor = module.o_proj.weight
     sizes = module.q_proj.in_features, module.head_dim
     where: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}  # new_empty is not int8 weights'

@@ -35,13 +35,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def is_one_row(x: Tensor) -> bool:
-    """Whether ``x [..., K]`` is a single token's, in one piece."""
+    """True if ``x [..., K]`` is one contiguous row: a single token's."""
     return x.numel() == x.shape[-1] and x.is_contiguous()
 
 
 @cache
 def in_blocks(processor: Path = PROCESSOR) -> bool:
-    """Whether blocks of rows are faster here."""
+    """True if multiplying in blocks of rows is faster on this processor."""
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
@@ -60,7 +60,7 @@ def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> T
 
 @cache
 def _blocks(rows: int) -> int:
-    """As many blocks as threads, at least ``BLOCKS``; 1 where so many do not divide ``rows``."""
+    """Number of blocks: as many as threads, at least ``BLOCKS``; 1 where that number does not divide ``rows``."""
     blocks = BLOCKS
     while blocks < torch.get_num_threads():
         blocks *= 2

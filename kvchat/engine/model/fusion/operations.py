@@ -29,7 +29,7 @@ class Norm:
 
 
 class Operations:
-    """What fused modules compute with: stock torch, and ``kernels`` for one token where they are given."""
+    """The operations of fused modules: stock torch, and ``kernels`` for one token where they are given."""
 
     def __init__(self, kernels: ModuleType | None) -> None:
         self._kernels = kernels

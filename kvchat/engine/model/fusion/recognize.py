@@ -154,7 +154,7 @@ def _results_in(module: nn.Module, x: float, expected: float) -> bool:
 
 
 def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
-    """What the module's class computes for ``x``; None if it raises or gives no tensor."""
+    """The result of the module's class for ``x``; None if it raises or gives no tensor."""
     try:
         with torch.inference_mode():
             result = type(module).forward(module, x)

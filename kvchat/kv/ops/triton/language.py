@@ -1,4 +1,4 @@
-"""What the kernels share: constants, and the few expressions of Triton's language that all of them need."""
+"""Shared by the kernels: constants, and the few expressions of Triton's language that all of them need."""
 
 from __future__ import annotations
 

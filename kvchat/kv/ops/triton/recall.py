@@ -312,7 +312,7 @@ def measured_ctas(device: torch.device) -> int:
 
 
 def _seconds(work: functools.partial[None]) -> float:
-    """How long the device takes for it, the better of two."""
+    """Seconds that ``work`` takes on the device, the better of two runs."""
     times: list[float] = []
     for _ in range(2):
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

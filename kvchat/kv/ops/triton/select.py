@@ -186,7 +186,7 @@ def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -
 
 
 def choosable(pages: int, k: int) -> bool:
-    """Can one program choose ``k`` of so many pages?"""
+    """True if one program can choose ``k`` of ``pages`` pages."""
     return pages <= MOST_PAGES and k <= MOST_CHOSEN
 
 

@@ -1,9 +1,13 @@
-"""US spelling, as in every interface used here."""
+"""The words of kvchat: US spelling, as in every interface used here, and docstrings that state."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 BRITISH = re.compile(
@@ -12,7 +16,6 @@ BRITISH = re.compile(
     r"|whilst|judgement|focuss|fulfil\b"
     r"|(initial|optim|normal|real|organ|serial|synchron|summar|recogn|util|minim|maxim|token|special|general|character"
     r"|visual|priorit|capital|vector|random|custom|author|local|final|quant)is(e|ing|ation)",
-    re.IGNORECASE,
 )
 # Not ours: names of libraries, the words of models and books, and texts that were measured as they are.
 OTHERS = re.compile(r"CancelledError|\.cancelled\(\)|quantise=int8|the harbour")
@@ -26,11 +29,30 @@ def written() -> list[Path]:
     return [*files, *ROOT.glob("*.md"), *ROOT.glob("*.toml")]
 
 
+def words(path: Path) -> set[str]:
+    return set(re.findall(r"[a-z]+", OTHERS.sub("", path.read_text("utf-8")).lower()))
+
+
 def test_spelling_is_american() -> None:
     files = [path for path in written() if path != Path(__file__)]
     assert len(files) > 500
     assert not [
-        f"{path.relative_to(ROOT)}: {found[0]}"
+        (path.relative_to(ROOT).as_posix(), word)
         for path in files
-        for found in BRITISH.finditer(OTHERS.sub("", path.read_text("utf-8")))
+        for word in sorted(words(path))
+        if BRITISH.search(word)
     ]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """The docstrings of a file's module, classes and functions."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+@pytest.mark.parametrize("room", ["kv", "engine"])
+def test_docstrings_state_what_a_thing_is_or_does(room: str) -> None:
+    found = {doc for path in (ROOT / "kvchat" / room).rglob("*.py") for doc in docstrings(path)}
+    assert len(found) > 300
+    assert not sorted(doc for doc in found if re.match(r"(What|How|Whether|Which|Where|When|Why|That|So|Can)\b", doc))
