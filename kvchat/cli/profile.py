@@ -15,6 +15,7 @@ from kvchat.config import profiles, sources
 from kvchat.config.profiles import ProfileFile
 from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
+from kvchat.units import size
 
 app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_args_is_help=True)
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
@@ -90,9 +91,9 @@ def _wanted(file: ProfileFile) -> str:
 def _readings(values: dict[str, object]) -> Iterator[str]:
     for name, value in values.items():
         if isinstance(value, float):
-            value = f"{value:.1f} GiB"
+            value = size(value * 2**30)
         elif name == "memory" and isinstance(value, tuple):
-            value = f"{value[0]:g} to {value[1]:g} GiB"
+            value = " to ".join(size(gib * 2**30) for gib in value)
         elif isinstance(value, tuple):
             value = " | ".join(map(str, value))
         yield f"{name.replace('_', ' ')} {'n/a' if value is None else value}"

@@ -100,7 +100,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
         return Check("pinning", "warning", str(error), PINNED_ADVICE)
     per_gib = (time.perf_counter() - began) / (TRIAL_BYTES / 2**30)
     region.unregister()
-    return Check("pinning", "ok", f"{units.size(TRIAL_BYTES)} tried, {per_gib:.2f} s/GiB")
+    return Check("pinning", "ok", f"{units.size(TRIAL_BYTES)} tried, {units.figure(per_gib, 's/GiB', 2)}")
 
 
 def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvchat import units
 from kvchat.engine.beside import Beside
 from kvchat.engine.process_memory import resident_bytes
-from kvchat.units import size
 
 Result = TypeVar("Result")
 
@@ -42,9 +42,9 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
     def watch() -> None:
         while not done.wait(POLL_S):
             if time.monotonic() > ends:
-                reasons.append(f"It takes more than {seconds:g} s")
+                reasons.append(f"It takes more than {units.seconds(seconds)}")
             elif (resident_bytes() or 0) > largest:
-                reasons.append(f"It takes more than {size(nbytes, 0)} of memory")
+                reasons.append(f"It takes more than {units.size(nbytes, 0)} of memory")
             if reasons:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, ctypes.py_object(_StoppedError))
                 return

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvchat.engine.model.fusion import one_row
+from kvchat.units import figure
 
 # Bytes of a matrix in float32: a smaller one lies in a cache and is not faster in bfloat16 (AMD EPYC with AVX-512 BF16:
 # 17 MB as fast, 99 MB 1.5 times, 235 MB 1.6 times as fast).
@@ -45,8 +46,8 @@ def note(dtype: str, chosen: torch.dtype, config: Any) -> str:
         return ""
     exact, half = milliseconds(*_largest(config))
     return (
-        f"It runs in bfloat16: its largest matrix takes {half:.1f} ms a token here, in float32 {exact:.1f} "
-        "(model.dtype = float32 overrules)."
+        f"It runs in bfloat16: its largest matrix takes {figure(half, 'ms', 1)} a token here, in float32 "
+        f"{figure(exact, 'ms', 1)} (model.dtype = float32 overrules)."
     )
 
 

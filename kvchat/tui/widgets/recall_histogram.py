@@ -12,7 +12,7 @@ from textual.widget import Widget
 from kvchat.protocol.details import RECALL_EDGES_MS, RecallBin
 from kvchat.protocol.figures import Snapshot
 from kvchat.tui.panel_rows import EXPLANATIONS, FETCH_TIMES, recall_times
-from kvchat.units import count
+from kvchat.units import count, figure
 
 HIDDEN, EXPOSED = "░", "█"
 LABEL_WIDTH, COUNT_WIDTH = 10, 4
@@ -85,8 +85,14 @@ def label(place: int) -> str:
     """The times of a bin: ``0.2–0.5 ms``."""
     edges = RECALL_EDGES_MS
     if place == 0:
-        return f"< {edges[0]:g} ms"
-    return f"≥ {edges[-1]:g} ms" if place >= len(edges) else f"{edges[place - 1]:g}–{edges[place]:g} ms"
+        return f"< {_edge(edges[0], 'ms')}"
+    if place >= len(edges):
+        return f"≥ {_edge(edges[-1], 'ms')}"
+    return f"{_edge(edges[place - 1])}–{_edge(edges[place], 'ms')}"
+
+
+def _edge(value: float, unit: str = "") -> str:
+    return figure(value, unit, digits=int(value < 1))
 
 
 def bar(one: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:

@@ -31,7 +31,7 @@ def test_what_is_clearly_faster_is_taken_and_told(monkeypatch, exact, half, chos
     assert told == (
         ""
         if chosen == torch.float32
-        else "It runs in bfloat16: its largest matrix takes 10.0 ms a token here, in float32 20.0 "
+        else "It runs in bfloat16: its largest matrix takes 10.0 ms a token here, in float32 20.0 ms "
         "(model.dtype = float32 overrules)."
     )
     assert resolve_dtype("bfloat16", large, CPU) == torch.bfloat16
