@@ -41,8 +41,6 @@ def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measur
         to_device=_rounded(link(device, to_device=True)) if cuda else None,
         to_host=_rounded(link(device, to_device=False)) if cuda else None,
         gather=_rounded(max(by_programs.values()) / 1e9 if by_programs else gather(device, dtype)),
-        gather_ctas=_enough(by_programs) if by_programs else None,
-        register_s_per_gib=_rounded(registering()) if cuda else None,
         kvchat=kvchat.__version__,
         torch=torch.__version__,
     )
@@ -94,26 +92,6 @@ def kernel_gather(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
     source = torch.zeros(shape, dtype=dtype, pin_memory=True)
     target = torch.empty((2, shape[0], *shape[2:]), dtype=dtype, device=device)
     return recall.recall_rates(source, target)
-
-
-def _enough(by_programs: dict[int, float]) -> int:
-    from kvchat.kv.ops.triton.recall import calibrate_ctas
-
-    return calibrate_ctas(by_programs)
-
-
-def registering() -> float:
-    """Seconds to register a GiB of host memory whose pages are already mapped."""
-    size = LINK_BYTES
-    memory = torch.ones(size, dtype=torch.uint8)
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    times = []
-    for _ in range(RUNS):
-        began = time.perf_counter()
-        cudart.cudaHostRegister(memory.data_ptr(), size, 0)
-        times.append(time.perf_counter() - began)
-        cudart.cudaHostUnregister(memory.data_ptr())
-    return min(times) * 2**30 / size
 
 
 def seconds(run: Callable[[], Tensor], device: torch.device) -> float:

@@ -75,10 +75,6 @@ class Measured(Section):
     """copied to pinned host memory"""
     gather: float | None = Field(None, gt=0)
     """scattered pages of pinned host memory read by kernels, as recall does"""
-    gather_ctas: int | None = Field(None, ge=1)
-    """thread blocks that gather needs for 95 % of its best"""
-    register_s_per_gib: float | None = Field(None, gt=0)
-    """seconds to register a GiB of host memory"""
     kvchat: str = ""
     """version that measured"""
     torch: str = ""

@@ -31,6 +31,4 @@ def test_roofline_of_a_gpu():
     found = roofline.measure(torch.device("cuda"), torch.bfloat16)
     assert found.read > found.to_device > 0
     assert found.gather > 0.5 * found.to_device
-    assert found.gather_ctas >= 1
     assert found.to_host > 0
-    assert found.register_s_per_gib > 0

@@ -351,7 +351,7 @@ def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Insta
 
 def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> None:
     nvml(RTX)
-    measured = Measured(read=250.0, to_device=11.5, gather=11.0, gather_ctas=2, kvchat="0.1.0")
+    measured = Measured(read=250.0, to_device=11.5, gather=11.0, kvchat="0.1.0")
     file = profiles.save(measured)
     assert file == paths.user_profiles_dir() / "rtx-4060-8gb.toml"
     assert profiles.find("auto").measured == measured
