@@ -1,16 +1,26 @@
-"""How many files a reader passes on the way of one token to its recalled pages, and of one switch to its copies."""
+"""How many files a reader passes: from a token to its recalled pages, a switch to its copies, a setting to its mode."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 import kvchat
+from kvchat.cli import chat, options, profile
+from kvchat.engine import session as sessions
+from kvchat.engine.loader import EngineLoader
 from kvchat.engine.session import Session
+from kvchat.protocol import wire
 from kvchat.protocol.messages import Sampling, Turn
 
 PACKAGE = Path(kvchat.__file__).parent
-MAX_TOKEN, MAX_SWITCH = 15, 10
+MAX_TOKEN, MAX_SWITCH, MAX_SETTING = 15, 10, 13
+SETTING = "0.8125"  # a tau that nothing else has
 LONG = (Turn("user", "One day a girl went to the park with her dog. " * 20),)
 
 
@@ -54,3 +64,44 @@ def test_a_switch_passes_few_files_down_to_the_copies(small_model, monkeypatch):
     assert walks
     for walk in walks:
         assert len({*walk, "kv/transfer.py", "kv/ops"}) <= MAX_SWITCH, walk
+
+
+def holds(thing: object) -> bool:
+    """True if the setting is in a value, or in the fields of plain data."""
+    if isinstance(thing, str | bytes):
+        return SETTING in str(thing)
+    if isinstance(thing, Mapping):
+        return any(map(holds, thing.values()))
+    if isinstance(thing, Sequence):
+        return any(map(holds, thing))
+    if isinstance(thing, BaseModel) or (is_dataclass(thing) and not isinstance(thing, type)):
+        return any(map(holds, vars(thing).values()))
+    return thing == float(SETTING) if isinstance(thing, float) else False
+
+
+@contextmanager
+def files_given_the_setting() -> Iterator[set[str]]:
+    """The files of kvchat of which a function is called with the setting."""
+    found = set()
+
+    def look(frame, event, _argument):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE) and any(map(holds, frame.f_locals.values())):
+            found.add(file.relative_to(PACKAGE).as_posix())
+
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_setting_passes_few_files_down_to_its_mode(small_model, monkeypatch):
+    monkeypatch.setattr(sessions, "load_model", lambda *args, **kwargs: small_model)
+    with files_given_the_setting() as files:
+        settings = profile.load_settings(options.flags({"mode": "speculative", "param": [f"tau={SETTING}"]})).settings
+        load = wire.decode_command(wire.encode(chat.load_of(settings))[4:])
+        session = EngineLoader().open_session(load, lambda stage: None)
+    assert session.info.mode == "speculative"
+    assert {"config/sources.py", "engine/session.py", "kv/modes/speculative.py"} <= files
+    assert len(files) <= MAX_SETTING, sorted(files)
