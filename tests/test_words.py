@@ -56,3 +56,34 @@ def test_docstrings_state_what_a_thing_is_or_does(room: str) -> None:
     found = {doc for path in (ROOT / "kvchat" / room).rglob("*.py") for doc in docstrings(path)}
     assert len(found) > 300
     assert not sorted(doc for doc in found if re.match(r"(What|How|Whether|Which|Where|When|Why|That|So|Can)\b", doc))
+
+
+OLD_NAMES = {
+    "verbs",
+    "settle",
+    "turned",
+    "admit",
+    "vacant",
+    "loose",
+    "tally",
+    "seam",
+    "newest_slot",
+    "evict",
+    "filler",
+}
+
+
+def names(path: Path) -> Iterator[str]:
+    """Every name that a file defines or uses."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.arg | ast.Attribute):
+            yield node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else node.attr
+
+
+@pytest.mark.parametrize("room", ["kv", "engine"])
+def test_one_word_for_one_thing(room: str) -> None:
+    """The words that were replaced: two for one thing, or one for several."""
+    files = (ROOT / "kvchat" / room).rglob("*.py")
+    assert not [(path.name, name) for path in files for name in names(path) if name.lstrip("_") in OLD_NAMES]

@@ -41,10 +41,10 @@ class FixedCorrections(Speculative):
     def graph_buffers(self) -> list[Tensor]:
         return [*super().graph_buffers(), self._drawn]
 
-    def turned(self, layer: int, query: Tensor) -> Tensor:
-        super().turned(layer, query)
+    def needs_correction(self, layer: int, query: Tensor) -> Tensor:
+        super().needs_correction(layer, query)
         return self._drawn.index_select(0, (self.state.position % PERIOD).view(1))[0, layer]
 
     def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        turned = self.turned(layer, query)
-        return self._scores(layer, chosen_by(turned, query, self.state.query[layer])), turned
+        corrected = self.needs_correction(layer, query)
+        return self._scores(layer, chosen_by(corrected, query, self.state.query[layer])), corrected

@@ -48,6 +48,6 @@ def rotate(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor
     else:
         first, second = turning[..., :half], turning[..., half:]
     pair = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(pair, -1).flatten(-2) if rotation.interleaved else torch.cat(pair, -1)
+    rotated = torch.stack(pair, -1).flatten(-2) if rotation.interleaved else torch.cat(pair, -1)
     before, after = keys[..., : rotation.offset], keys[..., rotation.offset + 2 * half :]
-    return torch.cat([before, turned.to(keys.dtype), after], -1)
+    return torch.cat([before, rotated.to(keys.dtype), after], -1)

@@ -51,7 +51,7 @@ def restore(state: KVState, saved: SavedTokens) -> None:
     Those first tokens must not have changed. The slots are left as they are: a refill is due.
     """
     _wait_for_device(state)
-    state.admit(has_rounded(saved.pages))
+    state.prepare_rounded(has_rounded(saved.pages))
     state.host.put(saved.start // state.geometry.page, saved.pages)
     state.host.total = saved.total
     state.pinned[saved.start :] = False

@@ -123,8 +123,8 @@ class KVState:
     def adopt(self, kept: KeptTokens) -> None:
         """Store ``kept`` tokens, of which ``total`` could be read; nothing is stored before."""
         self.reserve(kept.tokens)
-        self.admit(kept.rounded)
-        self.host.settle()
+        self.prepare_rounded(kept.rounded)
+        self.host.synchronize()
         self.host.total = kept.read(self.host, kept.tokens)
         self.pinned[torch.tensor([at for at in kept.pinned if at < self.total], dtype=torch.int64)] = True
         self.query_bytes = kept.query
@@ -151,7 +151,7 @@ class KVState:
         Raises:
             DoesNotFitError: the host has no memory for the first of them; nothing changed.
         """
-        self.admit(rounds)
+        self.prepare_rounded(rounds)
         self.rounds = rounds
         if isinstance(self.host, EightBitPool):
             self.host.rounds = rounds
@@ -162,8 +162,8 @@ class KVState:
         kinds = self.host.rounded_pages if isinstance(self.host, EightBitPool) and not self.rounds else []
         return min((page * self.geometry.page for page in kinds), default=self.total)
 
-    def admit(self, rounded: bool) -> None:
-        """Let the host pool take pages that are or were 8-bit ones, if there are such.
+    def prepare_rounded(self, rounded: bool) -> None:
+        """Make the host pool one that holds 8-bit pages, if some of the pages to come are or were such (``rounded``).
 
         Raises:
             DoesNotFitError: the host has no memory for the first 8-bit one; nothing changed.

@@ -87,7 +87,7 @@ def _table(lab: Lab, tokens: int, lines: dict[str, str | None], published: dict[
 
 
 def _smooth(nats: Sequence[float], over: int = 32) -> list[float]:
-    """The mean of each token's nats and those before it, at most ``over``: cliffs of an eviction stay visible."""
+    """The mean of each token's nats and those before it, at most ``over``: cliffs of a release stay visible."""
     return [round(statistics.fmean(nats[max(0, end - over) : end]), 4) for end in range(1, len(nats) + 1)]
 
 

@@ -178,7 +178,7 @@ class ModelRunner:
 
     def _reread(self) -> None:
         """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""
-        self.recurrent.settle(self.model.device)
+        self.recurrent.restore(self.model.device)
         while unread := self.recurrent.unread:
             start, tokens = self.recurrent.position, self.recurrent.chunk(len(unread), self.chunk or CHUNKS[0])
             try:

@@ -264,7 +264,7 @@ class Keeper:
         if not self._saves:
             return
         self.interrupt()
-        self._kv.state.host.settle()
+        self._kv.state.host.synchronize()
         jobs = [
             self._job(name, one.stored, one.pinned, one.worth_saving, one.pages) for name, one in self._parked.items()
         ]

@@ -198,8 +198,8 @@ def _identify(
 
 
 def _error(keys: Tensor, target: Tensor, rotation: Rotation, delta: int) -> float:
-    turned = rotate(keys, rotation, *cos_sin(rotation, delta))
-    return float((turned - target).abs().max() / target.abs().max())
+    rotated = rotate(keys, rotation, *cos_sin(rotation, delta))
+    return float((rotated - target).abs().max() / target.abs().max())
 
 
 def _differs(one: Tensor, other: Tensor) -> bool:

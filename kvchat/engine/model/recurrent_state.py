@@ -2,7 +2,7 @@
 
 Recurrent and convolution layers keep their state in a cache of transformers, which hands the K/V of attention layers on
 untouched: those are the KV manager's. A state cannot be rolled back token by token, so copies of it are kept on the
-host. After a truncation or a failed forward the nearest one is put back by ``settle``, and the tokens behind it are
+host. After a truncation or a failed forward the nearest one is put back by ``restore``, and the tokens behind it are
 ``unread``: the runner reads them again before anything else. In a model whose layers all attend every method does
 nothing much.
 """
@@ -182,12 +182,12 @@ class RecurrentState:
         self._go_back(len(ids))
 
     def _go_back(self, tokens: int) -> None:
-        """Note the nearest snapshot of at most ``tokens`` tokens, or the beginning, for ``settle``; cannot fail."""
+        """Note the nearest snapshot of at most ``tokens`` tokens, or the beginning, for ``restore``; cannot fail."""
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.tokens <= tokens]
         self._read, self._is_torn = self._last, self.exists
 
     @torch.inference_mode()
-    def settle(self, device: torch.device) -> None:
+    def restore(self, device: torch.device) -> None:
         """Put the snapshot back that was gone back to; due before a forward on ``device``, and again if it fails."""
         if self._cache is None or not self._is_torn:
             return

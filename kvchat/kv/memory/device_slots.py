@@ -26,7 +26,7 @@ class Layout:
     the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
     may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (sinks and pages it has
     none) is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
-    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay closed.
+    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked.
     """
 
     first: int

@@ -112,7 +112,7 @@ class HostPool:
         """Forget all but the first ``tokens``; memory is kept for what comes next."""
         self.total = min(self.total, tokens)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until what steps wrote through has arrived in host memory."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -278,7 +278,7 @@ class HostPool:
         unified = self.geometry.unified
         size = self._affordable(least, wanted, beside=self._committed if unified else self._regions[0].committed)
         used = self._used
-        self.settle()
+        self.synchronize()
         tokens = self._lies.tokens(size)
         moved = self._reserved(2 * tokens, tokens)
         for layer, region in enumerate(moved):

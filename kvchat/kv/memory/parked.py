@@ -16,7 +16,7 @@ class ParkedPages:
     def __init__(self, pool: HostPool, query: bytes) -> None:
         self.query = query
         self._page = pool.geometry.page
-        pool.settle()
+        pool.synchronize()
         with torch.inference_mode():
             self._pages = pool.copied(0)
 

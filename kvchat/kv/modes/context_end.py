@@ -89,7 +89,7 @@ class MovingBase(ContextEnd):
         beyond = position - self.context
         return beyond >= 0 and beyond % self._half == 0
 
-    def turned(self, layer: int, keys: Tensor, by: Tensor) -> Tensor:
+    def moved(self, layer: int, keys: Tensor, by: Tensor) -> Tensor:
         """``keys [H, n, d_k]`` moved by ``by [n]`` positions each."""
         rotation = self.rotations[layer]
         return keys if rotation is None else rotate(keys, rotation, *cos_sin(rotation, by))
@@ -103,7 +103,7 @@ class MovingBase(ContextEnd):
     def unbased(self, layer: int, keys: Tensor) -> Tensor:
         if not self.bounds_prompt(keys.shape[1]):
             return keys
-        return self.turned(layer, keys, self.bases(torch.arange(keys.shape[1], device=keys.device)))
+        return self.moved(layer, keys, self.bases(torch.arange(keys.shape[1], device=keys.device)))
 
     def prompt_tokens(self, total: int) -> int:
         """To the end of the context; beyond it a chunk, and to the next base."""
@@ -123,7 +123,7 @@ class MovingBase(ContextEnd):
         if self._bounded_from is None:
             return keys, values
         tokens = torch.arange(self._bounded_from, self._bounded_from + keys.shape[1], device=keys.device)
-        recent = self.turned(layer, keys, self.bases(tokens) - self._base)
+        recent = self.moved(layer, keys, self.bases(tokens) - self._base)
         spec, (slots,) = self._state.specs[layer], self._state.slots
         if spec is not None and spec.window is not None:
             return recent, values  # a window of its own that the sinks have left

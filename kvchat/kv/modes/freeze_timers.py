@@ -139,7 +139,7 @@ class Timers:
         if self.rule.floor:
             away = torch.where(self._above_floor(away > 0, score, (table != EMPTY).sum()), away, 0)
         self.hold.sub_(1).clamp_(min=0)
-        waiting = self._settle(position, table, score, counts, away)
+        waiting = self._store_step(position, table, score, counts, away)
         if named is not None:
             self.name(self._followed(table, sought, position, named))
         if self.budget is not None:
@@ -178,7 +178,7 @@ class Timers:
         away = (duration(counts, p.k) - int(self.rule.same_step)).clamp(min=0)
         return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.sought_above)
 
-    def _settle(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
+    def _store_step(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
         """Store a step's results for the tokens in ``table [n]``; return whose timer ran out, ``[capacity + 1]``."""
         index, leaves = self._index(table), away > 0
         self.timer -= 1

@@ -54,12 +54,12 @@ class CpuTimers(Timers):
     def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
         return leaves if leaves.sum() <= awake - self.rule.floor else super()._above_floor(leaves, score, awake)
 
-    def _settle(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
+    def _store_step(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
         if not (loops := freeze_loops()):
-            return super()._settle(position, table, score, counts, away)
+            return super()._store_step(position, table, score, counts, away)
         waiting = torch.empty_like(self.frozen)
         states = self.detections, self.timer, self.since, self.score, self.frozen, waiting
-        loops.settle(int(position), *_shared((table, score, counts, away, *states)))
+        loops.store_step(int(position), *_shared((table, score, counts, away, *states)))
         return waiting
 
     def name(self, tokens: Tensor) -> None:

@@ -135,15 +135,15 @@ class Speculative(Mode):
         self._oldest = position - self.window
         self._flags: list[Tensor] = []
         self._query = self.state.query[self.first :].clone()
-        self._settled = self.state.ops.reads_back and self._holds_all(self._now, self.state.total + 1)
-        if self._settled:
+        self._has_all = self.state.ops.reads_back and self._holds_all(self._now, self.state.total + 1)
+        if self._has_all:
             self._open_pages(self.slots, slice(None), self._oldest)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         if layer < self.first:
             return False
         if self.state.ops.reads_back:
-            if self.k and not self._settled:
+            if self.k and not self._has_all:
                 self._choose_late(layer, query)
             return False
         self.state.ops.update_bounds(self.bounds.of(layer), self._page, key)
@@ -214,31 +214,31 @@ class Speculative(Mode):
         """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
         return self.state.ops.choose(scores, candidates, self.slots.pages_of(layer), flagged)
 
-    def turned(self, layer: int, query: Tensor) -> Tensor:
-        """The heads whose query turned, bool ``[H]``."""
+    def needs_correction(self, layer: int, query: Tensor) -> Tensor:
+        """True for heads whose query turned since the last token, bool ``[H]``."""
         return self.state.ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
 
     def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[H, G, page]`` by the query of heads that turned, and the last token's of others; which turned."""
+        """Scores ``[H, G, page]`` by the query of heads to correct and the last token's of others; those heads."""
         before, tau, scaling = self.state.query[layer], self.parameters.tau, self.state.scaling(layer)
-        scores, turned = self.state.ops.late_scores(query, before, tau, self.bounds.of(layer), scaling)
-        return self._of_others(scores), turned
+        scores, corrected = self.state.ops.late_scores(query, before, tau, self.bounds.of(layer), scaling)
+        return self._of_others(scores), corrected
 
     def _correct(self, layer: int, query: Tensor) -> Tensor:
         """Recall now, for the heads whose query turned; the pages' scores."""
         scores = self._scores(layer, query)
         again = self.parameters.tau <= 1  # something was chosen for this step already
-        turned = self.turned(layer, query)
-        self._flags.append(turned)
-        self._recall(layer, self.choose(layer, scores, self._now, turned), again)
+        corrected = self.needs_correction(layer, query)
+        self._flags.append(corrected)
+        self._recall(layer, self.choose(layer, scores, self._now, corrected), again)
         self._open_layer(layer)
         return scores
 
     def _choose_late(self, layer: int, query: Tensor) -> None:
         """One choice in place of two: of heads that turned by this query, of the others by the last token's."""
         if self.parameters.tau > -1:
-            scores, turned = self.late_scores(layer, query)
-            self._flags.append(turned)
+            scores, corrected = self.late_scores(layer, query)
+            self._flags.append(corrected)
         else:
             scores = self._scores(layer, self.state.query[layer])
         self._recall(layer, self.choose(layer, scores, self._now))

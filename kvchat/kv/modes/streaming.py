@@ -151,7 +151,7 @@ class Streaming(Mode):
             self.kept_keys[layer, :, :stored] = self.state.host.dense(layer, stored)[0]
             if base:
                 keys, tokens = slots.keys(layer)[:, slots.ring :], slots.table[0, 0, slots.ring :].long()
-                keys.copy_(self._moving.turned(layer, keys, self._moving.bases(tokens) - base))
+                keys.copy_(self._moving.moved(layer, keys, self._moving.bases(tokens) - base))
         self.kept_keys[:, :, self.sink : -1] = slots.kv[:, 0, :, self.sink : slots.ring, : g.d_k]
         self._realign()
 

@@ -181,12 +181,12 @@ def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> N
 
 @compiled("void(f4[:, :, ::1], f4[:, :, ::1], f8, f4[:, :, ::1], f4, f4[:, :, ::1], b1[::1])")
 def late_scores(
-    query: Array, before: Array, tau: float, bounds: Array, scaling: float, scores: Array, turned: Array
+    query: Array, before: Array, tau: float, bounds: Array, scaling: float, scores: Array, corrected: Array
 ) -> None:
-    """``TorchOps.late_scores`` into ``scores [H, G, page]`` and ``turned [H]``; both queries are ``[H, G, d_k]``."""
+    """``TorchOps.late_scores`` into ``scores [H, G, page]`` and ``corrected [H]``; both queries are ``[H, G, d_k]``."""
     for head in range(len(query)):
-        turned[head] = _mean_cosine(query[head], before[head]) < tau
-        chosen_by = query[head] if turned[head] else before[head]
+        corrected[head] = _mean_cosine(query[head], before[head]) < tau
+        chosen_by = query[head] if corrected[head] else before[head]
         score_pages(chosen_by, bounds[head], scaling, scores[head])
 
 

@@ -59,7 +59,7 @@ def flag(
 
 
 @compiled("void(i8, i4[::1], f4[::1], i4[::1], i4[::1], i4[::1], i4[::1], i4[::1], f4[::1], b1[::1], b1[::1])")
-def settle(
+def store_step(
     position: int,
     table: Array,
     score: Array,
@@ -72,7 +72,7 @@ def settle(
     frozen: Array,
     waiting: Array,
 ) -> None:
-    """``Timers._settle`` of the tokens in ``table [n]``; ``waiting`` and what stands before it are by token."""
+    """``Timers._store_step`` of the tokens in ``table [n]``; ``waiting`` and what stands before it are by token."""
     for token in range(len(timer)):
         timer[token] -= 1
     for slot in range(len(table)):

@@ -86,10 +86,10 @@ class CpuOps(TorchOps):
         if not ((loops := compiled_loops()) and bounds.dtype == torch.float32):
             return super().late_scores(query, before, tau, bounds, scaling)
         grouped, scores = _by_head(query, bounds)
-        turned = torch.empty(len(bounds), dtype=torch.bool)
+        corrected = torch.empty(len(bounds), dtype=torch.bool)
         then = _by_head(before, bounds)[0]
-        loops.late_scores(grouped, then, tau, bounds.numpy(), scaling, scores.numpy(), turned.numpy())
-        return scores, turned
+        loops.late_scores(grouped, then, tau, bounds.numpy(), scaling, scores.numpy(), corrected.numpy())
+        return scores, corrected
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         if not (loops := compiled_loops()):

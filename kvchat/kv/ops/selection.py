@@ -79,10 +79,10 @@ def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -
     return below
 
 
-def chosen_by(turned: Tensor, query: Tensor, before: Tensor) -> Tensor:
-    """The ``query [H_q, d_k]`` of KV heads that ``turned [H]``, the one ``before`` of all others."""
-    by_head = len(turned), -1, query.shape[-1]
-    return torch.where(turned[:, None, None], query.view(by_head), before.view(by_head)).view_as(query)
+def chosen_by(corrected: Tensor, query: Tensor, before: Tensor) -> Tensor:
+    """The ``query [H_q, d_k]`` of the KV heads ``corrected [H]``, the one ``before`` of all others."""
+    by_head = len(corrected), -1, query.shape[-1]
+    return torch.where(corrected[:, None, None], query.view(by_head), before.view(by_head)).view_as(query)
 
 
 def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:

@@ -117,8 +117,8 @@ class TorchOps:
             if spec.window is not None:
                 masked |= tokens <= self.position - spec.window
             keys, values = self._stored(layer, tokens.masked_fill(masked, 0), heads)
-            closed = torch.zeros(masked.shape, device=last.device).masked_fill_(masked, float("-inf"))
-            partial.add(keys[..., : g.d_k], values[..., : g.d_v], closed)
+            bias = torch.zeros(masked.shape, device=last.device).masked_fill_(masked, float("-inf"))
+            partial.add(keys[..., : g.d_k], values[..., : g.d_v], bias)
             slots.read_pairs += (~masked).sum() * len(heads)
         return partial.result()
 
@@ -143,13 +143,13 @@ class TorchOps:
     def late_scores(
         self, query: Tensor, before: Tensor, tau: float, bounds: Tensor, scaling: float
     ) -> tuple[Tensor, Tensor]:
-        """Page scores by the query of the heads that turned, by the one ``before`` of all others.
+        """Page scores by the query of the heads to correct, by the one ``before`` of all others.
 
         Returns:
-            ``[H, G, page]``, and which heads turned, bool ``[H]``.
+            ``[H, G, page]``, and the heads to correct, bool ``[H]``.
         """
-        turned = self.needs_correction(query, before, tau)
-        return self.page_scores(chosen_by(turned, query, before), bounds, scaling), turned
+        corrected = self.needs_correction(query, before, tau)
+        return self.page_scores(chosen_by(corrected, query, before), bounds, scaling), corrected
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         """The pages that each slot is to hold next.

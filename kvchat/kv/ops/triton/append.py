@@ -25,7 +25,7 @@ def _append(
     places,
     next_rounded,
     heads,
-    newest,
+    current_slot,
     position,
     n,
     key_stride,
@@ -46,7 +46,7 @@ def _append(
     is_key, is_value = col < D_K, col < D_V
     k = tl.load(key + head * key_stride + col, mask=is_key)
     v = tl.load(value + head * value_stride + col, mask=is_value)
-    slot = slots + (row * n + tl.load(newest)) * D + col
+    slot = slots + (row * n + tl.load(current_slot)) * D + col
     tl.store(slot, k, mask=is_key)
     tl.store(slot + tl.num_programs(0).to(tl.int64) * n * D, v, mask=is_value)
     now = tl.load(position)

@@ -1,4 +1,4 @@
-"""select: scores, turned heads and open pages as in stock torch operations; chosen pages are the best and stay put."""
+"""select: scores, heads to correct and open pages as in stock torch operations; chosen pages are the best and stay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_page_scores(shape, dtype, device):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_turned_heads(shape, dtype, device):
+def test_heads_to_correct(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = ops_of(shape, device, dtype)
     query = noise(1, device, dtype, g.q_heads, g.d_k)
