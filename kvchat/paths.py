@@ -13,6 +13,8 @@ import platformdirs
 
 PACKAGE = Path(__file__).parent
 SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
+BUNDLED = "bundled"  # the name of the model that comes with kvchat
+INDEX = "model.safetensors.index.json"  # in a model's folder, if its weights are in several files
 
 
 def config_file() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +88,21 @@ def test_one_word_for_one_thing(room: str) -> None:
     """The words that were replaced: two for one thing, or one for several."""
     files = (ROOT / "kvchat" / room).rglob("*.py")
     assert not [(path.name, name) for path in files for name in names(path) if name.lstrip("_") in OLD_NAMES]
+
+
+def text_constants(path: Path) -> Iterator[tuple[str, str]]:
+    """The constants of a file that are made of texts: name and value."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
+            is_type = "TypeVar" in (value := ast.unparse(node.value))
+            texts = [part for part in ast.walk(node.value) if isinstance(part, ast.Constant) and part.value]
+            if texts and not is_type and all(isinstance(part.value, str) for part in texts):
+                yield node.targets[0].id, value
+
+
+def test_a_constant_is_written_once() -> None:
+    """But in the benchmarks, each of which is read by itself."""
+    files = [path for path in (ROOT / "kvchat").rglob("*.py") if "bench" not in path.parts]
+    found = Counter(constant for path in files for constant in text_constants(path))
+    assert len(found) > 100
+    assert not [constant for constant, number in found.items() if number > 1]

@@ -12,10 +12,9 @@ from pathlib import Path
 from kvchat import paths
 from kvchat.catalog.headers import Weights, read_gguf, read_safetensors
 from kvchat.errors import ModelError
+from kvchat.paths import BUNDLED, INDEX
 
-BUNDLED = "bundled"
 CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
-INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 3  # the folder given, its publishers, their models
 MAX_FOLDERS = 2000

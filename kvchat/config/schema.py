@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from kvchat.config.modes import Params, mode_names, registered
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol.messages import HostDtype, Sampling
+from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling
 
 DEFAULTS = Sampling()
 
@@ -29,13 +29,13 @@ Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 
 class ModelSettings(Section):
-    name: str = Field("bundled", min_length=1)
+    name: str = Field(Load.model, min_length=1)
     """bundled, a folder, or a model's id on the hub"""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own on a GPU, on a CPU the faster of that and float32)"""
-    quantize: Literal["auto", "none", "int8", "int4", "nf4"] = "auto"
+    quantize: Quantize = "auto"
     """int8 or int4 (kvchat[ao]), nf4 (kvchat[bnb]): keep the weights in 8 or 4 bits; auto: those of small GGUF files"""
     fast: bool = True
     """swap small pieces of the model for faster ones, checked when it is loaded"""
@@ -48,7 +48,7 @@ class ModelSettings(Section):
 class KvSettings(Section):
     """A field ``mode`` and one section a mode, added from the registry below."""
 
-    mode: str = "full"
+    mode: str = Load.mode
     host_dtype: HostDtype = "model"
     """full pages in host memory: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
     parked_gib: float = Field(2.0, ge=0, le=2**20)
@@ -64,7 +64,7 @@ class KvSettings(Section):
 
 def _kv_section() -> type[KvSettings]:
     known: Any = Literal[tuple(mode_names())]
-    mode = (known, Field("full", description="the KV mode a conversation starts in"))
+    mode = (known, Field(Load.mode, description="the KV mode a conversation starts in"))
     sections: dict[str, Any] = {
         name: (cls, Field(cls(), description=f"parameters of the {name} mode, whenever it is entered"))
         for name, cls in registered().items()

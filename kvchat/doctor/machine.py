@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvchat.doctor.check import Check, guarded
 from kvchat.kv.memory import available
-from kvchat.threads import processor_share
+from kvchat.threads import CGROUPS, processor_share
 from kvchat.units import MISSING, size
 
 SYS = Path("/sys")
@@ -36,7 +36,7 @@ def checks(gpu_buses: tuple[str, ...], threads: int | None) -> Iterator[Check]:
     yield guarded("terminal", terminal)
 
 
-def processors(threads: int | None, cgroups: Path = available.CGROUPS) -> Check:
+def processors(threads: int | None, cgroups: Path = CGROUPS) -> Check:
     """The processors this process may use, how many of them the container grants, and torch's threads."""
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     share = processor_share(cgroups)
@@ -48,7 +48,7 @@ def processors(threads: int | None, cgroups: Path = available.CGROUPS) -> Check:
     return Check("processors", "ok", found)
 
 
-def host_memory(proc: Path = available.PROC, cgroups: Path = available.CGROUPS) -> Check:
+def host_memory(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
     """Free host memory, which holds the host pool."""
     free = available.host_free(proc, cgroups)
     found = f"{size(free)} free"
@@ -59,7 +59,7 @@ def host_memory(proc: Path = available.PROC, cgroups: Path = available.CGROUPS) 
     return Check("host memory", "ok", found)
 
 
-def container(proc: Path = available.PROC, cgroups: Path = available.CGROUPS) -> Check:
+def container(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
     """The memory limit of the container; pinned memory counts against it."""
     limit = available.container_limit(proc, cgroups)
     if limit is None:

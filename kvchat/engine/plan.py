@@ -14,7 +14,7 @@ import torch
 
 from kvchat.config import modes
 from kvchat.config.modes import MIN_BUDGET
-from kvchat.engine.generate.runner import CHUNK, GROWTH_HEADROOM
+from kvchat.engine.generate.runner import CHUNK
 from kvchat.engine.model import gguf_weights, quantization
 from kvchat.engine.model.checkpoint import complete
 from kvchat.engine.model.description import ModelDescription, describe, quiet
@@ -24,7 +24,7 @@ from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, atten
 from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.memory import available, budget, rounding
 from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 PAGE = 32
-GROWTH_HEADROOM = 128
+# Tokens that what grows with the conversation makes room for at least. On a GPU each time costs a new graph.
+GROWTH_HEADROOM = {"cpu": 128, "cuda": 2048}
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Geometry:
     d_v: int
     dtype: torch.dtype
     page: int = PAGE
-    headroom: int = GROWTH_HEADROOM
+    headroom: int = GROWTH_HEADROOM["cpu"]
     unified: bool = False
 
     @property
@@ -63,7 +64,7 @@ class Geometry:
         return self.pages(tokens) * self.page
 
 
-def grown(tokens: int, headroom: int = GROWTH_HEADROOM) -> int:
+def grown(tokens: int, headroom: int = GROWTH_HEADROOM["cpu"]) -> int:
     """Capacity to reserve for a conversation of ``tokens`` tokens that goes on growing.
 
     A sixteenth ahead: full mode's attention reads the unused slots too, so more would cost every step.

@@ -10,11 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kvchat.paths import BUNDLED
 from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
 from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Count, Params, Planned, Snapshot, Stats
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 
+Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: as small GGUF files are
 HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
 
 
@@ -65,7 +67,7 @@ class Load:
     ``link_bytes_per_s`` is the measured rate of recall, host to device; None without a measurement.
     """
 
-    model: str = "bundled"
+    model: str = BUNDLED
     device: str = "auto"
     dtype: str = "auto"
     mode: str = "full"

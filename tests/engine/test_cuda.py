@@ -14,8 +14,9 @@ import torch
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
-from kvchat.engine.generate.runner import GROWTH_HEADROOM, ModelRunner
+from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.model.load import LoadedModel
+from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
 

@@ -20,10 +20,11 @@ from support.tiny_runner import PARAMS, loaded, token_ids
 from support.toy_model import calibration
 
 from kvchat.engine import calibration as measured
-from kvchat.engine.generate.runner import GROWTH_HEADROOM, geometry_of
+from kvchat.engine.generate.runner import geometry_of
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
+from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import check_integrity
 
 TWO_LAYERS = {"num_hidden_layers": 2}

@@ -15,7 +15,7 @@ from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.engine.model.recurrent_state import TAIL, RecurrentState
 from kvchat.errors import UsageError
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
@@ -25,9 +25,6 @@ from kvchat.kv.saved_tokens import SavedTokens
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
 # K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
 CHUNK = 512
-
-# Tokens that what grows with the conversation makes room for at least. On a GPU each time costs a new graph.
-GROWTH_HEADROOM = {"cpu": 128, "cuda": 2048}
 
 
 def geometry_of(model: LoadedModel) -> Geometry:

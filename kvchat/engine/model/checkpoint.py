@@ -18,10 +18,8 @@ from typing import Any
 from kvchat import files, units
 from kvchat.engine.model.hub import Progress, download
 from kvchat.errors import ModelError
-from kvchat.paths import bundled_model_dir
+from kvchat.paths import BUNDLED, INDEX, bundled_model_dir
 
-BUNDLED = "bundled"
-INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CONFIGURATION = ["config.json"]
 GGUF = ".gguf"

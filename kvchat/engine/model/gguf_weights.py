@@ -16,8 +16,8 @@ from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
 from kvchat.units import size
 
-CHOICES = ("none", "int8", "int4")
 AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the file, with its constants: those of Q4_K_M, of Q8_0
+CHOICES = ("none", *AT_MOST)
 
 
 class Choice(NamedTuple):

@@ -8,15 +8,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model import int8_rows
 from kvchat.errors import ModelError, UsageError, did_you_mean
+from kvchat.protocol.messages import Quantize
 
-CHOICES = ("auto", "none", "int8", "int4", "nf4")
+CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.errors import DoesNotFitError
+from kvchat.threads import CGROUPS
 from kvchat.units import size
 
 PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 # Left to the framework, kernels' workspaces and the screen: 6 % of what is free, at most this much.
 MARGIN = 768 * 2**20
 LEAST_ADDRESSES = 1280 * 2**20  # with which torch and the bundled model start on a CPU

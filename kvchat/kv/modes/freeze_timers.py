@@ -75,7 +75,7 @@ class Timers:
         self,
         parameters: FreezeParameters,
         device: torch.device,
-        headroom: int = GROWTH_HEADROOM,
+        headroom: int = GROWTH_HEADROOM["cpu"],
         rule: Rule | None = None,
     ) -> None:
         self.parameters = parameters

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from kvchat.protocol.figures import MemoryPlan, Proposal
+from kvchat.protocol.messages import Quantize
 from kvchat.units import count, size
 
-CHOICES = ("int8", "int4", "nf4")  # values of --quantize; other names are those of checkpoints quantized already
+# Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
+CHOICES = {*get_args(Quantize)} - {"auto", "none"}
 
 
 class Row(NamedTuple):

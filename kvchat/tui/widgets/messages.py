@@ -19,7 +19,6 @@ from kvchat.units import count, size
 
 SHOWN_CHARACTERS = 2000
 SHOWN_LINES = 12
-COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
 SETTLED_TOKENS = 64
 TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 

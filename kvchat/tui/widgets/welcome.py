@@ -9,8 +9,8 @@ from textual.style import Style
 from textual.widgets import Static
 
 from kvchat.foreign_text import visible
+from kvchat.paths import BUNDLED
 
-BUNDLED = "bundled"
 ABOUT_BUNDLED = (
     "The bundled model is tiny (17M): it remembers what it is told, finds facts in long texts, tells short stories and"
     " explains the KV modes. It knows nothing of the world and writes no code; -m MODEL loads another."

@@ -15,7 +15,7 @@ from kvchat.engine.model import checkpoint, description, hub
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.resumable import DownloadProgress
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
-from kvchat.paths import bundled_model_dir
+from kvchat.paths import INDEX, bundled_model_dir
 from kvchat.protocol.messages import TEMPERATURE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -161,7 +161,7 @@ def recurrent(folder):
 
 
 def no_weights(folder):
-    for file in (*folder.glob("*.safetensors"), folder / checkpoint.INDEX):
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
         file.unlink()
 
 
@@ -170,7 +170,7 @@ def missing_shard(folder):
 
 
 def damaged_index(folder):
-    (folder / checkpoint.INDEX).write_text("{")
+    (folder / INDEX).write_text("{")
 
 
 def truncated_weights(folder):
@@ -179,9 +179,9 @@ def truncated_weights(folder):
 
 
 def unlisted_tensor(folder):
-    index = json.loads((folder / checkpoint.INDEX).read_text())
+    index = json.loads((folder / INDEX).read_text())
     del index["weight_map"]["model.norm.weight"]
-    (folder / checkpoint.INDEX).write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
     from safetensors.torch import load_file, save_file
 
     for file in folder.glob("*.safetensors"):
@@ -300,7 +300,7 @@ def test_a_pickle_beside_the_weights_is_not_read(folder, monkeypatch):
 
 def test_a_pickle_is_not_read_instead_of_the_weights(folder, monkeypatch):
     pickled(folder, monkeypatch)
-    (folder / checkpoint.INDEX).unlink()  # without it transformers does not find the safetensors
+    (folder / INDEX).unlink()  # without it transformers does not find the safetensors
     with pytest.raises(ModelError, match=r"no file named model\.safetensors"):
         load_model(str(folder), "cpu", "auto", silent)
 

@@ -15,10 +15,9 @@ from support import tiny_models
 
 from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.model.checkpoint import INDEX
 from kvchat.engine.model.load import load_model
 from kvchat.errors import KvchatError, ModelError, UsageError
-from kvchat.paths import bundled_model_dir
+from kvchat.paths import INDEX, bundled_model_dir
 from kvchat.protocol.messages import Turn
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

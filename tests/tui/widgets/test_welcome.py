@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from support.app_driver import drawn, finished, press, prompt, typed
 
+from kvchat.paths import BUNDLED
 from kvchat.tui.screens.needle import NeedleScreen
 from kvchat.tui.widgets.transcript import Transcript
-from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, ABOUT_NEEDLE, BUNDLED, EXAMPLES, NEEDLE, Welcome, example
+from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, ABOUT_NEEDLE, EXAMPLES, NEEDLE, Welcome, example
 
 
 def test_numbers_and_nothing_stand_for_questions():
