@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvchat.protocol.messages import HostDtype
+from kvchat.protocol.messages import HostDtype, Load
 
 if TYPE_CHECKING:
     from kvchat.engine.model.load import LoadedModel
@@ -31,7 +31,7 @@ class ModelChoice:
         """
         from kvchat.engine.model.load import load_model  # imports torch
 
-        return load_model(self.model, self.device, self.dtype, report, quantize=self.quantize)
+        return load_model(self._asked, report)
 
     def open(self, report: Callable[[str], None]) -> Session:
         """A session with the weights.
@@ -41,8 +41,12 @@ class ModelChoice:
         """
         from kvchat.engine.session import Session
 
-        return Session(self.load(report), host_dtype=self.host_dtype)
+        return Session(self.load(report), self._asked)
 
     def settings(self) -> dict[str, str]:
         """What of the choice the model's identity does not say, as settings of an experiment."""
         return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
+
+    @property
+    def _asked(self) -> Load:
+        return Load(**vars(self))

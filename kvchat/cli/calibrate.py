@@ -9,6 +9,7 @@ from kvchat import paths
 from kvchat.bench import plot as plots
 from kvchat.cli.output import echo, note, progress
 from kvchat.config.modes import parse
+from kvchat.protocol.messages import Load
 
 
 def calibrate(
@@ -33,7 +34,7 @@ def calibrate(
     from kvchat.engine import calibration as engine
     from kvchat.engine.model.load import load_model
 
-    loaded = load_model(model, device, "auto", progress)
+    loaded = load_model(Load(model, device), progress)
     samples = engine.file_samples(loaded, texts) if texts else engine.default_samples(loaded)
     read = f"{len(samples)} parts of {', '.join(t.name for t in texts)}" if texts else f"{len(samples)} generated texts"
     measured = engine.calibrate(

@@ -14,7 +14,6 @@ from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
 from kvchat.config.sources import SettingsSource, unknown_variables
-from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Keeping, Load
 
 if TYPE_CHECKING:
@@ -78,23 +77,13 @@ def prefers_lines() -> bool:
 
 def load_of(chosen: Settings) -> Load:
     """What the engine is to load."""
-    model, kv = chosen.model, chosen.kv
     return Load(
-        model.name,
-        model.device,
-        model.dtype,
-        kv.mode,
-        mode_params=mode_params_of(chosen),
-        quantize=model.quantize,
-        fast=model.fast,
-        link_bytes_per_s=profiles.find(model.device).measured.link_bytes_per_s,
-        host_dtype=kv.host_dtype,
+        **chosen.model.of_load(),
+        mode=chosen.kv.mode,
+        mode_params={mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))},
+        host_dtype=chosen.kv.host_dtype,
+        link_bytes_per_s=profiles.find(chosen.model.device).measured.link_bytes_per_s,
     )
-
-
-def mode_params_of(chosen: Settings) -> dict[str, Params]:
-    """The parameters set for each mode that has some."""
-    return {mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))}
 
 
 def _keeping(chosen: Settings) -> Keeping:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +18,7 @@ import kvchat
 from kvchat import files, paths
 from kvchat.cli import bench, chats, completion, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask
-from kvchat.cli.chat import chat, load_of, mode_params_of
+from kvchat.cli.chat import chat, load_of
 from kvchat.cli.commands import Commands
 from kvchat.cli.compare import compare_command
 from kvchat.cli.modes import list_modes
@@ -254,8 +255,7 @@ def plan_command(
     from kvchat.cli.plan import plan as run
 
     chosen = load_settings(options.flags(ctx.params)).settings
-    asked = chosen.model.device, chosen.model.dtype, context, mode_params_of(chosen)
-    raise typer.Exit(run(model, *asked, as_json, chosen.kv.host_dtype))
+    raise typer.Exit(run(replace(load_of(chosen), model=model), context, as_json))
 
 
 @app.command()

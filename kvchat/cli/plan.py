@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 
 from kvchat.cli.output import echo, progress
-from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import HostDtype
+from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 
 
-def plan(
-    model: str,
-    device: str,
-    dtype: str,
-    context: int | None,
-    mode_params: Mapping[str, Params],
-    as_json: bool,
-    host_dtype: HostDtype = "model",
-) -> int:
+def plan(load: Load, context: int | None, as_json: bool) -> int:
     """Print the plan; return 0, or 3 where nothing fits.
 
     Raises:
@@ -28,7 +18,7 @@ def plan(
     """
     from kvchat.engine.plan import memory_plan  # torch: seconds
 
-    made = memory_plan(model, device, dtype, context, mode_params, progress, host_dtype)
+    made = memory_plan(load, context, progress)
     progress("")
     echo(json.dumps(asdict(made), indent=2) if as_json else "\n".join(plan_lines(made)))
     return 0 if made.proposal else 3

@@ -260,14 +260,18 @@ def parse(mode: str, params: Params) -> ModeParameters:
         raise UsageError(*_explain(cls, error.errors()[0])) from None
 
 
-def merge(kept: Params, mode: str, changes: Params) -> ModeParameters:
-    """The parameters after a live switch: of the values ``kept`` those that the mode has, and ``changes`` over them.
+def in_force(
+    mode: str, settings: Mapping[str, Params], given: Mapping[str, Params], changes: Params | None = None
+) -> ModeParameters:
+    """The parameters of ``mode``: its settings, over them the values given at run time, over all ``changes``.
 
     Raises:
-        UsageError: as ``parse``; a kept value the mode does not have is no error.
+        UsageError: as ``parse``; a shared value that the mode does not have is no error.
     """
+    shared, own = given_for(given, mode)
     known = registered()[mode].model_fields if mode in registered() else {}
-    return parse(mode, {**{name: value for name, value in kept.items() if name in known}, **changes})
+    shared = {name: value for name, value in shared.items() if name in known}
+    return parse(mode, {**settings.get(mode, {}), **shared, **own, **(changes or {})})
 
 
 def mode_infos() -> tuple[ModeInfo, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
@@ -29,7 +29,11 @@ Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 
 class ModelSettings(Section):
-    name: str = Field(Load.model, min_length=1)
+    """Each is the field of a ``Load`` that it is named or aliased like, but for ``OF_APPLICATION``."""
+
+    OF_APPLICATION: ClassVar = frozenset({"folders", "system"})
+
+    name: str = Field(Load.model, min_length=1, serialization_alias="model")
     """bundled, a folder, or a model's id on the hub"""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu, cuda or cuda:N"""
@@ -43,6 +47,10 @@ class ModelSettings(Section):
     """folders in which the application looks for models, beside the hub's cache"""
     system: str = ""
     """system prompt before every conversation; empty for none"""
+
+    def of_load(self, only_set: bool = False) -> dict[str, Any]:
+        """The fields of a ``Load``: all of them, or those that were set."""
+        return self.model_dump(by_alias=True, exclude=set(self.OF_APPLICATION), exclude_unset=only_set)
 
 
 class KvSettings(Section):
@@ -120,23 +128,23 @@ def checked_sampling(sampling: Sampling, **changes: Any) -> Sampling:
     raise UsageError(f"{name} is out of range.", sentence, advice(SamplingSettings.model_fields[name]))
 
 
-def checked_model(values: Mapping[str, Any], options: Iterable[str]) -> dict[str, Any]:
-    """The fields of a ``Load`` for the settings ``values`` of a model: its ``name`` and some of ``options``.
+def checked_model(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ``Load`` for the model ``name`` and its settings ``options``, which may be given as text.
 
     Raises:
-        UsageError: another key, or a value that is refused.
+        UsageError: there is no such option, or a value is refused.
     """
-    for name in values.keys() - {"name", *options}:
-        raise UsageError(f'There is no option "{name}" for a model.', did_you_mean(name, options))
+    known = [key for key in ModelSettings.model_fields if key not in ("name", *ModelSettings.OF_APPLICATION)]
+    for unknown in options.keys() - {*known}:
+        raise UsageError(f'There is no option "{unknown}" for a model.', did_you_mean(unknown, known))
+    values = {"name": name, **options}
     try:
-        ModelSettings.model_validate(values)
+        return ModelSettings.model_validate(values).of_load(only_set=True)
     except ValidationError as error:
         details = error.errors()[0]
-        name = str(details["loc"][0])
-        sentence = f"Given: {values[name]!r}; {reason(ModelSettings, details)}."
-        hint = advice(ModelSettings.model_fields[name])
-        raise UsageError(f"The {name} of a model is refused.", sentence, hint) from None
-    return {"model" if name == "name" else name: value for name, value in values.items()}
+    key = str(details["loc"][0])
+    sentence = f"Given: {values[key]!r}; {reason(ModelSettings, details)}."
+    raise UsageError(f"The {key} of a model is refused.", sentence, advice(ModelSettings.model_fields[key]))
 
 
 class UiSettings(Section):

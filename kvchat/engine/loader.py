@@ -67,7 +67,7 @@ class EngineLoader:
         return fits_beside(load, progress)
 
     def plan(self, asked: Plan, progress: Progress) -> figures.MemoryPlan:
-        """As ``kvchat.engine.plan.plan_of``."""
-        from kvchat.engine.plan import plan_of
+        """As ``kvchat.engine.plan.memory_plan``."""
+        from kvchat.engine.plan import memory_plan
 
-        return plan_of(asked, progress)
+        return memory_plan(asked.load, asked.context, progress)

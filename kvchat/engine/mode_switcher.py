@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
@@ -22,6 +21,7 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.protocol.figures import Params, Price
+from kvchat.protocol.messages import Load
 
 PRICES_S = 1.0  # switches are priced at most this often
 
@@ -29,33 +29,24 @@ PRICES_S = 1.0  # switches are priced at most this often
 class ModeSwitcher:
     """Builds modes from parameters and lets the KV manager enter them.
 
-    Values given at run time (``given``, by mode) override the settings ``mode_params``. ``modes.SHARED`` parameters
-    apply to all modes, others to the mode they were given for. A mode that has to measure the model first does so
-    on the ``stored`` tokens. ``link_bytes_per_s`` is the measured rate of copies to the device, where a profile has it.
-    ``preamble`` is the length of the conversation's system prompt in tokens.
+    Begins in the mode of ``asked``. Values given at run time, there and by ``switch``, override the settings of each
+    mode. ``modes.SHARED`` parameters apply to all modes, others to the mode they were given for. A mode that has to
+    measure the model first does so on the ``stored`` tokens. ``preamble`` is the length of the conversation's system
+    prompt in tokens.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        mode: str,
-        given: Mapping[str, Params],
-        mode_params: Mapping[str, Params],
-        stored: Stored,
-        link_bytes_per_s: float | None = None,
-    ) -> None:
+    def __init__(self, model: LoadedModel, asked: Load, stored: Stored) -> None:
         self._model = model
-        self._given = {name: dict(params) for name, params in given.items()}
-        self._mode_params = mode_params
+        self._asked = asked
+        self._given = {mode: dict(params) for mode, params in asked.given.items()}
         self._stored = stored
-        self._link_bytes_per_s = link_bytes_per_s
         self.preamble = 0
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
         self._widened: tuple[Mode, ModeParameters, int] | None = None
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
-        self.parameters = self.merged(mode, {})
+        self.parameters = self.merged(asked.mode, {})
 
     def attach(self, kv: KVManager) -> None:
         """Switch this manager, which is in the mode of ``parameters``."""
@@ -67,20 +58,7 @@ class ModeSwitcher:
         Raises:
             UsageError: an unknown mode or parameter, or a value out of range.
         """
-        return self.parameters_of(mode, self._given, self._mode_params, changes)
-
-    @staticmethod
-    def parameters_of(
-        mode: str, given: Mapping[str, Params], mode_params: Mapping[str, Params], changes: Params | None = None
-    ) -> ModeParameters:
-        """The parameters of ``mode``: its settings, then values ``given`` (later ones win), then ``changes``.
-
-        Raises:
-            UsageError: an unknown mode or parameter, or a value out of range.
-        """
-        shared, own = modes.given_for(given, mode)
-        kept = {**mode_params.get(mode, {}), **shared}
-        return modes.merge(kept, mode, {**own, **(changes or {})})
+        return modes.in_force(mode, self._asked.mode_params, self._given, changes)
 
     def build(self, chosen: ModeParameters) -> Mode:
         """A mode, not yet entered.
@@ -190,6 +168,6 @@ class ModeSwitcher:
             built = self.build(self.merged(mode, {}))
             if built.limited_by_context:
                 self.check_context(self._kv.total)
-            return Price(mode, **self._kv.check_switch(built, self._link_bytes_per_s)._asdict())
+            return Price(mode, **self._kv.check_switch(built, self._asked.link_bytes_per_s)._asdict())
         except KvchatError as error:
             return Price(mode, refusal=str(error))

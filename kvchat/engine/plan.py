@@ -6,7 +6,7 @@ the shapes of its K/V and of its state are observed as the probe does, and no we
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.protocol.figures import MemoryPlan, ModeNeed, Params, Proposal
-from kvchat.protocol.messages import HostDtype, Load, Plan
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
+from kvchat.protocol.messages import Load
 from kvchat.units import size
 
 # What is given up last is first: choosing what is read costs some answers, reading over the link time, reading no more
@@ -41,15 +41,7 @@ PROPOSED_MODES = ("full", "speculative", SPILLED, "streaming")
 PROPOSED_WEIGHTS = ("none", "int8", "nf4")
 
 
-def memory_plan(
-    model: str,
-    device: str,
-    dtype: str,
-    context: int | None,
-    mode_params: Mapping[str, Params],
-    progress: Progress,
-    host_dtype: HostDtype = "model",
-) -> MemoryPlan:
+def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPlan:
     """Plan for a conversation of ``context`` tokens, by default as long as the model allows.
 
     Raises:
@@ -57,22 +49,23 @@ def memory_plan(
             that the model does not have.
     """
     with quiet():
-        seen = _observe(describe(model, device, dtype, progress))
+        seen = _observe(describe(load.model, load.device, load.dtype, progress))
         weights = _weights(seen, progress)
     tokens = _context(seen, context)
     described, geometry = seen.described, seen.geometry
-    share = _host_share(geometry) if host_dtype == "int8" else 1.0
+    is_rounded = load.host_dtype == "int8"
+    share = _host_share(geometry) if is_rounded else 1.0
     made = MemoryPlan(
-        model=model,
+        model=load.model,
         architecture=described.model_class.__name__,
         device=str(described.device),
         dtype=str(described.dtype).removeprefix("torch."),
         context=tokens,
         weights=weights,
-        modes={name: mode_need(name, mode_params, seen, tokens, share) for name in modes.mode_names()},
+        modes={name: mode_need(name, load, seen, tokens, share) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen.shapes, geometry, tokens, described.device),
-        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), host_dtype == "int8"),
+        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), is_rounded),
         snapshots=SNAPSHOTS * seen.state.nbytes,
         device_free=budget.free_bytes(described.device),
         host_free=available.host_free(),
@@ -83,24 +76,13 @@ def memory_plan(
     return replace(made, proposal=propose(made))
 
 
-def plan_of(asked: Plan, progress: Progress) -> MemoryPlan:
-    """The plan that the application asks for.
-
-    Raises:
-        KvchatError: as ``memory_plan``.
-    """
-    load = asked.load
-    params = {name: {**load.mode_params.get(name, {}), **load.given.get(name, {})} for name in modes.mode_names()}
-    return memory_plan(load.model, load.device, load.dtype, asked.context, params, progress, load.host_dtype)
-
-
 def fits_beside(load: Load, progress: Progress) -> bool:
     """True if another model's weights fit the free memory, beside the model in use and its K/V.
 
     Raises:
         KvchatError: it cannot be loaded at all.
     """
-    made = memory_plan(load.model, load.device, load.dtype, 1, load.mode_params, progress)
+    made = memory_plan(load, 1, progress)
     quantize = made.by_default if load.quantize == "auto" else load.quantize
     needed = made.weights.get(quantize, max(made.weights.values())) + made.workspace
     return needed <= available.usable(made.device_free)
@@ -191,14 +173,12 @@ def _spilled(made: MemoryPlan, quantize: str) -> int:
     return int(max(0, made.context * made.token_bytes - room) * made.host_share)
 
 
-def mode_need(
-    name: str, mode_params: Mapping[str, Params], seen: _Observed, tokens: int, host_share: float = 1.0
-) -> ModeNeed:
+def mode_need(name: str, load: Load, seen: _Observed, tokens: int, host_share: float = 1.0) -> ModeNeed:
     """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``."""
     geometry = seen.geometry
     try:
         traits = ModelTraits(seen.longest, (None,) * geometry.layers)
-        mode = build(modes.parse(name, mode_params.get(name, {})), geometry, traits)
+        mode = build(modes.in_force(name, load.mode_params, load.given), geometry, traits)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)
         resident = getattr(mode, "resident", None)
         chosen = {"budget": getattr(mode, "budget", None), "sink": mode.sink, "window": mode.window}

@@ -30,7 +30,7 @@ from kvchat.engine.reports import Reports
 from kvchat.engine.stored_text import StoredText
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params, Price
-from kvchat.protocol.messages import Event, HostDtype, Keeping, Load, Loaded, Sampling, Switched, Text, Turn
+from kvchat.protocol.messages import Event, HostDtype, Load, Loaded, Sampling, Switched, Text, Turn
 
 
 def load(
@@ -69,7 +69,15 @@ def load(
         DoesNotFitError: there is not enough memory.
     """
     asked = Load(
-        str(model), device, dtype, mode, {mode: params}, dict(mode_params or {}), quantize, fast, host_dtype=host_dtype
+        model=str(model),
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        fast=fast,
+        mode=mode,
+        mode_params=dict(mode_params or {}),
+        given={mode: params},
+        host_dtype=host_dtype,
     )
     return open_session(asked, progress, system)
 
@@ -84,20 +92,9 @@ def open_session(
     """
     check_loading()
     is_rounded(asked.host_dtype)
-    for name, params in (*asked.mode_params.items(), *asked.given.items()):
+    for name, params in ((asked.mode, {}), *asked.mode_params.items(), *asked.given.items()):
         modes.parse(name, params)
-    ModeSwitcher.parameters_of(asked.mode, asked.given, asked.mode_params)
-    model = load_model(asked.model, asked.device, asked.dtype, progress, quantize=asked.quantize, fuse=asked.fast)
-    return Session(
-        model,
-        asked.mode,
-        mode_params=asked.mode_params,
-        system=system,
-        given=asked.given,
-        link_bytes_per_s=asked.link_bytes_per_s,
-        keeping=asked.keeping,
-        host_dtype=asked.host_dtype,
-    )
+    return Session(load_model(asked, progress), asked, system)
 
 
 class Session(Released, Comparisons, StoredText, Reports):
@@ -106,33 +103,23 @@ class Session(Released, Comparisons, StoredText, Reports):
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
     ``resume``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
     After ``close`` and in a forked process what works with the model raises UsageError, an answer in progress too.
+
+    ``asked`` is what ``model`` was loaded by; ``system`` is the system prompt of ``chat``.
     """
 
     held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        mode: str = "full",
-        params: Params | None = None,
-        mode_params: Mapping[str, Params] | None = None,
-        system: str | None = None,
-        given: Mapping[str, Params] | None = None,
-        link_bytes_per_s: float | None = None,
-        keeping: Keeping = Keeping(),
-        host_dtype: HostDtype = "model",
-    ) -> None:
+    def __init__(self, model: LoadedModel, asked: Load = Load(), system: str | None = None) -> None:
         stored = Stored()
         self._model = model
-        given = {mode: params or {}, **(given or {})}
-        self._switcher = ModeSwitcher(model, mode, given, mode_params or {}, stored, link_bytes_per_s)
+        self._switcher = ModeSwitcher(model, asked, stored)
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
-        self._kv.state.round_pages(is_rounded(host_dtype))
+        self._kv.state.round_pages(is_rounded(asked.host_dtype))
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
-        self._keeper = Keeper(self._runner, self._loop, keeping)
+        self._keeper = Keeper(self._runner, self._loop, asked.keeping)
         self._turns = (Turn("system", system),) if system else ()
 
     # ---- talking

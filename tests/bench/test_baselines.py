@@ -11,6 +11,7 @@ from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.engine.model.load import load_model
 from kvchat.kv.modes import build
+from kvchat.protocol.messages import Load
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
@@ -46,7 +47,7 @@ def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
 
 def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory():
     """kvchat's lie one behind the other, in huge pages, which no user of transformers has."""
-    bundled = load_model("bundled", "cpu", "float32", lambda stage: None)
+    bundled = load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
     plain = baselines.in_ordinary_memory(bundled)
     ours, theirs = dict(bundled.model.named_parameters()), dict(plain.model.named_parameters())
     assert ours.keys() == theirs.keys()

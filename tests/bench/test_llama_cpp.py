@@ -10,12 +10,13 @@ from kvchat.bench.corpus import prose
 from kvchat.bench.llama_cpp import LlamaCpp
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load
 
 
 def test_its_greedy_tokens_are_those_of_generate():
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    bundled = load_model("bundled", "cpu", "float32", lambda stage: None)
+    bundled = load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
     ids = prose(bundled.tokenizer, 100)
     with baselines.as_written(bundled.model):
         expected = bundled.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)

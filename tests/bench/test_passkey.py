@@ -13,13 +13,14 @@ from kvchat.bench.passkey import Settings
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load
 
 TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_model("bundled", "cpu", "auto", lambda stage: None).tokenizer
+    return load_model(Load("bundled", "cpu"), lambda stage: None).tokenizer
 
 
 def test_the_same_seed_gives_the_same_conversations(tokenizer):

@@ -15,11 +15,12 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.texts import passages
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
+from kvchat.protocol.messages import Load
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model("bundled", "cpu", "auto", lambda stage: None)
+    return load_model(Load("bundled", "cpu"), lambda stage: None)
 
 
 def test_full_is_the_models_own_perplexity_and_less_reading_costs_some(model):

@@ -6,13 +6,14 @@ import pytest
 
 from kvchat.bench.recall_tasks import CHAIN, TASKS, WITHOUT_DEPTH, case
 from kvchat.engine.model.load import load_model
+from kvchat.protocol.messages import Load
 
 LENGTH = 600
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_model("bundled", "cpu", "auto", lambda stage: None).tokenizer
+    return load_model(Load("bundled", "cpu"), lambda stage: None).tokenizer
 
 
 @pytest.mark.parametrize("task", TASKS)

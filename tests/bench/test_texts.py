@@ -9,13 +9,14 @@ from kvchat.bench.texts import BOOKS, passages
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load
 
 SIZE = 1016
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_model("bundled", "cpu", "auto", lambda stage: None).tokenizer
+    return load_model(Load("bundled", "cpu"), lambda stage: None).tokenizer
 
 
 def test_every_part_of_the_shipped_books_gives_one_passage(tokenizer):

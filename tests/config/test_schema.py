@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
 
+import kvchat
 from kvchat import paths
 from kvchat.config import schema, sources
 from kvchat.config.modes import registered
-from kvchat.config.schema import SamplingSettings, checked_sampling
+from kvchat.config.schema import ModelSettings, SamplingSettings, checked_sampling
 from kvchat.engine.generate.sampler import Sampler
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Load, Sampling
 from kvchat.tui.sampling import change
 
 # Around each bound: what is refused and what is allowed.
@@ -110,3 +112,15 @@ def test_every_mode_with_parameters_has_its_table() -> None:
     assert set(registered()) == set(schema.KvSection.model_json_schema()["properties"]["mode"]["enum"])
     for name, cls in registered().items():
         assert (name in fields) == bool(cls.model_fields)
+
+
+def test_the_settings_of_a_model_the_engine_and_python_begin_alike() -> None:
+    asked, parameters = Load(), inspect.signature(kvchat.load).parameters
+    assert ModelSettings().of_load().items() <= vars(asked).items()
+    shared = vars(asked).keys() & parameters.keys() - {"mode_params"}
+    assert shared >= ModelSettings().of_load().keys()
+    assert {name: parameters[name].default for name in shared} == {name: vars(asked)[name] for name in shared}
+
+
+def test_options_of_a_model_may_be_text_and_leave_the_others_as_they_are() -> None:
+    assert schema.checked_model("there", {"fast": "false"}) == {"model": "there", "fast": False}

@@ -10,6 +10,7 @@ from support.freeze_run import EARLY, ruled
 
 from kvchat.engine.model.load import LoadedModel, load_model, wrap
 from kvchat.engine.session import Session
+from kvchat.protocol.messages import Load
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def early_freezes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model() -> LoadedModel:
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
+    return load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
 
 
 @pytest.fixture(scope="session")

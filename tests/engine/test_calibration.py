@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.loads import entering
 
 import kvchat
 from kvchat import paths
@@ -199,7 +200,7 @@ def test_an_unknown_rule_is_refused(model):
 
 def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    session = Session(model, "sync", {"budget": 132})
+    session = Session(model, entering("sync", {"budget": 132}))
     assert any("kvchat calibrate bundled" in note for note in session.info.notes)
     short = list(session.answer([Turn("user", "Hi.")], Sampling(temperature=0, max_new_tokens=2)))
     assert short

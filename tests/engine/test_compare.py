@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import tiny_multimodal
+from support.loads import entering
 
 from kvchat.engine import compare
 from kvchat.engine.compare import compare_logits
@@ -17,7 +18,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
 from kvchat.protocol.comparing import Compared, Comparing, Variant
-from kvchat.protocol.messages import Prefilled, Sampling, Started, Turn
+from kvchat.protocol.messages import Load, Prefilled, Sampling, Started, Turn
 
 SAMPLING = Sampling(temperature=0.9, seed=4, max_new_tokens=24)
 STORY = (Turn("user", "The sea was calm and the whale went on. " * 20 + "Tell me a short story."),)
@@ -45,7 +46,7 @@ def same(one: object, other: object) -> bool:
 @pytest.fixture
 def session(model) -> Session:
     """A conversation whose answer was computed with less context."""
-    session = Session(model, "streaming", NARROW.params)
+    session = Session(model, entering("streaming", NARROW.params))
     list(session.answer(STORY, SAMPLING))
     assert session.snapshot().reduced_tokens > 0
     return session
@@ -90,7 +91,7 @@ def test_what_was_computed_with_less_context_is_read_again(session):
 
 
 def test_the_figures_of_the_conversation_stay_its_own(model):
-    session = Session(model, "speculative", {"budget": 128, "sink": 16, "window": 32})
+    session = Session(model, entering("speculative", {"budget": 128, "sink": 16, "window": 32}))
     list(session.answer(STORY, SAMPLING))
 
     def figures() -> tuple[object, ...]:
@@ -170,7 +171,7 @@ def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(ses
 
 def test_a_hybrid_model_goes_on_as_if_nothing_had_been_compared(tmp_path):
     tiny_multimodal.save(tiny_multimodal.fresh("qwen3_5"), tmp_path)
-    model = load_model(str(tmp_path), "cpu", "float32", lambda stage: None)
+    model = load_model(Load(str(tmp_path), "cpu", "float32"), lambda stage: None)
     one, other = Session(model), Session(model)
     for session in (one, other):
         list(session.answer(STORY[:1], SAMPLING))

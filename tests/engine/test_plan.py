@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models, tiny_multimodal
+from support.loads import entering
 
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
-from kvchat.engine.plan import fits_beside, memory_plan, mode_need, plan_of, propose
+from kvchat.engine.plan import fits_beside, memory_plan, mode_need, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.protocol.figures import ModeNeed
-from kvchat.protocol.messages import Load, Plan
+from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 
 TOKENS = 300
@@ -31,7 +32,7 @@ def silent(stage):
 
 
 def planned(model, context=TOKENS, **params):
-    return memory_plan(str(model), "cpu", "float32", context, params, silent)
+    return memory_plan(Load(str(model), "cpu", "float32", mode_params=params), context, silent)
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def folder(tmp_path, request):
 
 @pytest.mark.parametrize("folder", [*TEXT_MODELS, "gemma3", "gemma4", "qwen3_5_moe"], indirect=True)
 def test_what_is_planned_is_what_is_measured(folder):
-    made, session = planned(folder), Session(load_model(str(folder), "cpu", "float32", silent))
+    made, session = planned(folder), Session(load_model(Load(str(folder), "cpu", "float32"), silent))
     runner = session._runner
     session.prefill([5 + i % 90 for i in range(TOKENS)])
     assert made.weights["none"] == pytest.approx(session.model.weight_bytes, rel=WITHIN)
@@ -63,7 +64,7 @@ def test_what_is_planned_is_what_is_measured(folder):
     [("full", {}), ("freeze", {}), ("streaming", {"budget": 128}), ("speculative", {"budget": 128}), ("sync", {})],
 )
 def test_every_modes_bytes(model, mode, params):
-    made, session = planned("bundled", **{mode: params}), Session(model, mode, params)
+    made, session = planned("bundled", **{mode: params}), Session(model, entering(mode, params))
     session.prefill([5 + i % 90 for i in range(TOKENS)])
     if mode in ("sync", "freeze"):  # what heads measure and what freezes is known later, and leaves less there
         assert made.modes[mode].device_bytes >= session._kv.device_bytes
@@ -75,7 +76,7 @@ def test_every_modes_bytes(model, mode, params):
 def test_quantized_weights(quantize, package):
     if any(importlib.util.find_spec(name) is None for name in (package, "accelerate")):
         pytest.skip(f"{package} is not installed")
-    measured = load_model("bundled", "cpu", "float32", silent, quantize=quantize).weight_bytes
+    measured = load_model(Load("bundled", "cpu", "float32", quantize=quantize), silent).weight_bytes
     assert planned("bundled").weights[quantize] == pytest.approx(measured, rel=WITHIN)
 
 
@@ -130,9 +131,9 @@ def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
 def test_what_full_reads_over_the_link_is_counted():
     geometry = Geometry(2, 4, 2, 16, 16, torch.float32, headroom=128)
     seen = SimpleNamespace(geometry=geometry, longest=4096)
-    need = mode_need("full", {"full": {"resident": 512}}, seen, 4000)
+    need = mode_need("full", entering("full", {"resident": 512}), seen, 4000)
     assert need.link_bytes == (4000 - 512) * geometry.token_bytes
-    halved = mode_need("full", {"full": {"resident": 512}}, seen, 4000, host_share=0.5)
+    halved = mode_need("full", entering("full", {"resident": 512}), seen, 4000, host_share=0.5)
     assert (halved.link_bytes, halved.device_bytes) == (need.link_bytes // 2, need.device_bytes)
     assert need.device_bytes == pytest.approx(512 * geometry.token_bytes, rel=WITHIN)
     made = replace(planned("bundled"), modes={"full": need})
@@ -174,7 +175,9 @@ def test_what_fits_beside_the_model_in_use(monkeypatch):
 
 def test_the_application_plans_with_the_values_given_at_run_time():
     asked = Load("bundled", mode_params={"speculative": {"budget": 1024}}, given={"speculative": {"budget": 256}})
-    made = plan_of(Plan(asked, TOKENS), silent)
+    made = memory_plan(asked, TOKENS, silent)
     assert (made.context, made.modes["speculative"].params["budget"]) == (TOKENS, 256)
+    same = memory_plan(replace(asked, given={"streaming": {"budget": 256}}), TOKENS, silent)
+    assert made.modes["streaming"] == same.modes["streaming"], "a budget once given holds in every mode that has one"
     assert made.proposal.budget is None
     assert propose(replace(made, modes={**made.modes, "full": ModeNeed(0, {}, "no")})).budget == 256

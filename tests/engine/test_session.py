@@ -7,13 +7,14 @@ from weakref import ref
 
 import pytest
 import torch
+from support.loads import entering
 
 from kvchat.config.modes import registered
 from kvchat.engine.session import Session, load
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory import budget
-from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Text, Turn
+from kvchat.protocol.messages import Finished, Load, Prefilled, Sampling, Started, Text, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
@@ -66,7 +67,7 @@ def test_what_is_reused_gives_the_answer_of_a_fresh_session(session, model):
 
 @pytest.mark.parametrize("mode", ["streaming", "speculative", "sync", "freeze"])
 def test_a_conversation_within_the_budget_is_answered_as_in_full_mode(mode, model):
-    one, full = Session(model, mode), Session(model)
+    one, full = Session(model, entering(mode)), Session(model)
     _, first, _ = answered(full, HELLO)
     assert answered(one, HELLO)[1] == first
     assert answered(one, follow(HELLO, first))[1] == answered(full, follow(HELLO, first))[1]
@@ -278,7 +279,7 @@ def test_a_closed_session_keeps_no_memory_whatever_the_collector_does():
 
 
 def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
-    session = Session(model, "speculative", {"budget": 128, "tau": -2.0})
+    session = Session(model, entering("speculative", {"budget": 128, "tau": -2.0}))
     assert session.switch("freeze").params["tau"] == registered()["freeze"]().tau
     assert session.switch("streaming").params["budget"] == 128
     assert session.switch(budget=96).params["budget"] == 96
@@ -299,7 +300,7 @@ def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, mo
 
 def test_values_given_for_one_mode_reach_no_other(model) -> None:
     given = {"speculative": {"tau": 0.9, "budget": 128}, "freeze": {}}
-    session = Session(model, "freeze", given=given)
+    session = Session(model, Load(mode="freeze", given=given))
     assert session.info.params["tau"] == 0.5
     assert session.switch("speculative").params["tau"] == 0.9
     assert session.switch("streaming").params["budget"] == 128
@@ -307,7 +308,9 @@ def test_values_given_for_one_mode_reach_no_other(model) -> None:
 
 
 def test_of_shared_values_the_last_given_counts(model) -> None:
-    session = Session(model, "speculative", given={"speculative": {"budget": 128}, "streaming": {"budget": 256}})
+    session = Session(
+        model, Load(mode="speculative", given={"speculative": {"budget": 128}, "streaming": {"budget": 256}})
+    )
     assert session.info.params["budget"] == 256
     assert session.switch("speculative", budget=192).params["budget"] == 192
     assert session.switch("streaming").params["budget"] == 192
@@ -315,7 +318,7 @@ def test_of_shared_values_the_last_given_counts(model) -> None:
 
 
 def test_a_later_shared_value_is_not_undone_by_a_plain_switch(model) -> None:
-    session = Session(model, "speculative", {"budget": 128})
+    session = Session(model, entering("speculative", {"budget": 128}))
     session.switch("streaming", budget=256)
     assert session.switch("speculative").params["budget"] == 256
     assert session.switch("streaming").params["budget"] == 256
@@ -337,7 +340,7 @@ def test_closing_frees_the_model_under_a_suspended_answer() -> None:
 def test_a_truncated_session_chooses_by_the_query_of_its_last_token(model, mode, params):
     """It chose by that of the first one dropped, which sync keeps for a whole turn (audit, 20)."""
     ids = [300 + 7 * i % 700 for i in range(400)]
-    sessions = [Session(model, mode, params) for _ in range(2)]
+    sessions = [Session(model, entering(mode, params)) for _ in range(2)]
     sessions[0].prefill(ids)
     sessions[1].prefill([*ids, *range(900, 940)])
     sessions[1].truncate(len(ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from support.loads import entering
 from support.memory import Pins
 
 from kvchat.engine.session import Session
@@ -47,7 +48,7 @@ def test_a_gpu_without_kernels_has_a_badge(model):
 
 
 def test_a_mode_that_saves_no_memory_has_a_badge_until_it_is_changed(model):
-    session = Session(model, "sync", {"offload": False})
+    session = Session(model, entering("sync", {"offload": False}))
     session.prefill([(7 * i) % 4000 + 10 for i in range(600)])
     (badge,) = session.snapshot().badges
     assert badge.startswith("sync saves no memory: its K/V takes 100% of full's")

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.loads import entering
 
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
@@ -18,7 +19,7 @@ QUESTIONS = ("Tell me a story about a cat and a dog who lived by the sea and wer
 
 def test_a_chat_goes_on_beyond_the_context_and_other_modes_refuse_it(model):
     short = dataclasses.replace(model, context=CONTEXT)
-    session, turns = Session(short, "streaming", {"budget": 64}), []
+    session, turns = Session(short, entering("streaming", {"budget": 64})), []
     while session.total <= CONTEXT + 100:
         turns.append(Turn("user", QUESTIONS[0]))
         *_, finished = session.answer(turns, GREEDY)
@@ -30,14 +31,14 @@ def test_a_chat_goes_on_beyond_the_context_and_other_modes_refuse_it(model):
     with pytest.raises(DoesNotFitError, match="does not fit the model's context"):
         session.switch("full")
     with pytest.raises(DoesNotFitError, match="does not fit the model's context"):
-        list(Session(short, "full").answer([*turns, Turn("user", QUESTIONS[0])], GREEDY))
+        list(Session(short).answer([*turns, Turn("user", QUESTIONS[0])], GREEDY))
     session.truncate(100)
     assert session.switch("full").mode == "full"
 
 
 def test_a_first_prompt_beyond_the_context_is_read_in_chunks(model):
     short = dataclasses.replace(model, context=CONTEXT)
-    session = Session(short, "streaming", {"budget": 64})
+    session = Session(short, entering("streaming", {"budget": 64}))
     prompt = Turn("user", " ".join(QUESTIONS * 4))
     *_, finished = session.answer([prompt], GREEDY)
     assert finished.stats.prompt_tokens > CONTEXT
@@ -46,7 +47,7 @@ def test_a_first_prompt_beyond_the_context_is_read_in_chunks(model):
 
 def test_over_8_bit_pages_nearly_the_same_is_said_beyond_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
-    sessions = [Session(short, "streaming", {"budget": 64}, host_dtype=kept) for kept in ("model", "int8")]
+    sessions = [Session(short, entering("streaming", {"budget": 64}, host_dtype=kept)) for kept in ("model", "int8")]
     ids = torch.randint(300, 2000, (640,), generator=torch.Generator().manual_seed(0)).tolist()
     exact, rounded = ([session.prefill(ids)] for session in sessions)
     for token in ids[:60]:  # also over the next half of the context

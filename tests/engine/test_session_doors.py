@@ -13,16 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.loads import entering
 from support.patience import PATIENCE_S
 
 from kvchat.config import modes
 from kvchat.config.modes import MAX_COUNT
-from kvchat.engine.session import Session, load
+from kvchat.engine import session as sessions
+from kvchat.engine.session import Session, load, open_session
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.paths import bundled_model_dir
 from kvchat.protocol.comparing import Variant
-from kvchat.protocol.messages import Finished, Keeping, Sampling, Turn
+from kvchat.protocol.messages import Finished, Keeping, Load, Sampling, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
 HELLO = (Turn("user", "Hello! My name is Maria."),)
@@ -55,7 +57,7 @@ def test_a_closed_session_says_so(session, use):
 
 @pytest.mark.parametrize("begin", [lambda s: s.rebuild(), lambda s: s.compare(LONG, BOTH, GREEDY)])
 def test_what_goes_on_after_close_says_so(model, begin):
-    session = Session(model, "streaming", {"budget": 64})
+    session = Session(model, entering("streaming", {"budget": 64}))
     list(session.answer(LONG, GREEDY))
     going_on = begin(session)
     next(going_on)
@@ -168,6 +170,33 @@ def test_other_arguments_of_wrong_kinds_are_refused(session):
     assert session.info.mode == "full"
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Load(mode="ful"), 'no KV mode "ful"'),
+        (Load(mode_params={"ful": {}}), 'no KV mode "ful"'),
+        (entering("streaming", {"budget": 64}, mode_params={"streaming": {"budget": 1}}), "budget = 1 is refused"),
+        (Load(mode_params={"freeze": {"tau": "high"}}), "freeze: tau = 'high' is refused"),
+        (Load(given={"sync": {"rhoo": 1}}), 'no parameter "rhoo"'),
+        (Load(host_dtype="int4"), 'cannot be kept in "int4"'),
+    ],
+)
+def test_a_wrong_value_is_refused_before_anything_is_loaded(monkeypatch, asked, said):
+    monkeypatch.setattr(sessions, "load_model", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match=said):
+        open_session(asked)
+
+
+def test_what_is_asked_for_reaches_the_model_and_the_session_whole(monkeypatch, model):
+    seen = []
+    monkeypatch.setattr(sessions, "load_model", lambda asked, progress: seen.append(asked) or model)
+    session = load("there", device="cpu", mode="streaming", fast=False, host_dtype="int8", system="Short.", budget=64)
+    assert seen == [entering("streaming", {"budget": 64}, model="there", device="cpu", fast=False, host_dtype="int8")]
+    assert (session.info.mode, session.info.params["budget"]) == ("streaming", 64)
+    assert session._kv.state.rounds
+    assert session._turns == (Turn("system", "Short."),)
+
+
 def test_a_model_may_be_a_path():
     session = load(Path(bundled_model_dir()), device="cpu")
     assert "".join(session.chat("Hello", GREEDY))
@@ -245,7 +274,7 @@ def outcome(use) -> str:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_fork_ends_what_is_in_progress_and_writes_nothing(model, tmp_path, monkeypatch):
-    session = Session(model, keeping=Keeping(0, 2**30, str(tmp_path)))
+    session = Session(model, Load(keeping=Keeping(0, 2**30, str(tmp_path))))
     monkeypatch.setattr(session._keeper._writer, "begin", lambda jobs: pytest.fail("it writes"))
     with monkeypatch.context() as patch:
         patch.setattr(session._keeper, "save", lambda: None)

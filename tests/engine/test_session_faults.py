@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.attended_logits import logits_over_attended
+from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
 from support.tiny_runner import PARAMS, loaded, token_ids
 from support.toy_model import calibration
@@ -107,7 +108,7 @@ EAGER = ("streaming", {"budget": 64, "R": 1, "sigma": 0, "delta": 0})
 def begun(model: LoadedModel, row: str, operation: str) -> Asked:
     """A session in a mode, with stored tokens, right before the operation."""
     mode, params = EAGER if operation == "rebuild" else PARAMS[row]
-    session = Session(model, mode, params)
+    session = Session(model, entering(mode, params))
     session.prefill(LATER[: TOKENS - 4])
     session._runner.chunk = 16 if operation == "prefill" else 64
     for token in LATER[TOKENS - 4 : TOKENS]:

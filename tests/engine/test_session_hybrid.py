@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support import tiny_multimodal
+from support.loads import entering
 
 from kvchat.engine.generate import recovery_signals
 from kvchat.engine.model.load import load_model
 from kvchat.engine.session import Session
-from kvchat.protocol.messages import Finished, Recovered, Sampling, Started, Turn
+from kvchat.protocol.messages import Finished, Load, Recovered, Sampling, Started, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=24)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
@@ -19,7 +20,7 @@ QUESTION = Turn("user", "What is my cat called?")
 def hybrid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3_5")
     tiny_multimodal.save(tiny_multimodal.fresh("qwen3_5"), folder)
-    return load_model(str(folder), "cpu", "float32", lambda stage: None)
+    return load_model(Load(str(folder), "cpu", "float32"), lambda stage: None)
 
 
 def answered(session: Session, turns, sampling=GREEDY, between=None) -> tuple[list[int], Started, list]:
@@ -45,7 +46,7 @@ def fresh_tokens(session: Session, started: Started) -> list[int]:
 @pytest.mark.parametrize("mode", ["full", "streaming", "freeze", "sync", "speculative"])
 def test_a_second_turn_and_a_regenerated_one(hybrid, mode):
     params = {"freeze": {"recovery": False}, "sync": {"mem": 0.9}}.get(mode, {})
-    session = Session(hybrid, mode, params)
+    session = Session(hybrid, entering(mode, params))
     _, _, events = answered(session, HELLO)
     turns = (*HELLO, Turn("assistant", text_of(events)), QUESTION)
     second, started, _ = answered(session, turns)
@@ -68,7 +69,7 @@ def test_an_edited_question_after_a_stop(hybrid):
 
 def test_withdrawn_tokens_are_forgotten_by_the_state(hybrid, monkeypatch):
     """Recovery walks back in the middle of an answer; what is stored then is what one prefill gives."""
-    session, plain = Session(hybrid, "freeze"), Session(hybrid)
+    session, plain = Session(hybrid, entering("freeze")), Session(hybrid)
     alarms = iter([*[None] * 12, *[recovery_signals.Trigger("entropy", 9.0)] * 200])
     monkeypatch.setattr(recovery_signals.Signals, "add", lambda self, *args: next(alarms))
     sampling = Sampling(temperature=0.8, max_new_tokens=150, seed=1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.loads import entering
 
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
@@ -42,7 +43,7 @@ def assert_read(session: Session, told: str = "Biscuit") -> None:
 
 def test_a_pinned_message_is_read_in_every_mode_whatever_happens(model, tmp_path):
     keeping = Keeping(saved_bytes=2**30, folder=str(tmp_path))
-    session = Session(model, "streaming", MODES["streaming"], keeping=keeping)
+    session = Session(model, entering("streaming", MODES["streaming"], keeping=keeping))
     finished(session, TOLD, "one")
     assert_read(session)
     assert "P" in session.snapshot().ribbon
@@ -61,7 +62,7 @@ def test_a_pinned_message_is_read_in_every_mode_whatever_happens(model, tmp_path
     finished(session, TOLD, "one")  # answered again
     assert session._kv.state.pins == pins
     session.close()
-    again = Session(model, "streaming", MODES["streaming"], keeping=keeping)
+    again = Session(model, entering("streaming", MODES["streaming"], keeping=keeping))
     list(again.resume("one", TOLD))
     assert again._kv.state.pins == pins
     again.step(5)

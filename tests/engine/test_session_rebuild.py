@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.loads import entering
 
 from kvchat.config.modes import mode_names
 from kvchat.engine.session import Session
-from kvchat.protocol.messages import Prefilled, Rebuilt, Sampling, Turn
+from kvchat.protocol.messages import Load, Prefilled, Rebuilt, Sampling, Turn
 
 STORY = (Turn("user", "The sea was calm and the whale went on. " * 30 + "Tell me a short story."),)
 LONG = Sampling(temperature=0, max_new_tokens=160)
@@ -18,7 +19,7 @@ NEXT = 300
 @pytest.fixture
 def reduced(model) -> Session:
     """A session whose later tokens were decoded with a budget of 64, back in full."""
-    session = Session(model, "streaming", EAGER)
+    session = Session(model, entering("streaming", EAGER))
     list(session.answer(STORY, LONG))
     session.switch("full")
     assert session.snapshot().reduced_tokens > 0
@@ -76,7 +77,7 @@ def test_nothing_to_rebuild_is_no_work(model):
 @pytest.mark.parametrize("mode", [mode for mode in mode_names() if mode != "full"])
 @pytest.mark.parametrize("there", [True, False], ids=["entering", "leaving"])
 def test_a_switch_costs_what_it_was_said_to_cost(model, mode, there):
-    session = Session(model, "full" if there else mode, mode_params={m: {"budget": 192} for m in BUDGETED})
+    session = Session(model, entering("full" if there else mode, mode_params={m: {"budget": 192} for m in BUDGETED}))
     session.prefill([10 + i % 500 for i in range(1000)])
     to = mode if there else "full"
     price = next(price for price in session.prices() if price.mode == to)
@@ -88,7 +89,7 @@ def test_a_switch_costs_what_it_was_said_to_cost(model, mode, there):
 
 def test_a_price_in_seconds_is_that_of_the_measured_link(model):
     """What --save-profile kept was read by nobody (audit, 12)."""
-    session = Session(model, link_bytes_per_s=2e6)
+    session = Session(model, Load(link_bytes_per_s=2e6))
     session.prefill([10 + i % 500 for i in range(600)])
     prices = [price for price in session.prices() if price.moved_bytes]
     assert prices
@@ -99,7 +100,7 @@ BUDGETED = ("streaming", "speculative", "sync")
 
 
 def test_a_mode_that_would_be_refused_says_so_in_its_price(model):
-    session = Session(model, given={"speculative": {"window": 24}})
+    session = Session(model, Load(given={"speculative": {"window": 24}}))
     prices = {price.mode: price for price in session.prices()}
     assert not prices["streaming"].refusal
     assert "window" in prices["speculative"].refusal

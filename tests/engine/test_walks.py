@@ -9,6 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
+from support.loads import entering
 
 import kvchat
 from kvchat.cli import chat, options, profile
@@ -46,7 +47,7 @@ def recorded(monkeypatch, owner, name):
 
 
 def test_a_token_passes_few_files_down_to_the_recalled_pages(small_model, monkeypatch):
-    session = Session(small_model, "speculative", {"budget": 64, "sink": 0, "window": 32})
+    session = Session(small_model, entering("speculative", {"budget": 64, "sink": 0, "window": 32}))
     answer = session.answer(LONG, Sampling(temperature=0, max_new_tokens=6))
     walks = recorded(monkeypatch, session._kv.state.transfer, "load_pages")
     list(answer)

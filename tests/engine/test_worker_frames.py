@@ -101,10 +101,10 @@ class Engine:
 def engine(model: LoadedModel) -> Iterator[Engine]:
     """With real sessions; only the reading of files is left out."""
 
-    def load_model(name: str, device: str, dtype: str, *_args: object, **_kwargs: object) -> LoadedModel:
-        resolve_device(device)
-        resolve_dtype(dtype, model.model.config, model.device)
-        if name != "bundled":
+    def load_model(asked: Load, _progress: Progress) -> LoadedModel:
+        resolve_device(asked.device)
+        resolve_dtype(asked.dtype, model.model.config, model.device)
+        if asked.model != "bundled":
             raise ModelError("There is no such model.")
         return model
 

@@ -26,7 +26,7 @@ from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weights_memory import lay_out
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
 from kvchat.kv.ops.first_compile import compile_loops
-from kvchat.protocol.messages import TEMPERATURE
+from kvchat.protocol.messages import TEMPERATURE, Load
 from kvchat.units import size
 
 MAX_TEMPERATURE = 2.0  # a model's own; more is a mistake in its file
@@ -65,24 +65,16 @@ class LoadedModel:
     temperature: float = TEMPERATURE
 
 
-def load_model(
-    name: str,
-    device: str,
-    dtype: str,
-    progress: Progress,
-    *,
-    quantize: str = "auto",
-    fuse: bool = True,
-) -> LoadedModel:
-    """Load the model ``name`` ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
+def load_model(asked: Load, progress: Progress) -> LoadedModel:
+    """Load the model ``asked`` for ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU that or
     float32, the faster one.
-    ``name`` may also be a GGUF file, whose weights are unpacked to the dtype; with "auto" those of 8 bits or fewer are
+    ``model`` may also be a GGUF file, whose weights are unpacked to the dtype; with "auto" those of 8 bits or fewer are
     packed again.
     ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
     it is with "auto" and "none".
-    ``fuse`` replaces the modules that the fast path recognizes.
+    ``fast`` replaces the modules that the fast path recognizes.
 
     Raises:
         ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
@@ -90,8 +82,8 @@ def load_model(
         DoesNotFitError: the weights do not fit the device's free memory.
     """
     with quiet():
-        described = describe(name, device, dtype, progress)
-        chosen = gguf_weights.choose(quantize, described)
+        described = describe(asked.model, asked.device, asked.dtype, progress)
+        chosen = gguf_weights.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         checkpoint = complete(described.location, progress)
         _check_layers(described.config, checkpoint)
@@ -102,10 +94,10 @@ def load_model(
             progress(_loading_weights(chosen.quantize, described))
             model = _model(described, checkpoint, quantized)
             progress("Testing the model")
-            loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, fuse)
+            loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":
         compile_loops(lambda: progress("Compiling for this CPU, once on this machine"))
-    return replace(loaded, notes=(*loaded.notes, *_notes_on(described, dtype, chosen.note)))
+    return replace(loaded, notes=(*loaded.notes, *_notes_on(described, asked.dtype, chosen.note)))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:

@@ -21,7 +21,6 @@ from kvchat.tui.view import ChatView
 from kvchat.units import count, size
 
 ANSWER_POLL_S = 0.2
-OPTIONS = ("quantize", "dtype", "device")
 
 
 class Models:
@@ -127,7 +126,7 @@ class Models:
         self._client.send(replace(load, mode=self._state.mode, given=self._state.given))
 
     def _load(self, name: str, options: dict[str, Any]) -> Load:
-        return replace(self._base, **checked_model({"name": name, **options}, OPTIONS))
+        return replace(self._base, **checked_model(name, options))
 
     def _require_idle(self) -> None:
         if self._state.phase.busy:

@@ -16,13 +16,14 @@ from kvchat.bench.summaries import tables
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load
 
 STREAMING = "streaming:budget=64,sink=4"
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model("bundled", "cpu", "auto", lambda stage: None)
+    return load_model(Load("bundled", "cpu"), lambda stage: None)
 
 
 @pytest.fixture

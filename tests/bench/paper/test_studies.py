@@ -16,6 +16,7 @@ from kvchat.bench.summaries import tables
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load
 
 SIZES = {
     "asr-kf-egr": (["tokens=60"], ["table-1", "table-3"]),
@@ -31,7 +32,7 @@ EXPLANATION_TOKENS = 120
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model("bundled", "cpu", "auto", lambda stage: None)
+    return load_model(Load("bundled", "cpu"), lambda stage: None)
 
 
 @pytest.fixture(scope="module")

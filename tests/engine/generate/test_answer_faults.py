@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
+from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
 
 from kvchat.config.modes import mode_names
@@ -12,7 +13,7 @@ from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import check_integrity
-from kvchat.protocol.messages import Sampling, Turn
+from kvchat.protocol.messages import Load, Sampling, Turn
 
 TALE = (Turn("user", "The sea was calm and the whale went on. " * 12 + "Tell me a short story."),)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
@@ -24,7 +25,7 @@ MODES = [mode for mode in mode_names() if mode != "freeze"] if PLACES else ["spe
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return load_model("bundled", "cpu", "float32", lambda stage: None)
+    return load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
 
 
 def answered(session: Session) -> str:
@@ -34,12 +35,12 @@ def answered(session: Session) -> str:
 @pytest.mark.slow("an answer is given three times for each place")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_answer_is_the_same_wherever_memory_ran_out_before(model, mode, record_property):
-    clean = Session(model, mode, SMALL.get(mode, {}))
+    clean = Session(model, entering(mode, SMALL.get(mode, {})))
     with MemoryRunsOut() as counting:
         expected = answered(clean)
     injected = 0
     for places in places_of(counting.count, mode, COST):
-        session = Session(model, mode, SMALL.get(mode, {}))
+        session = Session(model, entering(mode, SMALL.get(mode, {})))
         with suppress(DoesNotFitError), MemoryRunsOut(*places):  # a prompt is read in smaller pieces then
             answered(session)
         injected += len(places)

@@ -13,6 +13,7 @@ from kvchat.engine.model.prefill_memory import WithoutAttention, bytes_per_token
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import budget, prefill_plan
+from kvchat.protocol.messages import Load
 
 
 def ids_of(n: int) -> list[int]:
@@ -98,7 +99,7 @@ def test_the_measuring_forward_keeps_nothing_and_runs_through_every_layer():
 
 @pytest.fixture(scope="module")
 def on_gpu():
-    return load_model("bundled", "cuda", "auto", lambda stage: None)
+    return load_model(Load("bundled", "cuda"), lambda stage: None)
 
 
 @pytest.mark.cuda

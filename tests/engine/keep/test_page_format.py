@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from kvchat.engine.session import Session
+from kvchat.protocol.messages import Load
 
 
 def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuild(model):
@@ -29,7 +30,7 @@ def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuil
 
 
 def test_a_session_in_8_bits_says_nearly_what_an_exact_one_does(model):
-    exact, rounded = Session(model), Session(model, host_dtype="int8")
+    exact, rounded = Session(model), Session(model, Load(host_dtype="int8"))
     ids = torch.randint(300, 2000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     logits = [session.prefill(ids) for session in (exact, rounded)]
     for token in ids[:10]:

@@ -16,6 +16,7 @@ from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.plan import memory_plan
 from kvchat.errors import ModelError
+from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.units import size
 
@@ -73,7 +74,7 @@ def test_what_is_no_gguf_file_is_left_as_it_is(tmp_path):
 @pytest.mark.parametrize(("kind", "error"), [("Q8_0", 0.1), ("Q4_0", 0.7)])
 def test_a_small_file_is_kept_in_8_bits_and_both_sizes_are_said_before(file_of, model, kind, error):
     stages: list[str] = []
-    loaded = load_model(str(file_of(kind)), "cpu", "auto", stages.append)
+    loaded = load_model(Load(str(file_of(kind)), "cpu"), stages.append)
     assert loaded.weights == "int8"
     assert loaded.weight_bytes < 0.5 * model.weight_bytes
     said = next(stage for stage in stages if stage.startswith("Loading the weights"))
@@ -83,14 +84,14 @@ def test_a_small_file_is_kept_in_8_bits_and_both_sizes_are_said_before(file_of, 
     assert not any("were unpacked" in note for note in loaded.notes)
     assert selftest(loaded.model) < 0.02
     assert relative_error(sample_logits(loaded.model), sample_logits(model.model)) < error
-    same = load_model(str(file_of(kind)), "cpu", "auto", silent, quantize="int8")
+    same = load_model(Load(str(file_of(kind)), "cpu", quantize="int8"), silent)
     assert torch.equal(sample_logits(same.model), sample_logits(loaded.model))
 
 
 @needs("gguf", "accelerate", "torchao")
 def test_the_plan_has_both_sizes_and_says_which_is_loaded(file_of, model):
-    made = memory_plan(str(file_of("Q8_0")), "cpu", "auto", 4096, {}, silent)
-    loaded = load_model(str(file_of("Q8_0")), "cpu", "auto", silent)
+    made = memory_plan(Load(str(file_of("Q8_0")), "cpu"), 4096, silent)
+    loaded = load_model(Load(str(file_of("Q8_0")), "cpu"), silent)
     assert made.by_default == "int8"
     assert made.weights == {
         "none": pytest.approx(model.weight_bytes, rel=0.01),
@@ -98,21 +99,21 @@ def test_the_plan_has_both_sizes_and_says_which_is_loaded(file_of, model):
     }
     assert any(line.startswith("weights, int8, by default") for line in plan_lines(made))
     assert made.proposal.quantize == "int8"
-    assert memory_plan("bundled", "cpu", "auto", 4096, {}, silent).by_default == "none"
+    assert memory_plan(Load("bundled", "cpu"), 4096, silent).by_default == "none"
 
 
 @needs("gguf", "accelerate")
 def test_without_torchao_it_is_unpacked_and_the_package_is_named(file_of, model, monkeypatch):
     monkeypatch.setattr(quantization, "absent_packages", lambda quantize: ["torchao"])
-    loaded = load_model(str(file_of("Q8_0")), "cpu", "auto", silent)
+    loaded = load_model(Load(str(file_of("Q8_0")), "cpu"), silent)
     assert (loaded.weights, loaded.weight_bytes) == ("", pytest.approx(model.weight_bytes, rel=0.01))
     assert "With torchao its weights would stay small, in int8: pip install 'kvchat[ao]'." in loaded.notes
-    asked_for = load_model(str(file_of("Q8_0")), "cpu", "auto", silent, quantize="none")
+    asked_for = load_model(Load(str(file_of("Q8_0")), "cpu", quantize="none"), silent)
     assert not any("torchao" in note for note in asked_for.notes)
 
 
 @needs("gguf", "accelerate", "torchao")
 def test_a_large_file_is_unpacked_as_before(file_of):
-    loaded = load_model(str(file_of("F16")), "cpu", "auto", silent)
+    loaded = load_model(Load(str(file_of("F16")), "cpu"), silent)
     assert loaded.weights == ""
     assert "The gguf weights were unpacked to float32." in loaded.notes

@@ -16,7 +16,7 @@ from kvchat.engine.model.load import load_model
 from kvchat.engine.model.resumable import DownloadProgress
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import INDEX, bundled_model_dir
-from kvchat.protocol.messages import TEMPERATURE
+from kvchat.protocol.messages import TEMPERATURE, Load
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -59,7 +59,7 @@ def edit_json(file, **changes):
 
 def test_the_bundled_model(no_network, capfd):
     stages = []
-    loaded = load_model("bundled", "cpu", "auto", stages.append)
+    loaded = load_model(Load("bundled", "cpu"), stages.append)
     assert (loaded.layers, loaded.q_heads, loaded.kv_heads, loaded.d_k, loaded.d_v) == (8, 8, 4, 64, 64)
     assert (loaded.context, loaded.vocab, loaded.eos_ids) == (16384, 8192, frozenset({4}))
     assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
@@ -72,7 +72,7 @@ def test_the_bundled_model(no_network, capfd):
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_a_local_folder(folder, no_network, dtype, expected):
-    loaded = load_model(str(folder), "auto" if not torch.cuda.is_available() else "cpu", dtype, silent)
+    loaded = load_model(Load(str(folder), "auto" if not torch.cuda.is_available() else "cpu", dtype), silent)
     assert loaded.dtype == loaded.model.dtype == expected
     assert loaded.context == tiny_models.CONTEXT
     assert loaded.vocab == tiny_models.VOCAB
@@ -80,13 +80,13 @@ def test_a_local_folder(folder, no_network, dtype, expected):
 
 def test_every_end_token_counts(folder):
     edit_json(folder / "generation_config.json", eos_token_id=[7, 8])
-    assert load_model(str(folder), "cpu", "auto", silent).eos_ids == {7, 8, 2, 4}
+    assert load_model(Load(str(folder), "cpu"), silent).eos_ids == {7, 8, 2, 4}
 
 
 @pytest.mark.parametrize(("said", "expected"), [(0.3, 0.3), (None, TEMPERATURE), (1e9, TEMPERATURE), (0, TEMPERATURE)])
 def test_the_temperature_is_the_one_of_the_models_makers(folder, said, expected):
     edit_json(folder / "generation_config.json", temperature=said, do_sample=True)
-    assert load_model(str(folder), "cpu", "auto", silent).temperature == expected
+    assert load_model(Load(str(folder), "cpu"), silent).temperature == expected
 
 
 def test_the_revision_follows_the_files(folder):
@@ -104,7 +104,7 @@ def test_notes_name_what_a_person_should_know(tmp_path):
     for name in TOKENIZER_FILES:
         shutil.copy(bundled_model_dir() / name, tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
-    loaded = load_model(str(tmp_path), "cpu", "auto", silent)
+    loaded = load_model(Load(str(tmp_path), "cpu"), silent)
     assert (loaded.d_k, loaded.d_v) == (24, 16)
     assert "7 times the memory" in loaded.notes[0]
     assert "no chat template" in loaded.notes[1]
@@ -114,7 +114,7 @@ def test_absolute_positions_are_noted(tmp_path):
     tiny_models.model("gpt2").save_pretrained(tmp_path)
     for name in TOKENIZER_FILES:
         shutil.copy(bundled_model_dir() / name, tmp_path)
-    loaded = load_model(str(tmp_path), "cpu", "auto", silent)
+    loaded = load_model(Load(str(tmp_path), "cpu"), silent)
     assert loaded.notes == (
         "Mode streaming is not available: the model adds its positions to the hidden states, so stored keys cannot be "
         "moved.",
@@ -123,7 +123,7 @@ def test_absolute_positions_are_noted(tmp_path):
 
 def test_transformers_is_as_loud_afterwards_as_before(folder):
     verbosity = transformers.logging.get_verbosity()
-    load_model(str(folder), "cpu", "auto", silent)
+    load_model(Load(str(folder), "cpu"), silent)
     assert transformers.logging.get_verbosity() == verbosity
     assert transformers.utils.logging.is_progress_bar_enabled()
 
@@ -231,25 +231,25 @@ def damaged_tokenizer(folder):
 def test_a_folder_that_cannot_be_loaded(folder, no_network, damage, message):
     damage(folder)
     with pytest.raises(ModelError) as caught:
-        load_model(str(folder), "cpu", "auto", silent)
+        load_model(Load(str(folder), "cpu"), silent)
     assert message in str(caught.value)
 
 
 def test_a_file_is_no_model(folder):
     with pytest.raises(ModelError, match="is a file"):
-        load_model(str(folder / "config.json"), "cpu", "auto", silent)
+        load_model(Load(str(folder / "config.json"), "cpu"), silent)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/models/x", "a/b/c", ""])
 def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
     with pytest.raises(ModelError, match=f'There is no file or folder "{name}"'):
-        load_model(name, "cpu", "auto", silent)
+        load_model(Load(name, "cpu"), silent)
 
 
 @pytest.mark.parametrize("name", ["./model.gguf", "model.gguf", "models/q4.gguf"])
 def test_a_gguf_file_that_is_missing_is_called_a_file(no_network, name):
     with pytest.raises(ModelError, match=f'There is no file "{name}"'):
-        load_model(name, "cpu", "auto", silent)
+        load_model(Load(name, "cpu"), silent)
 
 
 # ---- what comes with a model is read, never run ----------------------------------------------------
@@ -275,7 +275,7 @@ AUTO_MAP = {
 def test_a_model_that_needs_its_own_code_is_refused_without_a_question(folder, own_code):
     edit_json(folder / "config.json", model_type="mine", auto_map=AUTO_MAP)
     with pytest.raises(ModelError, match="never runs code that comes with a model") as caught:
-        load_model(str(folder), "cpu", "auto", silent)
+        load_model(Load(str(folder), "cpu"), silent)
     assert "architecture that transformers includes" in caught.value.hint
     assert not own_code.exists()
 
@@ -283,7 +283,7 @@ def test_a_model_that_needs_its_own_code_is_refused_without_a_question(folder, o
 def test_own_code_beside_a_known_architecture_is_left_alone(folder, own_code):
     edit_json(folder / "config.json", auto_map=AUTO_MAP)
     edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
-    assert load_model(str(folder), "cpu", "auto", silent).layers == 4
+    assert load_model(Load(str(folder), "cpu"), silent).layers == 4
     assert not own_code.exists()
 
 
@@ -295,21 +295,21 @@ def pickled(folder, monkeypatch):
 
 def test_a_pickle_beside_the_weights_is_not_read(folder, monkeypatch):
     pickled(folder, monkeypatch)
-    assert load_model(str(folder), "cpu", "auto", silent).layers == 4
+    assert load_model(Load(str(folder), "cpu"), silent).layers == 4
 
 
 def test_a_pickle_is_not_read_instead_of_the_weights(folder, monkeypatch):
     pickled(folder, monkeypatch)
     (folder / INDEX).unlink()  # without it transformers does not find the safetensors
     with pytest.raises(ModelError, match=r"no file named model\.safetensors"):
-        load_model(str(folder), "cpu", "auto", silent)
+        load_model(Load(str(folder), "cpu"), silent)
 
 
 def test_a_pickle_alone_is_refused(folder, monkeypatch):
     pickled(folder, monkeypatch)
     no_weights(folder)
     with pytest.raises(ModelError, match=r"reads safetensors and GGUF, not \.bin files"):
-        load_model(str(folder), "cpu", "auto", silent)
+        load_model(Load(str(folder), "cpu"), silent)
 
 
 # ---- the hub ---------------------------------------------------------------------------------------
@@ -337,13 +337,13 @@ def answering(monkeypatch, answer):
 def test_the_hubs_refusals_are_told_apart(monkeypatch, error, message):
     answering(monkeypatch, error.__new__(error))
     with pytest.raises(ModelError, match=message):
-        load_model("org/model", "cpu", "auto", silent)
+        load_model(Load("org/model", "cpu"), silent)
 
 
 def test_offline_and_not_in_the_cache(no_network, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="cannot be reached"):
-        load_model("org/model", "cpu", "auto", silent)
+        load_model(Load("org/model", "cpu"), silent)
 
 
 def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
@@ -356,14 +356,14 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monke
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelError, match="No layer of it attends"):
-        load_model("org/model", "cpu", "auto", silent)
+        load_model(Load("org/model", "cpu"), silent)
     assert fetched == [["config.json"]]
 
 
 def test_a_downloaded_model_has_its_commit_as_revision(monkeypatch, folder):
     commit = folder.rename(folder.parent / "0123abc")
     answering(monkeypatch, commit)
-    loaded = load_model("org/model", "cpu", "auto", silent)
+    loaded = load_model(Load("org/model", "cpu"), silent)
     assert (loaded.name, loaded.revision) == ("org/model", "0123abc")
 
 
@@ -381,7 +381,7 @@ def test_a_download_draws_nothing(capfd):
 
 def test_a_dtype_that_is_not():
     with pytest.raises(UsageError, match='Did you mean "float16"'):
-        load_model("bundled", "cpu", "floaty16", silent)
+        load_model(Load("bundled", "cpu", "floaty16"), silent)
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_weights_larger_than_the_free_memory_are_refused_unread(small_gpu):
     with pytest.raises(
         DoesNotFitError, match=r"bundled does not fit GPU X.*take 33.02 MiB, and 1.91 MiB of 22.35 GiB are free"
     ):
-        load_model("bundled", "cuda", "auto", silent)
+        load_model(Load("bundled", "cuda"), silent)
 
 
 def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
@@ -405,4 +405,4 @@ def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
 
     monkeypatch.setattr(transformers.PreTrainedModel, "to", run_out)
     with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
-        load_model(str(folder), "cuda", "float32", silent)
+        load_model(Load(str(folder), "cuda", "float32"), silent)

@@ -17,6 +17,7 @@ from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.errors import ModelError
+from kvchat.protocol.messages import Load
 
 needs_gguf = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")), reason="gguf is not installed"
@@ -37,7 +38,7 @@ def file(model, tmp_path_factory):
 @needs_gguf
 @pytest.mark.parametrize("of", [lambda path: path, lambda path: path.parent], ids=["file", "folder"])
 def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
-    loaded = load_model(str(of(file)), "cpu", "auto", silent, quantize="none")
+    loaded = load_model(Load(str(of(file)), "cpu", quantize="none"), silent)
     assert (loaded.context, loaded.vocab, loaded.dtype) == (model.context, model.vocab, torch.float32)
     assert loaded.weight_bytes == pytest.approx(model.weight_bytes, rel=0.01), "unpacked"
     assert relative_error(sample_logits(loaded.model), sample_logits(model.model)) < 0.1
@@ -53,7 +54,7 @@ def test_a_damaged_file_is_refused(file, tmp_path):
     path = tmp_path / "cut.gguf"
     path.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ModelError, match="transformers refuses the GGUF file"):
-        load_model(str(path), "cpu", "auto", silent)
+        load_model(Load(str(path), "cpu"), silent)
 
 
 @needs_gguf
@@ -61,21 +62,21 @@ def test_no_gguf_file_at_all(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"not at all")
     with pytest.raises(ModelError, match="transformers refuses the GGUF file"):
-        load_model(str(path), "cpu", "auto", silent)
+        load_model(Load(str(path), "cpu"), silent)
 
 
 @needs_gguf
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_a_gguf_file_is_not_quantized_again(file):
     with pytest.raises(ModelError):
-        load_model(str(file), "cpu", "auto", silent, quantize="nf4")
+        load_model(Load(str(file), "cpu", quantize="nf4"), silent)
 
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(description.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"not installed: gguf, accelerate.*pip install 'kvchat\[gguf\]'"):
-        load_model(str(tmp_path), "cpu", "auto", silent)
+        load_model(Load(str(tmp_path), "cpu"), silent)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, make, of):
     make(tmp_path / "x.gguf")
     began = time.process_time()
     with pytest.raises(ModelError):
-        load_model(str(of(tmp_path / "x.gguf")), "cpu", "auto", silent)
+        load_model(Load(str(of(tmp_path / "x.gguf")), "cpu"), silent)
     assert time.process_time() - began < 1
 
 
@@ -95,7 +96,7 @@ def test_of_several_files_one_must_be_given(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="several GGUF files: give one"):
-        load_model(str(tmp_path), "cpu", "auto", silent)
+        load_model(Load(str(tmp_path), "cpu"), silent)
     assert checkpoint.locate(str(tmp_path / "b.gguf"), silent).gguf == "b.gguf"
 
 

@@ -18,7 +18,7 @@ from kvchat.engine.generate.stored import Stored
 from kvchat.engine.model.load import load_model
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.paths import INDEX, bundled_model_dir
-from kvchat.protocol.messages import Turn
+from kvchat.protocol.messages import Load, Turn
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -101,7 +101,7 @@ def test_a_damaged_model_is_refused_in_seconds(folder, damage) -> None:
     damage(folder)
     began = time.process_time()
     with pytest.raises(KvchatError) as caught:
-        load_model(str(folder), "cpu", "auto", lambda stage: None)
+        load_model(Load(str(folder), "cpu"), lambda stage: None)
     assert time.process_time() - began < 10
     assert len(str(caught.value)) < 1000
 
@@ -109,7 +109,7 @@ def test_a_damaged_model_is_refused_in_seconds(folder, damage) -> None:
 @pytest.mark.parametrize("name", ["x" * 5000, "/" + "y/" * 3000, "a\0b", "./a\0b", "/dev/zero", "\ud800"])
 def test_a_name_that_is_no_path_is_refused(name: str) -> None:
     with pytest.raises(ModelError) as caught:
-        load_model(name, "cpu", "auto", lambda stage: None)
+        load_model(Load(name, "cpu"), lambda stage: None)
     assert len(str(caught.value)) < 12_000
 
 
@@ -117,7 +117,7 @@ def test_a_folder_in_a_loop_of_links_is_refused(tmp_path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(ModelError):
-        load_model(str(tmp_path / "a"), "cpu", "auto", lambda stage: None)
+        load_model(Load(str(tmp_path / "a"), "cpu"), lambda stage: None)
 
 
 # ---- templates

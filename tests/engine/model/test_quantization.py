@@ -19,6 +19,7 @@ from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
+from kvchat.protocol.messages import Load
 
 needs_bitsandbytes = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")),
@@ -61,18 +62,18 @@ def nothing_installed(monkeypatch):
 
 def test_a_choice_that_is_not():
     with pytest.raises(UsageError, match=r'no quantization "int9".*Did you mean "int'):
-        load_model("bundled", "cpu", "auto", silent, quantize="int9")
+        load_model(Load("bundled", "cpu", quantize="int9"), silent)
 
 
 def test_without_bitsandbytes_the_command_is_named(nothing_installed):
     with pytest.raises(ModelError, match=r"bitsandbytes and accelerate are not installed.*pip install 'kvchat\[bnb\]'"):
-        load_model("bundled", "cpu", "auto", silent, quantize="nf4")
+        load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
 def test_a_quantized_model_is_not_quantized_again(folder):
     declare(folder, QUANTIZED["gptq"])
     with pytest.raises(ModelError, match="quantized already, by gptq"):
-        load_model(str(folder), "cpu", "auto", silent, quantize="nf4")
+        load_model(Load(str(folder), "cpu", quantize="nf4"), silent)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
@@ -82,14 +83,14 @@ def test_a_checkpoint_whose_package_is_missing(folder, method):
         pytest.skip(f"{package} is installed")
     declare(folder, QUANTIZED[method])
     with pytest.raises(ModelError, match=r"needs a package that is not installed.*pip install"):
-        load_model(str(folder), "cpu", "auto", silent)
+        load_model(Load(str(folder), "cpu"), silent)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_a_bitsandbytes_checkpoint_without_bitsandbytes(folder):
     declare(folder, QUANTIZED["bitsandbytes"])
     with pytest.raises(ModelError, match=r"needs a package.*pip install 'kvchat\[bnb\]'"):
-        load_model(str(folder), "cpu", "auto", silent)
+        load_model(Load(str(folder), "cpu"), silent)
 
 
 @pytest.mark.parametrize(("stored", "share"), [(torch.bfloat16, 0.25), (torch.float32, 0.125), (None, 0.125)])
@@ -109,7 +110,7 @@ def test_weights_too_large_even_in_4_bits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
-        load_model("bundled", "cuda", "auto", silent, quantize="nf4")
+        load_model(Load("bundled", "cuda", quantize="nf4"), silent)
 
 
 def test_ordinary_weights_are_not_called_quantized():
@@ -121,7 +122,7 @@ def test_ordinary_weights_are_not_called_quantized():
 
 @pytest.fixture(scope="module")
 def four_bits():
-    return load_model("bundled", "cpu", "auto", silent, quantize="nf4")
+    return load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
 @needs_bitsandbytes
@@ -141,7 +142,7 @@ def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
     """The model with its weights rounded to nf4 by bitsandbytes' own reference, in ordinary Linears."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    plain = load_model("bundled", "cpu", "auto", silent, fuse=False).model
+    plain = load_model(Load("bundled", "cpu", fast=False), silent).model
     before = sample_logits(plain)
     for parameter in plain.model.layers.parameters():
         if parameter.dim() == 2:
@@ -160,7 +161,7 @@ def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
     four_bits.model.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, tmp_path)
-    again = load_model(str(tmp_path), "cpu", "auto", silent)
+    again = load_model(Load(str(tmp_path), "cpu"), silent)
     assert (again.weights, again.weight_bytes) == ("nf4", four_bits.weight_bytes)
     assert relative_error(sample_logits(again.model), sample_logits(four_bits.model)) < 1e-5
 
@@ -168,7 +169,7 @@ def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
 @needs_bitsandbytes
 @pytest.mark.cuda
 def test_4_bits_on_a_gpu():
-    loaded = load_model("bundled", "cuda", "auto", silent, quantize="nf4")
+    loaded = load_model(Load("bundled", "cuda", quantize="nf4"), silent)
     assert (loaded.weights, loaded.device.type) == ("nf4", "cuda")
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cuda"}
 
@@ -183,19 +184,19 @@ needs_torchao = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def int8():
-    return load_model("bundled", "cpu", "auto", silent, quantize="int8")
+    return load_model(Load("bundled", "cpu", quantize="int8"), silent)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_without_torchao_the_command_is_named(nothing_installed, quantize):
     with pytest.raises(ModelError, match=r"torchao and accelerate are not installed.*pip install 'kvchat\[ao\]'"):
-        load_model("bundled", "cpu", "auto", silent, quantize=quantize)
+        load_model(Load("bundled", "cpu", quantize=quantize), silent)
 
 
 def test_int4_on_a_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
     with pytest.raises(UsageError, match=r"need a CUDA GPU and bfloat16\. Given: cpu, float32.*Give int8"):
-        load_model("bundled", "cpu", "auto", silent, quantize="int4")
+        load_model(Load("bundled", "cpu", quantize="int4"), silent)
 
 
 @needs_torchao
@@ -221,7 +222,7 @@ def test_the_bundled_model_in_8_bits(int8, model, capfd):
 
 @needs_torchao
 def test_8_bits_are_near_the_weights_they_stand_for(int8, model):
-    plain = sample_logits(load_model("bundled", "cpu", "auto", silent, fuse=False).model)
+    plain = sample_logits(load_model(Load("bundled", "cpu", fast=False), silent).model)
     assert relative_error(sample_logits(int8.model), plain) < 0.06
 
 
@@ -230,7 +231,7 @@ def test_8_bit_projections_are_merged_in_fused_layers(int8):
     attention = int8.model.model.layers[0].self_attn
     storages = {linear.weight.qdata.untyped_storage().data_ptr() for linear in projections(attention)}
     assert (int8.fused, int8.notes, len(storages)) == ("norms, merged projections, rope, fused layers", (), 1)
-    unfused = load_model("bundled", "cpu", "auto", silent, quantize="int8", fuse=False)
+    unfused = load_model(Load("bundled", "cpu", quantize="int8", fast=False), silent)
     assert relative_error(sample_logits(int8.model), sample_logits(unfused.model)) < 0.01
 
 

@@ -12,6 +12,7 @@ from support import tiny_models, tiny_multimodal
 from kvchat.engine.model import text_part
 from kvchat.engine.model.load import load_model
 from kvchat.engine.session import Session
+from kvchat.protocol.messages import Load
 
 PROMPT, NEW = list(range(40, 75)), 24
 
@@ -26,7 +27,7 @@ def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     whole = tiny_multimodal.fresh(request.param)
     tiny_multimodal.save(whole, folder)
-    return whole, load_model(str(folder), "cpu", "float32", silent)
+    return whole, load_model(Load(str(folder), "cpu", "float32"), silent)
 
 
 def test_greedy_tokens_are_those_of_the_whole_model(pair):
@@ -81,14 +82,14 @@ def test_nothing_beside_the_text_is_read_from_the_files(monkeypatch, tmp_path):
             return getattr(self._content, name)
 
     monkeypatch.setattr("transformers.modeling_utils.safe_open", Spy)
-    load_model(str(tmp_path), "cpu", "float32", silent)
+    load_model(Load(str(tmp_path), "cpu", "float32"), silent)
     assert len(read) > 30
     assert not [name for name in read if "vision_tower" in name or "projector" in name]
 
 
 def test_layers_of_different_heads_are_given_one_shape(tmp_path):
     tiny_multimodal.save(tiny_multimodal.fresh("gemma4"), tmp_path)
-    part = load_model(str(tmp_path), "cpu", "float32", silent)
+    part = load_model(Load(str(tmp_path), "cpu", "float32"), silent)
     assert (part.q_heads, part.kv_heads, part.d_k, part.d_v) == (4, 2, 32, 32)
     assert any("as large as those of the largest" in note for note in part.notes)
     assert part.probe.refusal is None  # keys can be moved, filled up or not
@@ -100,7 +101,7 @@ def test_the_chat_template_of_a_processor_is_used(tmp_path):
     template = settings.pop("chat_template")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    assert load_model(str(tmp_path), "cpu", "float32", silent).tokenizer.chat_template == template
+    assert load_model(Load(str(tmp_path), "cpu", "float32"), silent).tokenizer.chat_template == template
 
 
 def test_text_models_are_taken_as_they_are():

@@ -46,6 +46,15 @@ async def test_another_model_is_loaded_in_the_present_mode_and_reads_the_convers
     assert chat.client.sent[-1].model == "./other"
 
 
+async def test_every_setting_of_a_model_is_an_option(chat, here):
+    await chat.load()
+    await choose(chat, "./other dtype=bfloat16 device=cpu fast=false")
+    assert chat.client.sent == [Load("./other", "cpu", "bfloat16", fast=False)]
+    chat.controller.state.enter_phase(Phase.READY)
+    with pytest.raises(UsageError, match='no option "folders"'):
+        await choose(chat, "./other folders=there")
+
+
 async def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(chat, here):
     await chat.load()
     await choose(chat, "other")

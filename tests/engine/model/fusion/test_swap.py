@@ -18,6 +18,7 @@ from kvchat.engine.model.load import load_model, wrap
 from kvchat.engine.model.probe import probe
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
+from kvchat.protocol.messages import Load
 
 ALL = "norms, merged projections, rope, fused layers"
 PARTS = "norms, merged projections, rope"
@@ -125,9 +126,9 @@ def test_with_the_triton_kernels():
 
 
 def test_the_bundled_model():
-    loaded = load_model("bundled", "cpu", "auto", lambda stage: None)
+    loaded = load_model(Load("bundled", "cpu"), lambda stage: None)
     assert loaded.fused == ALL
-    plain = load_model("bundled", "cpu", "auto", lambda stage: None, fuse=False)
+    plain = load_model(Load("bundled", "cpu", fast=False), lambda stage: None)
     assert (plain.fused, forwards(plain.model)) == ("", [])
     assert loaded.weight_bytes == plain.weight_bytes
     assert relative_error(sample_logits(loaded.model), sample_logits(plain.model)) < 1e-5
