@@ -10,15 +10,18 @@ import typer
 
 from kvchat.bench.texts import check
 from kvchat.bench.variant import with_budgets
+from kvchat.cli.completion import complete_model
+from kvchat.cli.options import NamedDevice, setting
+from kvchat.config.schema import KvSection, ModelSettings
 from kvchat.protocol.messages import HostDtype
 
 BUDGET = 512  # of modes where neither they nor it are named
 
-Model = Annotated[str, typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
-HostPages = Annotated[HostDtype, typer.Option(help="full K/V pages in host memory: model or int8")]
-Quantize = Annotated[str, typer.Option(help="none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])")]
+Model = Annotated[str, setting(ModelSettings, "name", "-m", "--model", complete=complete_model)]
+Device = NamedDevice
+Dtype = Annotated[str, setting(ModelSettings, "dtype")]
+HostPages = Annotated[HostDtype, setting(KvSection, "host_dtype")]
+Quantize = Annotated[str, setting(ModelSettings, "quantize")]
 Shape = Annotated[
     str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
 ]

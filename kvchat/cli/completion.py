@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvchat import paths
 from kvchat.config import modes
-from kvchat.config.schema import Settings
-from kvchat.config.sources import Key
-from kvchat.config.validation_errors import choices, field_at
+from kvchat.config.validation_errors import choices
 
 Offer = tuple[str, str]
 Completer = Callable[[str], list[Offer]]
@@ -23,12 +21,10 @@ def script(shell: str) -> str:
     return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
 
 
-def words_of(key: Key) -> Completer:
+def one_of(words: Sequence[str]) -> Completer:
     """Make a completer for a setting that takes one of few words."""
 
     def complete(incomplete: str) -> list[Offer]:
-        field = field_at(Settings, key)
-        words = choices(field) if field else ()
         return [(word, "") for word in words if word.startswith(incomplete)]
 
     return complete
@@ -50,8 +46,8 @@ def complete_param(incomplete: str) -> list[Offer]:
     if not equals:
         docs = {f"{p.name}=": p.doc for info in modes.mode_infos() for p in info.params}
         return [(key, doc) for key, doc in docs.items() if key.startswith(incomplete)]
-    having = [info.name for info in modes.mode_infos() if name in [p.name for p in info.params]]
-    words = {f"{name}={word}": mode for mode in having for word, _ in words_of(("kv", mode, name))("")}
+    fields = {mode: modes.registered()[mode].model_fields[name] for mode in modes.having(name)}
+    words = {f"{name}={word}": mode for mode, field in fields.items() for word in choices(field)}
     return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]
 
 

@@ -32,6 +32,8 @@ from kvchat.cli.options import (
     MinP,
     Mode,
     Model,
+    ModelArgument,
+    NamedDevice,
     Param,
     PinSystem,
     Plain,
@@ -242,7 +244,7 @@ def completion_command(
 @app.command("plan")
 def plan_command(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
+    model: ModelArgument = "bundled",
     context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -260,7 +262,7 @@ def plan_command(
 
 @app.command()
 def calibrate(
-    model: Annotated[str, typer.Argument(help="bundled, a folder, or a model's id on the hub")] = "bundled",
+    model: ModelArgument = "bundled",
     text: Annotated[
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="read this file instead of generated text; repeatable"),
@@ -272,7 +274,7 @@ def calibrate(
     ] = 0.2,
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    device: NamedDevice = "auto",
 ) -> None:
     """Measure which KV heads of a model attend alike, for sync, and how their queries turn, for speculative's tau."""
     from kvchat.cli.calibrate import calibrate as run

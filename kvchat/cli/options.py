@@ -5,43 +5,58 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from kvchat.cli.completion import (
+    Completer,
     complete_device,
     complete_mode,
     complete_model,
     complete_param,
     complete_theme,
-    words_of,
+    one_of,
 )
-from kvchat.config import modes, sources
-from kvchat.config.modes import SHARED
+from kvchat.config import modes, schema, sources
+from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters
+from kvchat.config.schema import KvSection, ModelSettings, SamplingSettings, UiSettings
 from kvchat.config.sources import Key, SettingsSource
+from kvchat.config.validation_errors import choices
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.tui.prompt.words import resolve
 
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+Section = type[schema.Section] | type[ModeParameters]
 
-# What each option sets; those of a mode's parameters depend on the value.
-KEYS: dict[str, tuple[Key, ...]] = {
-    "model": (("model", "name"),),
-    "device": (("model", "device"),),
-    "dtype": (("model", "dtype"),),
-    "quantize": (("model", "quantize"),),
-    "host_dtype": (("kv", "host_dtype"),),
-    "system": (("model", "system"),),
-    "mode": (("kv", "mode"),),
-    "theme": (("ui", "theme"),),
-    **{name: (("sampling", name),) for name in SAMPLING},
-}
+# What each option sets: the setting of its name. Where those of a mode's parameters are set depends on the value.
+NAME: Key = ("model", "name")
+KEYS = {"model": (NAME,), **{key[1]: (key,) for key, _ in sources.leaves() if len(key) == 2 and key != NAME}}
 
 
-def number(metavar: str, help: str) -> Any:
-    """An option whose value the settings check: they refuse what is no number in their own words."""
-    return typer.Option(metavar=metavar, help=help, parser=_parsed)
+def described(section: Section, name: str) -> str:
+    """What a setting's schema says of it, for people."""
+    field = section.model_fields[name]
+    repeats = "; repeatable" if get_origin(field.annotation) is tuple else ""
+    return f"{field.description}{repeats}"
+
+
+def setting(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
+    """The option of a setting: its schema has the help, and the words where it takes one of few."""
+    field = section.model_fields[name]
+    words, number = choices(field), _number(field.annotation)
+    return typer.Option(
+        *flags,
+        help=described(section, name),
+        metavar="|".join(words) or number,
+        parser=_parsed if number else None,
+        autocompletion=complete or one_of(words),
+    )
+
+
+def _number(annotation: Any) -> str | None:
+    """What stands for the value where the setting is a number; the settings refuse what is none, in their own words."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((f"<{kind.__name__}>" for kind in (int, float) if kind in kinds), None)
 
 
 def _parsed(text: str) -> int | float | str:
@@ -51,28 +66,15 @@ def _parsed(text: str) -> int | float | str:
     return text
 
 
-Model = Annotated[
-    str | None,
-    typer.Option("-m", "--model", help="bundled, a folder, or a model's id on the hub", autocompletion=complete_model),
-]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N", autocompletion=complete_device)]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="auto, float32, bfloat16 or float16", autocompletion=words_of(("model", "dtype"))),
-]
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        help="auto, none, int8, int4 (need kvchat[ao]) or nf4 (needs kvchat[bnb])",
-        autocompletion=words_of(("model", "quantize")),
-    ),
-]
-HostDtype = Annotated[
-    str | None,
-    typer.Option(help="full K/V pages in host memory: model or int8", autocompletion=words_of(("kv", "host_dtype"))),
-]
-Mode = Annotated[str | None, typer.Option(help="KV mode, see `kvchat modes`", autocompletion=complete_mode)]
-Budget = Annotated[int | None, number("<int>", "tokens per KV head a decoded token may attend to")]
+Model = Annotated[str | None, setting(ModelSettings, "name", "-m", "--model", complete=complete_model)]
+ModelArgument = Annotated[str, typer.Argument(help=described(ModelSettings, "name"), autocompletion=complete_model)]
+Device = Annotated[str | None, setting(ModelSettings, "device", complete=complete_device)]
+NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
+Dtype = Annotated[str | None, setting(ModelSettings, "dtype")]
+Quantize = Annotated[str | None, setting(ModelSettings, "quantize")]
+HostDtype = Annotated[str | None, setting(KvSection, "host_dtype")]
+Mode = Annotated[str | None, setting(KvSection, "mode", complete=complete_mode)]
+Budget = Annotated[int | None, setting(BudgetParameters, "budget")]
 Param = Annotated[
     list[str] | None,
     typer.Option(
@@ -81,21 +83,19 @@ Param = Annotated[
         autocompletion=complete_param,
     ),
 ]
-PinSystem = Annotated[
-    bool | None, typer.Option("--pin-system/--no-pin-system", help="attend to all of the system prompt, in every mode")
-]
-System = Annotated[str | None, typer.Option(help="system prompt")]
-MaxNewTokens = Annotated[int | None, number("<int>", "length of the answer at most")]
-Temperature = Annotated[float | None, number("<float>", "0 always takes the likeliest token")]
-TopK = Annotated[int | None, number("<int>", "draw among the k likeliest tokens; 0 for all")]
-TopP = Annotated[float | None, number("<float>", "draw among the likeliest with this probability together")]
-MinP = Annotated[float | None, number("<float>", "draw among tokens this fraction as likely as the best")]
-RepetitionPenalty = Annotated[float | None, number("<float>", "over 1: what is there becomes less likely")]
-StopAt = Annotated[list[str] | None, typer.Option(help="a string that ends the answer; repeatable")]
-Seed = Annotated[int | None, number("<int>", "the same seed gives the same text")]
+PinSystem = Annotated[bool | None, setting(ModeParameters, "pin_system", "--pin-system/--no-pin-system")]
+System = Annotated[str | None, setting(ModelSettings, "system")]
+MaxNewTokens = Annotated[int | None, setting(SamplingSettings, "max_new_tokens")]
+Temperature = Annotated[float | None, setting(SamplingSettings, "temperature")]
+TopK = Annotated[int | None, setting(SamplingSettings, "top_k")]
+TopP = Annotated[float | None, setting(SamplingSettings, "top_p")]
+MinP = Annotated[float | None, setting(SamplingSettings, "min_p")]
+RepetitionPenalty = Annotated[float | None, setting(SamplingSettings, "repetition_penalty")]
+StopAt = Annotated[list[str] | None, setting(SamplingSettings, "stop")]
+Seed = Annotated[int | None, setting(SamplingSettings, "seed")]
 Prompt = Annotated[str | None, typer.Argument(help="the first question; it is sent when the model is ready")]
 Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
-Theme = Annotated[str | None, typer.Option(help="name of a theme", autocompletion=complete_theme)]
+Theme = Annotated[str | None, setting(UiSettings, "theme", complete=complete_theme)]
 Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
 Record = Annotated[
     Path | None, typer.Option(metavar="FILE", help="write what is said and measured to FILE, for kvchat replay")
@@ -110,7 +110,8 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
         UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; or several modes begin like ``--mode``.
     """
     params = {**params, "mode": mode_named(params.get("mode"))}
-    shared = {name: _keys_of_shared(name, params.get(name), params.get("mode")) for name in sorted(SHARED)}
+    named = [name for name in sorted(SHARED) if params.get(name) is not None]
+    shared = {name: _keys_of_shared(name, params[name], params.get("mode")) for name in named}
     keys = {**KEYS, **shared}
     given = {name: None if params.get(name) == [] else params.get(name) for name in keys}
     options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
@@ -132,7 +133,8 @@ def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, 
 
     If no mode accepts it, ``mode`` or else all modes refuse it.
     """
-    meant = [name for name in modes.having(parameter) if name == mode or name in modes.accepting(parameter, value)]
+    accepting = modes.accepting(parameter, value)
+    meant = [name for name in modes.having(parameter) if name == mode or name in accepting]
     return tuple(("kv", name, parameter) for name in meant or modes.having(parameter))
 
 
@@ -155,7 +157,8 @@ def _key_of(parameter: str, value: str, mode: str | None) -> Key:
     """
     named, dot, name = parameter.rpartition(".")
     if dot:
-        modes.parse(named, {name: value})
+        if named not in modes.having(name):
+            modes.parse(named, {name: value})  # which says whether the mode or the parameter is missing
         return ("kv", named, name)
     having = modes.having(name)
     if not having:

@@ -10,6 +10,7 @@ import typer
 
 from kvchat import paths
 from kvchat.cli.completion import complete_profile
+from kvchat.cli.options import NamedDevice
 from kvchat.cli.output import echo, note
 from kvchat.config import profiles, sources
 from kvchat.config.profiles import ProfileFile
@@ -18,7 +19,6 @@ from kvchat.errors import UsageError, did_you_mean
 from kvchat.units import size
 
 app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_args_is_help=True)
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 
 
 def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
@@ -34,7 +34,7 @@ def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], 
 
 
 @app.command("list")
-def list_profiles(device: Device = "auto") -> None:
+def list_profiles(device: NamedDevice = "auto") -> None:
     """List all profiles; those in force are marked."""
     in_force = profiles.find(device).in_force
     for file in profiles.all_files(device, lambda error: note(str(error))):
@@ -56,7 +56,7 @@ def show(
 
 
 @app.command()
-def match(device: Device = "auto") -> None:
+def match(device: NamedDevice = "auto") -> None:
     """Say which profiles are in force for this device and why, and what each value they set comes from."""
     gpu, found = profiles.read_gpu(device), profiles.find(device)
     echo("no GPU" if gpu is None else ", ".join(_readings(vars(gpu))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from kvchat.errors import UsageError, nearest
 Key = tuple[str, ...]
 S = TypeVar("S", bound=BaseModel)
 KEYS = "keys"  # the section whose names are ids of actions, with dots in them
+DEVICE: Key = ("model", "device")
 RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
 
 
@@ -69,11 +70,15 @@ def load(
 ) -> Resolved:
     """The settings in force; ``profiles`` gives those of a device ("auto", "cpu", "cuda" or "cuda:N"), weakest first.
 
+    Profiles are checked where they are read.
+
     Raises:
         UsageError: a source has an unknown key or a wrong value, or config.toml is not TOML.
     """
     own = (file_source(paths.config_file()), environment_source(environ), flags or SettingsSource())
-    return resolve(*profiles(resolve(*own).settings.model.device), *own)
+    _check_all(own)
+    devices = [source.values[DEVICE] for source in own if DEVICE in source.values]
+    return _merged([*profiles(devices[-1] if devices else at(Settings(), DEVICE)), *own])
 
 
 def resolve(*sources: SettingsSource) -> Resolved:
@@ -82,18 +87,24 @@ def resolve(*sources: SettingsSource) -> Resolved:
     Raises:
         UsageError: what is wrong in any of them.
     """
-    values: dict[Key, Any] = {}
-    origins: dict[Key, str] = {}
+    _check_all(sources)
+    return _merged(sources)
+
+
+def _check_all(sources: Iterable[SettingsSource]) -> None:
     refusals = []
     for source in sources:
         try:
             check(source)
         except UsageError as refused:
             refusals.append(refused.title)
-        values |= source.values
-        origins |= source.origins
     if refusals:
         raise UsageError("\n".join(refusals))
+
+
+def _merged(sources: Sequence[SettingsSource]) -> Resolved:
+    values = {key: value for source in sources for key, value in source.values.items()}
+    origins = {key: origin for source in sources for key, origin in source.origins.items()}
     return Resolved(Settings.model_validate(_nest(values)), origins)
 
 

@@ -16,7 +16,7 @@ from kvchat.cli.completion import (
     complete_param,
     complete_profile,
     complete_theme,
-    words_of,
+    one_of,
 )
 from kvchat.cli.main import app
 from kvchat.config.modes import mode_names
@@ -32,7 +32,7 @@ def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypat
     (tmp_path / "themes" / "own.toml").write_text("")
     assert names(complete_mode("")) == mode_names()
     assert names(complete_mode("s")) == ["streaming", "sync", "speculative"]
-    assert names(words_of(("model", "quantize"))("int")) == ["int8", "int4"]
+    assert names(one_of(("auto", "int8", "int4"))("int")) == ["int8", "int4"]
     assert names(complete_device("c")) == ["cpu", "cuda"]
     assert names(complete_param("rh")) == ["rho="]
     assert names(complete_param("score=")) == ["score=prob_rel", "score=raw", "score=always"]

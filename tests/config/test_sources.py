@@ -27,6 +27,16 @@ def refusal(config: Path, text: str) -> str:
     return str(caught.value)
 
 
+def test_each_source_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text('[model]\ndevice = "cpu"\n')
+    check, checked, asked = sources.check, [], []
+    monkeypatch.setattr(sources, "check", lambda source: checked.append(source) or check(source))
+    flags = sources.flag_source({"--device": ([sources.DEVICE], "cuda:1")})
+    profile = sources.SettingsSource({("sampling", "top_k"): 3}, {("sampling", "top_k"): "8gb"})
+    resolved = sources.load(flags, {}, lambda device: asked.append(device) or [profile])
+    assert (len(checked), asked, resolved.settings.sampling.top_k) == (3, ["cuda:1"], 3)
+
+
 def test_without_any_source_everything_is_a_default() -> None:
     resolved = sources.load(environ={})
     assert resolved.settings.sampling.sampling() == Sampling()
