@@ -16,6 +16,7 @@ TEST_FILES = [path for path in FILES if path.name.startswith("test_")]
 # What has no file of its own to mirror, and why.
 EXCEPTIONS = {
     "test_dependencies": "what pyproject.toml asks for",
+    "test_gpu_script": ".ci/gpu",
     "test_imports": "the layers of the whole package",
     "test_layout": "the tests themselves",
     "test_plugin_mode": "a KV mode of another package",
