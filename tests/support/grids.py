@@ -1,6 +1,7 @@
 """Grids of parameters, thinned: the long form takes every cell.
 
-``KVCHAT_TEST_GRIDS=all python -m pytest -n auto tests/kv`` is the long form.
+``KVCHAT_TEST_GRIDS=all python -m pytest -n auto tests/kv`` is the long form; ``.ci/long`` has those of its
+cells that are heads of today's models.
 """
 
 from __future__ import annotations

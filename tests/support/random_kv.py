@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import product
 
 import torch
+from support.grids import thinned
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
@@ -24,6 +26,11 @@ SHAPES = {
     "odd": {"heads": 3, "group": 8, "d_k": 80, "d_v": 48, "page": 8},
     "many": {"heads": 8, "group": 1, "d_k": 24, "d_v": 96, "page": 8},
 }
+
+# Of today's models: query heads of one KV head, elements of a head, dtypes.
+GROUPS, WIDTHS, DTYPES = (1, 4, 7, 8), (64, 80, 96, 128, 256), (torch.float16, torch.bfloat16)
+# In ten of the forty every width and every group meets both dtypes.
+CELLS = [(group, d, dtype) for (dtype, d), group in thinned(product(DTYPES, WIDTHS), GROUPS)]
 
 
 def geometry_of(shape: str, dtype: torch.dtype) -> Geometry:

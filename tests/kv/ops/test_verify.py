@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from support.random_kv import SHAPES, geometry_of
+from support.grids import thinned
+from support.random_kv import CELLS, DTYPES, GROUPS, SHAPES, WIDTHS, geometry_of
 
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.ops import verify
 from kvchat.kv.ops.triton import append, attend, recall, select
 
@@ -17,10 +21,20 @@ def tried_anew():
     verify.kernel_failure.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, DTYPES), ids=str)
 def test_right_kernels_pass(shape, dtype, device):
     assert verify.kernel_failure(geometry_of(shape, dtype), device) == ""
+
+
+def test_every_width_and_group_meets_both_dtypes_also_in_the_thinned_grid():
+    assert {(group, dtype) for group, _, dtype in CELLS} == set(product(GROUPS, DTYPES))
+    assert {(d, dtype) for _, d, dtype in CELLS} == set(product(WIDTHS, DTYPES))
+
+
+@pytest.mark.parametrize(("group", "d", "dtype"), CELLS, ids=str)
+def test_right_kernels_pass_at_heads_of_todays_models(group, d, dtype, device):
+    """Ten of the forty cells, all of them in the long form."""
+    assert verify.kernel_failure(Geometry(1, 2 * group, 2, d, d, dtype), device) == ""
 
 
 def nothing(*_args, **_options):

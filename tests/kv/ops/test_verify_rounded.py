@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.random_kv import CELLS
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.ops import verify
@@ -11,21 +12,12 @@ from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.triton_ops import EightBitTritonOps
 
 # Triton's interpreter cuts off where it makes bfloat16: one unit in the last place, and codes of scales that are so.
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1.2e-2}
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
 
 
-@pytest.mark.parametrize(
-    ("group", "d", "dtype"),
-    [
-        (1, 64, torch.float16),
-        (4, 80, torch.bfloat16),
-        (7, 96, torch.float16),
-        (8, 128, torch.bfloat16),
-        (1, 256, torch.float16),
-    ],
-    ids=str,
-)
-def test_every_kernel_is_stock_torch(group, d, dtype, device):
+@pytest.mark.parametrize(("group", "d", "dtype"), CELLS, ids=str)
+def test_every_kernel_is_stock_torch_at_heads_of_todays_models(group, d, dtype, device):
+    """Ten of the forty cells, all of them in the long form."""
     g = Geometry(1, 2 * group, 2, d, d, dtype, headroom=32)
     with torch.inference_mode():
         expected, measured = (verify.outcomes(kind, g, device) for kind in (EightBitOps, EightBitTritonOps))
