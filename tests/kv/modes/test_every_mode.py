@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from support.grids import thinned
+from support.grids import WHOLE, thinned
 from support.kv_run import REFERENCES, Run
 from support.mode_rows import CORE, MIXED, ROWS
+from support.random_kv import GROUPS, WIDTHS
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names
@@ -23,6 +24,8 @@ GEOMETRIES = {
     "unified": {"kv_heads": 2, "group": 2, "page": 8, "d_v": 24, "unified": True},
     "interleaved": {"kv_heads": 2, "group": 1, "page": 16, "interleaved": True},
 }
+# Group and width of a head: those of today's models in the long form.
+LARGE = [*product(GROUPS, WIDTHS)] if WHOLE else [(7, 64), (8, 96), (7, 128), (8, 256)]
 ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}}
 
 
@@ -35,6 +38,7 @@ def test_every_reference_has_a_row():
 def test_every_mode_meets_every_geometry_also_in_the_thinned_grid():
     met = {(ROWS[row][0], size) for row, size in thinned(CORE, [*GEOMETRIES], each=3)}
     assert met == set(product(mode_names(), GEOMETRIES))
+    assert {(ROWS[row][0], heads) for row, heads in thinned(CORE, LARGE, each=2)} == set(product(mode_names(), LARGE))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,16 @@ def test_sets_and_outputs_are_the_references(row, geometry):
     run.check()
     run.prefill(35)
     run.step(15)
+    run.check()
+
+
+@pytest.mark.parametrize(("row", "heads"), thinned(CORE, LARGE, each=2), ids=str)
+def test_sets_and_outputs_are_the_references_at_heads_of_todays_models(row, heads):
+    """A mode's two core rows at two sizes each; at every group and width in the long form."""
+    (mode, params), (group, d) = ROWS[row], heads
+    run = Run(toy(("plain", "plain"), kv_heads=2, group=group, d_k=d, d_v=d, page=8, ids=128, seed=3), mode, **params)
+    run.prefill(100, chunk=37)
+    run.step(20)
     run.check()
 
 
