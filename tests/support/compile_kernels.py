@@ -1,8 +1,8 @@
 """A program that compiles every kernel for a GPU that this machine need not have, as ``TritonOps`` launches them.
 
 Arguments: compute capability (80), dtype (bfloat16) and head size. Prints a JSON object with a list for each kernel:
-shared memory in bytes and number of 16-byte loads of each compiled variant. Fails if a conversation that grows a
-little compiles a kernel again.
+shared memory in bytes and number of 16-byte loads of each compiled variant, of tiles as large as that GPU is given.
+Fails if a conversation that grows a little compiles a kernel again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.ops.triton import attend
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
 
 CPU = torch.device("cpu")
@@ -44,6 +45,9 @@ def compile_instead_of_launching(capability):
         return kernel
 
     JITFunction.run = compile_only
+    torch.cuda.get_device_capability = lambda _device: divmod(capability, 10)
+    tile = attend.tile_of(torch.device("cuda"))
+    attend.tile_of = lambda _device: tile  # the tensors are a CPU's
     return compiled
 
 
