@@ -65,14 +65,14 @@ class ModeRun:
             )
         state, geometry = kv.state, kv.state.geometry
         held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total)).device_bytes(geometry)
-        before, bytes_before = state.transfer.totals.tolist(), state.transfer.recalled_bytes()
+        before = state.transfer.totals
         timing = time_steps(self._runner.step, tokens, state.device)
-        moved, wanted, corrected = (b - a for a, b in zip(before, state.transfer.totals.tolist(), strict=True))
+        moved, wanted, corrected, moved_bytes = (b - a for a, b in zip(before, state.transfer.totals, strict=True))
         self._figures = {
             "kv_device_bytes": held,
             "kv_predicted_bytes": predicted,
             "kv_host_bytes": state.host.nbytes,
-            "moved_bytes": (state.transfer.recalled_bytes() - bytes_before) / len(tokens),
+            "moved_bytes": moved_bytes / len(tokens),
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
             "corrected": self._corrected_share(corrected / len(tokens)),

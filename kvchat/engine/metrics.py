@@ -37,10 +37,8 @@ class Counts:
 
     @staticmethod
     def of(kv: KVManager) -> Counts:
-        moved, wanted, corrections = kv.state.transfer.totals.tolist()
-        return Counts(
-            moved, wanted, corrections, read_tokens(kv.state), kv.state.steps, kv.state.transfer.recalled_bytes()
-        )
+        moved, wanted, corrections, moved_bytes = kv.state.transfer.totals
+        return Counts(moved, wanted, corrections, read_tokens(kv.state), kv.state.steps, moved_bytes)
 
 
 @dataclass

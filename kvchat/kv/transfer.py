@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from kvchat.kv.memory.rounding import block_bytes
 from kvchat.kv.memory.side_stream import SideStream
 from kvchat.kv.memory.step_timer import StepTimer
 from kvchat.kv.ops.torch_ops import TorchOps
+
+
+class Totals(NamedTuple):
+    """K/V pairs that steps moved or read over the link, those they wanted, heads they corrected, bytes they moved."""
+
+    moved: int
+    wanted: int
+    corrections: int
+    moved_bytes: int
 
 
 class Transfer:
@@ -107,12 +117,7 @@ class Transfer:
 
     def moved_bytes(self) -> int:
         """Bytes copied to the device or read over the link so far; waits for the device."""
-        return self.filled_bytes + self.recalled_bytes()
-
-    def recalled_bytes(self) -> int:
-        """Bytes that steps copied to the device or read over the link so far; waits for the device."""
-        moved, _, rounded, _ = self.counters.sum(0).tolist()
-        return self._bytes(moved, rounded)
+        return self.filled_bytes + self.totals.moved_bytes
 
     def _bytes(self, pairs: int, rounded: int) -> int:
         """Bytes of K/V pairs, some of them of 8-bit pages, whose scales count with each of their tokens."""
@@ -124,10 +129,11 @@ class Transfer:
         return self.filled_bytes / self.filled_seconds if self.filled_bytes else 0.0
 
     @property
-    def totals(self) -> Tensor:
-        """``[moved, wanted, corrections]``, int64 on the device."""
-        moved, _, _, corrections = self.counters.sum(0)
-        return torch.stack((moved, self.counters[:2, 1].sum(), corrections))
+    def totals(self) -> Totals:
+        """The counts of all steps so far; waits for the device, and takes no memory on it."""
+        rows = self.counters.tolist()
+        moved, _, rounded, corrections = (sum(column) for column in zip(*rows, strict=True))
+        return Totals(moved, rows[0][1] + rows[1][1], corrections, self._bytes(moved, rounded))
 
     def join(self) -> None:
         """Make the current stream wait for the copies beside it."""

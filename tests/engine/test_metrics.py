@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
+from support.memory_faults import MemoryRunsOut
 
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.session import Session
@@ -122,6 +123,13 @@ def test_fetching_is_shown_of_the_present_mode_only(session):
         assert (after.recall_hit_rate, after.recall_ms_p95, after.step_bytes) == (None, None, 0.0)
         session.step(7)
     assert after.recalled_bytes == before.recalled_bytes > 0
+
+
+def test_a_switch_that_is_done_is_noted_without_memory(session):
+    filled(session, 300, "speculative", **SPECULATIVE)
+    session.step(5)
+    with MemoryRunsOut(1, short=True):
+        session._metrics.note_switch("full", "speculative", 0)
 
 
 def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):

@@ -149,11 +149,11 @@ def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead(tau):
     prefilled(one, token_ids(300))
     slots, transfer = one.kv.state.slots[-1], one.kv.state.transfer
     one.step(1)
-    before = int(transfer.totals[1])
+    before = transfer.totals.wanted
     for token in token_ids(10, seed=1):
         one.step(token)
     tokens = (model.layers - 1) * model.kv_heads * slots.layout.pages * slots.geometry.page
-    assert int(transfer.totals[1]) - before == 10 * tokens
+    assert transfer.totals.wanted - before == 10 * tokens
 
 
 @pytest.mark.parametrize("row", ["speculative", "freeze", "sync"])

@@ -103,7 +103,7 @@ class Speculative(Mode):
         self.bounds = PageBounds(self.geometry, state.device, self.first)
         self.cosine = torch.zeros((), dtype=torch.float64, device=state.device)
         self._wholly_pinned = torch.tensor(self._pages_read_anyway(), dtype=torch.int64, device=state.device)
-        self._entered_at = state.steps, int(state.transfer.totals[2])
+        self._entered_at = state.steps, state.transfer.totals.corrections
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         if layer >= self.first:
@@ -198,7 +198,7 @@ class Speculative(Mode):
         if not (steps and self.k):
             return {}
         heads = (self.geometry.layers - self.first) * self.geometry.kv_heads
-        corrected = int(self.state.transfer.totals[2]) - self._entered_at[1]
+        corrected = self.state.transfer.totals.corrections - self._entered_at[1]
         return {"heads corrected": f"{corrected / steps / heads:.0%}", "mean C": round(float(self.cosine) / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -19,19 +20,24 @@ def compile_loops(tell: Callable[[], None]) -> None:
 
     An answer that asks for them first, or that is switched to a mode with loops of its own, would stand still so long.
     """
-    if _are_cached():
+    written = FILE.stat().st_mtime
+    if any(index.stat().st_mtime >= written for index in _indices()):
         return
     tell()
     if compiled_loops():
         from kvchat.kv.ops import compiled_freeze  # noqa: F401  # importing it compiles
 
+        for index in _indices():
+            with suppress(OSError):
+                index.touch()  # numba goes by what is written in a file, and leaves the index of one that was touched
 
-def _are_cached() -> bool:
-    """True if numba's cache has the last loop of the present file: beside it, or in the user's cache folder."""
+
+def _indices() -> Iterator[Path]:
+    """What numba's caches know of the last loop: beside its file, and in the user's cache folder."""
     kept = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.nbi"
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         folders = [*Path(chosen).glob("*")]
     else:
         folders = [FILE.parent / "__pycache__", *user_cache_path("numba", appauthor=False).glob("*")]
-    written = FILE.stat().st_mtime
-    return any(index.stat().st_mtime >= written for folder in folders for index in folder.glob(kept))
+    for folder in folders:
+        yield from folder.glob(kept)

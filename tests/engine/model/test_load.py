@@ -66,7 +66,8 @@ def test_the_bundled_model(no_network, capfd):
     assert loaded.weight_bytes == sum(p.nbytes for p in loaded.model.parameters()) + 2 * 32 * 4
     assert loaded.notes == ()
     assert not loaded.model.training
-    assert stages == ["Loading the tokenizer", "Loading the weights", "Testing the model"]
+    said = [stage for stage in stages if not stage.startswith("Compiling")]  # the first time on a machine
+    assert said == ["Loading the tokenizer", "Loading the weights", "Testing the model"]
     assert capfd.readouterr() == ("", "")
 
 

@@ -23,16 +23,16 @@ def run_of(tau: float, steps: int = 60, **kwargs) -> Run:
 
 def test_above_one_every_head_is_corrected_at_every_step():
     run = run_of(2.0, steps=30)
-    assert run.kv.state.transfer.totals[2] == run.reference.corrections == 30 * 2 * 2
+    assert run.kv.state.transfer.totals.corrections == run.reference.corrections == 30 * 2 * 2
 
 
 def test_below_minus_one_none_is():
-    assert run_of(-2.0).kv.state.transfer.totals[2] == 0
+    assert run_of(-2.0).kv.state.transfer.totals.corrections == 0
 
 
 def test_between_some_heads_are_and_the_counter_says_which():
     run = run_of(0.7, steps=60)
-    assert run.kv.state.transfer.totals[2] == run.reference.corrections
+    assert run.kv.state.transfer.totals.corrections == run.reference.corrections
     assert 0 < run.reference.corrections < 60 * 2 * 2
 
 
@@ -112,12 +112,12 @@ def test_only_the_difference_moves(tau):
     run.prefill(200)
     slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
     for _ in range(50):
-        before, moved = [set(row) for row in slots.pages[0].tolist()], int(transfer.totals[0])
+        before, moved = [set(row) for row in slots.pages[0].tolist()], transfer.totals.moved
         run.step()
         after = [set(row) for row in slots.pages[0].tolist()]
         new = sum(len(b - a) for a, b in zip(before, after, strict=True))
-        assert int(transfer.totals[0]) - moved == new * slots.geometry.page
-    assert 0 < int(transfer.totals[0]) < int(transfer.totals[1])
+        assert transfer.totals.moved - moved == new * slots.geometry.page
+    assert 0 < transfer.totals.moved < transfer.totals.wanted
 
 
 def test_a_step_of_reuse_reads_what_the_step_before_chose():
@@ -137,11 +137,11 @@ def test_a_step_of_reuse_reads_what_the_step_before_chose():
 def test_nothing_moves_while_every_page_is_chosen():
     run = Run(toy(("plain", "plain"), page=8), "speculative", budget=600, sink=8, window=24)
     run.prefill(200)
-    moved = int(run.kv.state.transfer.totals[0])
+    moved = run.kv.state.transfer.totals.moved
     run.step(8)
     g = run.toy.geometry
     # In these eight steps the window begins to leave one page.
-    assert int(run.kv.state.transfer.totals[0]) - moved == g.kv_heads * g.page
+    assert run.kv.state.transfer.totals.moved - moved == g.kv_heads * g.page
 
 
 def test_covers_says_when_a_token_reads_everything():
@@ -167,9 +167,9 @@ def test_what_a_step_wants_is_counted_once(tau):
     """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
     run = run_of(tau, steps=1)
     slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
-    before = int(transfer.totals[1])
+    before = transfer.totals.wanted
     run.step(20)
-    assert int(transfer.totals[1]) - before == 20 * 2 * 2 * slots.layout.pages * slots.geometry.page
+    assert transfer.totals.wanted - before == 20 * 2 * 2 * slots.layout.pages * slots.geometry.page
 
 
 def test_the_share_of_corrected_heads_and_their_mean_cosine_are_reported():

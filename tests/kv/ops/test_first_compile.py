@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_what_a_cache_holds_is_neither_said_nor_imported(told: list[str], tmp_pa
 def test_what_was_compiled_of_an_older_file_does_not_count(told: list[str], tmp_path: Path) -> None:
     _index(tmp_path, age=10)
     first_compile.compile_loops(lambda: told.append("compiling"))
+    assert told == ["compiling"]
+
+
+def test_of_a_file_that_was_only_touched_it_is_said_once(told, monkeypatch, tmp_path: Path) -> None:
+    _index(tmp_path, age=10)
+    monkeypatch.setattr(first_compile, "compiled_loops", lambda: True)
+    monkeypatch.setitem(sys.modules, "kvchat.kv.ops.compiled_freeze", ModuleType("compiled"))
+    for _ in range(2):
+        first_compile.compile_loops(lambda: told.append("compiling"))
     assert told == ["compiling"]
 
 

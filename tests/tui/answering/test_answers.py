@@ -72,16 +72,15 @@ async def test_a_switch_counts_the_tokens_after_it_until_it_is_settled(asked):
     assert (first.tokens, first.closed, second.tokens) == (2, 1, 1)
 
 
-async def test_switches_without_a_token_between_them_are_one(chat):
-    await chat.load()
+async def test_switches_without_a_token_between_them_are_one(asked):
     for before, mode, moved in (("full", "freeze", 5), ("freeze", "streaming", 7)):
-        await chat.controller.handle(Switched(before, mode, {}, 10, moved, 0.0))
-    assert [switch.removed for switch in chat.view.switches] == [True, False]
-    merged = chat.view.switches[-1].switched
+        await asked.controller.handle(Switched(before, mode, {}, 10, moved, 0.0))
+    assert [switch.removed for switch in asked.view.switches] == [True, False]
+    merged = asked.view.switches[-1].switched
     assert (merged.before, merged.mode, merged.moved_bytes) == ("full", "streaming", 12)
-    await chat.controller.handle(Switched("streaming", "full", {}, 10, 0, 0.0))
-    assert all(switch.removed for switch in chat.view.switches)
-    assert len(chat.view.switches) == 2
+    await asked.controller.handle(Switched("streaming", "full", {}, 10, 0, 0.0))
+    assert all(switch.removed for switch in asked.view.switches)
+    assert len(asked.view.switches) == 2
 
 
 async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it_is_asked_for(chat):
