@@ -177,7 +177,7 @@ def loaded_by(statement: str) -> set[str]:
         ("kvchat.tui.app", HEAVY),
         ("kvchat.tui.controller", HEAVY | {"textual", "rich"}),
         ("kvchat.tui.commands", HEAVY | {"textual", "rich"}),
-        ("kvchat.engine.worker", HEAVY | {"textual"}),
+        ("kvchat.engine.process.worker", HEAVY | {"textual"}),
         ("kvchat.replay.engine", HEAVY | {"textual"}),
     ],
 )

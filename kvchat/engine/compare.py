@@ -22,12 +22,12 @@ from torch import Tensor
 
 from kvchat.config.modes import ModeParameters
 from kvchat.engine import needle
+from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.guards import whole
-from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.saved_tokens import save

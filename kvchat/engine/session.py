@@ -14,23 +14,21 @@ from torch import Tensor
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.compare import Comparisons
-from kvchat.engine.description import describe
+from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.recovery_signals import REWALK
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import Released, check_loading, token_ids, whole
+from kvchat.engine.inspection import Inspection
+from kvchat.engine.keep.host_dtype import is_rounded, keep_pages
 from kvchat.engine.keep.keeper import Keeper
-from kvchat.engine.keep.page_format import is_rounded, keep_pages
-from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
-from kvchat.engine.reports import Reports
-from kvchat.engine.stored_text import StoredText
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params, Price
-from kvchat.protocol.messages import Event, HostDtype, Load, Loaded, Sampling, Switched, Text, Turn
+from kvchat.protocol.messages import Event, HostDtype, Load, Sampling, Switched, Text, Turn
 
 
 def load(
@@ -97,7 +95,7 @@ def open_session(
     return Session(load_model(asked, progress), asked, system)
 
 
-class Session(Released, Comparisons, StoredText, Reports):
+class Session(Released, Comparisons, Inspection):
     """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
 
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
@@ -314,11 +312,6 @@ class Session(Released, Comparisons, StoredText, Reports):
     def model(self) -> LoadedModel:
         """The model on its device, with its tokenizer."""
         return self._model
-
-    @property
-    def info(self) -> Loaded:
-        """The model and the current mode."""
-        return describe(self._model, self._kv, self._switcher)
 
     def close(self) -> None:
         """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""

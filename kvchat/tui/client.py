@@ -25,7 +25,7 @@ from kvchat.foreign_text import visible_fields
 from kvchat.protocol import details, figures, messages, wire
 from kvchat.protocol.recording import Recorder
 
-ENGINE = (sys.executable, "-m", "kvchat.engine.worker")
+ENGINE = (sys.executable, "-m", "kvchat.engine.process.worker")
 GRACE_S = 3.0
 TAIL_LINES = 6
 KILLED = 9

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from torch import Tensor
 
+from kvchat.engine.figures.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.prompt import Prompt, PromptEncoder
 from kvchat.engine.generate.recovery import RecoveryMonitor
@@ -18,7 +19,6 @@ from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.guards import OneAtATime, Released
 from kvchat.engine.memory_errors import explained
-from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import UsageError
 from kvchat.kv.modes.recovery_levels import Level

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvchat import units
-from kvchat.engine.beside import Beside
-from kvchat.engine.process_memory import resident_bytes
+from kvchat.engine.checked_thread import CheckedThread
+from kvchat.engine.figures.process_memory import resident_bytes
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ def limited(work: Callable[[], Result], seconds: float, nbytes: int) -> Result:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(worker, ctypes.py_object(_StoppedError))
                 return
 
-    watcher = Beside(watch)
+    watcher = CheckedThread(watch)
     try:
         try:
             return work()

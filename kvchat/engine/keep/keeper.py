@@ -20,7 +20,7 @@ import torch
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored, common_prefix
-from kvchat.engine.keep import rows as row
+from kvchat.engine.keep import page_file_rows as row
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.engine.keep.write_behind import Job, WriteBehind
 from kvchat.engine.memory_errors import explained

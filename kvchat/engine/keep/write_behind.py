@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvchat.engine.beside import Beside
+from kvchat.engine.checked_thread import CheckedThread
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.engine.model.recurrent_state import Snapshot
@@ -47,7 +47,7 @@ class WriteBehind:
         self._page = page
         self._copying = threading.Lock()
         self._interrupted = threading.Event()
-        self._thread: Beside | None = None
+        self._thread: CheckedThread | None = None
         self._jobs: Sequence[Job] = ()
 
     def begin(self, jobs: Sequence[Job]) -> None:
@@ -55,7 +55,7 @@ class WriteBehind:
         before, self._jobs = self._thread, jobs
         self._interrupted = threading.Event()
         try:
-            self._thread = Beside(partial(self._work, jobs, self._interrupted, before))
+            self._thread = CheckedThread(partial(self._work, jobs, self._interrupted, before))
         except MemoryError:
             self.problem = "there is no memory to write them with"
 
@@ -75,7 +75,7 @@ class WriteBehind:
             self.interrupt()
             thread.join()
 
-    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: Beside | None) -> None:
+    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: CheckedThread | None) -> None:
         if before is not None:
             before.join()  # it may be writing its last page, to the same file
         for job in jobs:

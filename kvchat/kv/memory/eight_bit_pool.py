@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvchat.kv.memory import rounding
 from kvchat.kv.memory.arrangement import RoundedByPage
+from kvchat.kv.memory.free_list import FreeList
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
-from kvchat.kv.memory.indices import Indices
 from kvchat.kv.memory.pages import Pages, copied
 
 
@@ -40,8 +40,8 @@ class EightBitPool(HostPool):
         vars(self).update({name: value for name, value in vars(pool).items() if name != "total"})
         self._pages = list(range(g.pages(pool.total)))
         self._cut_off: set[int] = set()
-        self._free = Indices(len(self._pages))
-        self._free_rounded = Indices(0)
+        self._free = FreeList(len(self._pages))
+        self._free_rounded = FreeList(0)
         with torch.inference_mode(False):  # written to in and out of it
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
             self.next_rounded = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -185,7 +185,7 @@ class Speculative(Mode):
         )
 
     def _badges(self) -> tuple[str, ...]:
-        """That sinks and window leave no room for a page, while not everything is read."""
+        """Sinks and window leave no room for a page, while not everything is read."""
         if self.k or self._reads_all(self.state.total):
             return ()
         enough = next(n for n in count(self.budget) if n >= sum(self._split(n)) + self.geometry.page)

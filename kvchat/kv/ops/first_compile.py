@@ -33,7 +33,7 @@ def compile_loops(tell: Callable[[], None]) -> None:
 
 
 def _indices() -> Iterator[Path]:
-    """What numba's caches know of the last loop: beside its file, and in the user's cache folder."""
+    """The indices of numba that know the last loop: beside its file, and in the user's cache folder."""
     kept = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.nbi"
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         folders = [*Path(chosen).glob("*")]

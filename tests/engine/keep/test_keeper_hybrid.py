@@ -8,7 +8,7 @@ from support import tiny_models
 from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
-from kvchat.engine.keep import rows
+from kvchat.engine.keep import page_file_rows
 from kvchat.engine.model.recurrent_state import TAIL
 from kvchat.kv.inspect import check_integrity
 from kvchat.protocol.messages import Resumed, Turn
@@ -168,11 +168,11 @@ def test_a_file_that_ends_within_its_states_is_read_anew_as_far_as_they_are_miss
 
 def test_a_state_of_another_version_of_transformers_is_refused(tmp_path, monkeypatch):
     chat = spoken(tmp_path, "lfm2")
-    monkeypatch.setattr(rows.transformers, "__version__", "6.0")
+    monkeypatch.setattr(page_file_rows.transformers, "__version__", "6.0")
     _, events = resumed(chat, tmp_path)
     assert "another version of transformers" in notes(events)[0]
     monkeypatch.undo()
-    assert "version of transformers" not in rows.identity(loaded("llama"))
+    assert "version of transformers" not in page_file_rows.identity(loaded("llama"))
 
 
 def test_a_damaged_page_takes_the_states_behind_it_along(tmp_path):

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from kvchat.engine.details import PcieReading, details
+from kvchat.engine.figures.details import PcieReading, details
+from kvchat.engine.figures.process_memory import resident_bytes
+from kvchat.engine.figures.ribbon import Ribbon
 from kvchat.engine.model.recurrent_state import RecurrentState
-from kvchat.engine.process_memory import resident_bytes
-from kvchat.engine.ribbon import Ribbon
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.nvml import GpuReader

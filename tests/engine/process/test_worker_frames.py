@@ -21,10 +21,11 @@ from support.frames import bodies, framed, fuzzed
 from support.patience import PATIENCE_S
 from support.streams import read_event
 
-from kvchat.engine import mailboxes, session, worker
-from kvchat.engine.loader import EngineLoader, Loader, Progress
+from kvchat.engine import session
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.process import mailboxes, worker
+from kvchat.engine.process.loader import EngineLoader, Loader, Progress
 from kvchat.errors import ModelError
 from kvchat.protocol import wire
 from kvchat.protocol.figures import MemoryPlan
@@ -197,7 +198,7 @@ def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pyt
 
 
 def test_a_header_above_the_limit_ends_the_process_at_once() -> None:
-    command = [sys.executable, "-m", "kvchat.engine.worker"]
+    command = [sys.executable, "-m", "kvchat.engine.process.worker"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:
         assert process.stdin

@@ -1,4 +1,4 @@
-"""The engine's process: ``python -m kvchat.engine.worker``, commands on stdin, events on stdout.
+"""The engine's process: ``python -m kvchat.engine.process.worker``, commands on stdin, events on stdout.
 
 A reader thread takes commands from stdin; the main thread does all the work, so the session is touched by one thread
 only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends with its parent
@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from kvchat import files
-from kvchat.engine.importing import is_importing
-from kvchat.engine.loader import EngineLoader, Loader, Session
-from kvchat.engine.mailboxes import Inbox, Outbox, Refused
-from kvchat.engine.parent import end_with_parent, take_streams
+from kvchat.engine.process.importing import is_importing
+from kvchat.engine.process.loader import EngineLoader, Loader, Session
+from kvchat.engine.process.mailboxes import Inbox, Outbox, Refused
+from kvchat.engine.process.parent import end_with_parent, take_streams
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import HideNeedle

@@ -10,7 +10,7 @@ from collections.abc import Callable
 BEGINS_S = 5.0
 
 
-class Beside:
+class CheckedThread:
     """Runs ``work`` on a new thread. ``threading.Thread`` would wait forever for one that finds no memory to start.
 
     The process waits for it before it exits: torch aborts a process that exits while a thread copies.

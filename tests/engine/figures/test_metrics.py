@@ -10,7 +10,7 @@ import torch
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from support.memory_faults import MemoryRunsOut
 
-from kvchat.engine.metrics import MetricsCollector
+from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.session import Session
 from kvchat.protocol.figures import MAX_RIBBON_CELLS, RIBBON, Gpu
 from kvchat.protocol.messages import Sampling, Turn
@@ -98,7 +98,7 @@ def test_what_streaming_dropped_comes_back_with_full(session):
 
 def test_cells_grow_with_the_conversation_and_stay_within_the_limit(session, monkeypatch):
     filled(session, 600)
-    monkeypatch.setattr("kvchat.engine.ribbon.MAX_RIBBON_CELLS", 8)
+    monkeypatch.setattr("kvchat.engine.figures.ribbon.MAX_RIBBON_CELLS", 8)
     snapshot = session.snapshot()
     assert (snapshot.cell_tokens, len(snapshot.ribbon)) == (96, 7)
     assert MAX_RIBBON_CELLS == 1024

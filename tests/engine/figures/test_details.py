@@ -8,7 +8,7 @@ import pytest
 from support.fake_nvml import FakeGpu, FakeNvml
 
 from kvchat.config.modes import mode_names
-from kvchat.engine.details import PcieReading, histogram
+from kvchat.engine.figures.details import PcieReading, histogram
 from kvchat.engine.session import Session
 from kvchat.kv.memory.step_timer import RecallTime
 from kvchat.nvml import GpuReader, PcieTraffic

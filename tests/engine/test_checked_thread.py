@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from kvchat.engine import beside
-from kvchat.engine.beside import Beside
+from kvchat.engine import checked_thread
+from kvchat.engine.checked_thread import CheckedThread
 from kvchat.engine.generate.limits import limited
 
 
 def test_work_has_begun_and_is_waited_for():
     go_on, done = threading.Event(), []
-    thread = Beside(lambda: (go_on.wait(), done.append(True)))
+    thread = CheckedThread(lambda: (go_on.wait(), done.append(True)))
     thread.join(0.01)
     assert not done
     go_on.set()
@@ -31,7 +31,7 @@ def is_refused(run, args):
 
 @pytest.mark.parametrize("start", [never_begins, is_refused])
 def test_a_thread_that_does_not_begin_is_a_lack_of_memory(start, monkeypatch):
-    monkeypatch.setattr(beside._thread, "start_new_thread", start)
-    monkeypatch.setattr(beside, "BEGINS_S", 0.01)
+    monkeypatch.setattr(checked_thread._thread, "start_new_thread", start)
+    monkeypatch.setattr(checked_thread, "BEGINS_S", 0.01)
     with pytest.raises(MemoryError):
         limited(lambda: 7, 5, 2**30)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable
 
 
-class Indices:
+class FreeList:
     """The free indices: those given back, and all from ``end`` on."""
 
     def __init__(self, end: int) -> None:

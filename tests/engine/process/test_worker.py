@@ -18,8 +18,8 @@ from support.fake_session import PIECES, FakeLoader, FakeSession
 from support.patience import PATIENCE_S, wait_until
 from support.streams import read_event
 
-from kvchat.engine import mailboxes, worker
-from kvchat.engine.loader import Progress
+from kvchat.engine.process import mailboxes, worker
+from kvchat.engine.process.loader import Progress
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
 from kvchat.protocol.details import Details, Watch
@@ -331,8 +331,8 @@ SERVE_A_FAKE = """
 import os, sys, time, types
 from support.environment import environ
 from support.fake_session import FakeSession
-from kvchat.engine import mailboxes, worker
-from kvchat.engine.loader import Progress
+from kvchat.engine.process import mailboxes, worker
+from kvchat.engine.process.loader import Progress
 
 def on_token(session, n):
     print("a library prints")
