@@ -12,7 +12,7 @@ from typing import Any
 
 from kvchat.engine.model.checkpoint import complete, locate
 from kvchat.engine.model.hub import Progress
-from kvchat.engine.process.parent import end_with_parent
+from kvchat.engine.parent import end_with_parent
 from kvchat.errors import KvchatError
 
 

@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from kvchat import files
+from kvchat.engine.parent import end_with_parent, take_streams
 from kvchat.engine.process.importing import is_importing
 from kvchat.engine.process.loader import EngineLoader, Loader, Session
 from kvchat.engine.process.mailboxes import Inbox, Outbox, Refused
-from kvchat.engine.process.parent import end_with_parent, take_streams
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import HideNeedle

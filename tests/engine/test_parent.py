@@ -14,7 +14,7 @@ from kvchat.engine.process import parent
 # Prints the child's process id once the child has called end_with_parent; the child never looks at its stdin.
 START = """
 import subprocess, sys, time
-from kvchat.engine.process.parent import end_with_parent
+from kvchat.engine.parent import end_with_parent
 if sys.argv[1:]:
     end_with_parent()
     print("ready", flush=True)
