@@ -9,7 +9,7 @@ import pytest
 from support.environment import environ
 from support.patience import PATIENCE_S, wait_until
 
-from kvchat.engine.process import parent
+from kvchat.engine import parent
 
 # Prints the child's process id once the child has called end_with_parent; the child never looks at its stdin.
 START = """
