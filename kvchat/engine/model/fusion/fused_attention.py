@@ -29,6 +29,7 @@ class FusedAttention:
         self._merged = merged
         self._operations = operations
         self._size: int = module.head_dim
+        self._queries, self._keys, _ = (size // self._size for size in merged.sizes)
 
     def suits(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
         """True if the fused forward computes this call: no mask, no cache of transformers, angles of its size."""
@@ -46,9 +47,10 @@ class FusedAttention:
         """
         merged, output, tokens = self._merged, self._module.o_proj, hidden.shape[1]
         product = self._operations.project(hidden, merged.weight, merged.bias, norm)
-        parts = torch.split(product, merged.sizes, -1)
-        query, key, value = (part.view(1, tokens, -1, self._size).transpose(1, 2) for part in parts)
-        query, key = self._operations.rotate(query, key, *angles)
+        heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
+        rotates = self._queries + self._keys
+        query, key = self._operations.rotate_together(heads[:, :rotates], self._queries, *angles)
+        value = heads[:, rotates:]
         attended, _ = attention_hook.attention(self._module, query, key, value, None)
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
 

@@ -41,7 +41,7 @@ class Operations:
         if x.device.type == "cpu" and is_one_row(x):
             # torch's own takes 20 to 60 us for one token. A CPU may ask for the sum.
             row = x.float().view(-1)
-            scale = (float(torch.dot(row, row)) / len(row) + norm.eps) ** -0.5
+            scale = (float(torch.dot(row, row)) / row.shape[0] + norm.eps) ** -0.5
             return torch.mul(x, norm.weight).mul_(scale)
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
@@ -75,15 +75,21 @@ class Operations:
         if self._kernels:
             rotated: tuple[Tensor, Tensor] = self._kernels.rotate(query, key, cos, sin)
             return rotated
+        return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
+
+    def rotate_together(self, heads: Tensor, queries: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """``rotate`` of ``heads [1, H_q + H, n, d]``, of which the first ``queries`` are the query's."""
+        if self._kernels:
+            return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
+        rotated = self._rotated(heads, cos, sin)
+        return rotated[:, :queries], rotated[:, queries:]
+
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = sin.shape[-1] // 2
         if sin is not self._sin:  # all layers of a forward get the same
             self._sin, self._signed_sin = sin, torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
-        cos, signed = cos[:, None], self._signed_sin
-        assert signed is not None
-        return (
-            torch.addcmul(query * cos, query.roll(half, -1), signed),
-            torch.addcmul(key * cos, key.roll(half, -1), signed),
-        )
+        assert self._signed_sin is not None
+        return torch.addcmul(heads * cos[:, None], heads.roll(half, -1), self._signed_sin)
 
 
 class MergedLinear:

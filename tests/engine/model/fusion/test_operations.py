@@ -66,6 +66,14 @@ def test_the_rotation_follows_new_angles():
             torch.testing.assert_close(rotated, expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_queries_and_keys_rotate_together_as_alone(tokens):
+    heads, cos, sin = random(1, 6, tokens, 8), random(1, tokens, 8), random(1, tokens, 8)
+    alone = Operations(None).rotate(heads[:, :4], heads[:, 4:], cos, sin)
+    together = Operations(None).rotate_together(heads, 4, cos, sin)
+    assert all(map(torch.equal, alone, together))
+
+
 def test_kernels_get_single_tokens_only():
     kernels = Kernels()
     operations, weight = Operations(kernels), random(8, 16)
