@@ -20,7 +20,8 @@ from kvchat import units
 from kvchat.bench.frame import load
 from kvchat.bench.identity import outdated
 from kvchat.bench.report import rendered
-from kvchat.tui.actions import ACTIONS, describe_keys
+from kvchat.tui.actions import ACTIONS
+from kvchat.tui.rebinding import describe_keys
 
 ROOT = Path(__file__).parents[1]
 READMES = tuple(ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/tui/README.md"))
@@ -110,11 +111,11 @@ def _beside(times: dict[str, Any]) -> str:
 
 
 def keys() -> str:
-    """The table of keys: the actions that have one, with their commands."""
+    """The table of keys of the chat: the actions that have one, with their commands."""
     rows = [
         [describe_keys(action, {}), f"`{action.line}`" if action.command else "", action.doc.replace("|", "\\|")]
         for action in ACTIONS
-        if action.keys and action.scope != "ribbon"
+        if action.keys and action.scope in ("app", "chat", "prompt", "transcript")
     ]
     return _table(["key", "command", "what it does"], rows, others="---")
 

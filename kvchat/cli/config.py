@@ -97,11 +97,11 @@ def _check_theme(source: SettingsSource) -> None:
 
 def _check_keys(name: str, source: SettingsSource) -> None:
     """Check what only the application knows: that there are such actions and keys, and that no key does two things."""
-    from kvchat.tui import actions
+    from kvchat.tui.rebinding import check_keys
 
     given = {key[1]: value for key, value in source.values.items() if key[0] == sources.KEYS and len(key) == 2}
     try:
-        actions.check_keys({id: key for id, key in given.items() if isinstance(key, str)})
+        check_keys({id: key for id, key in given.items() if isinstance(key, str)})
     except UsageError as refused:
         raise UsageError(f"{name}: [keys]: {refused.title}", refused.detail, refused.hint) from None
 

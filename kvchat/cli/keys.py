@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 
 from kvchat.cli.output import echo
-from kvchat.tui.actions import ACTIONS, Action, check_keys, describe_keys, keys_of
+from kvchat.tui.actions import ACTIONS, Action
+from kvchat.tui.rebinding import check_keys, describe_keys, keys_of
 
 
 def list_keys(rebound: Mapping[str, str], as_json: bool) -> None:

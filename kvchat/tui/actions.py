@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from textual.binding import Binding, BindingType
 
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import UsageError
 from kvchat.tui import commands
 from kvchat.tui.commands import Handler
 from kvchat.tui.comparing import compare_commands
 from kvchat.tui.kept import conversation_commands, pin_commands
-from kvchat.tui.keys import describe_key, is_key, types_text
 from kvchat.tui.model_choice import model_commands
 from kvchat.tui.prompt import arguments, words
 from kvchat.tui.prompt.arguments import Values
 
-Scope = Literal["app", "chat", "prompt", "transcript", "ribbon"]
-FOCUSED: tuple[Scope, ...] = ("prompt", "transcript", "ribbon")  # widgets
-TYPING = ("transcript", "ribbon")  # scopes in which a key alone types nothing
+Scope = Literal[
+    "app", "chat", "prompt", "transcript", "ribbon", "search", "conversations", "models", "settings", "compare",
+    "details", "map", "help",
+]  # fmt: skip
+WITHIN: dict[Scope, Scope] = {
+    "chat": "app", "prompt": "chat", "transcript": "chat", "ribbon": "chat", "search": "app", "conversations": "search",
+    "models": "search", "settings": "app", "compare": "app", "details": "app", "map": "details", "help": "app",
+}  # fmt: skip
+"""The scope whose keys act beside a scope's own."""
+WIDGETS: tuple[Scope, ...] = ("prompt", "transcript", "ribbon", "search", "conversations", "models", "map")
+"""A key of another scope goes before those of the focused widget."""
+LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "compare", "details", "map", "help")
+"""Nothing is typed here, so that a letter may be a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +39,10 @@ class Action:
     ``id`` is the id of its key binding, ``keys`` are its keys by default, separated by commas. ``command`` is its slash
     command, ``usage`` the command's argument, ``values`` offers what that may be; ``aliases`` are other programs'
     names of the command. ``run`` does the work; without it ``action`` names a Textual action of
-    the ``scope``. An action with neither is built into a widget: its keys are listed, but cannot be changed.
+    the ``scope``, the screen or widget where the keys act. An action with neither is built into a widget: its keys are
+    listed, but cannot be changed.
     ``waits`` says when it is queued while a model is being loaded: always, or with an argument only.
-    ``hint`` is its word in the bar of key hints.
+    ``hint`` is its word in the line of key hints.
     """
 
     id: str
@@ -63,8 +73,8 @@ class Action:
         return bool(self.keys and (self.run or self.action))
 
     def binding(self) -> Binding:
-        """Make the key binding; a key of the application or the screen goes before those of the focused widget."""
-        priority = self.scope in ("app", "chat") and self.id != "stop"
+        """Make the key binding; a key of the application or of a screen goes before those of the focused widget."""
+        priority = self.scope not in WIDGETS and self.id != "stop"
         action = self.action or f"run({self.id!r})"
         return Binding(self.keys, action, self.hint, show=bool(self.hint), priority=priority, id=self.id)
 
@@ -223,12 +233,61 @@ ACTIONS = (
            doc="the conversations kept: search, open, delete"),
     Action(id="quit", keys="ctrl+q", command="quit", aliases=("exit", "bye"), action="app.quit", scope="app",
            doc="quit"),
+    Action(id="search.up", keys="up", action="screen.move('cursor_up')", scope="search", hint="choose",
+           doc="in the lists of conversations and models: the row before"),
+    Action(id="search.down", keys="down", action="screen.move('cursor_down')", scope="search", hint="choose",
+           doc="in these lists: the row after"),
+    Action(id="search.pageup", keys="pageup", action="screen.move('page_up')", scope="search",
+           doc="in these lists: a page up"),
+    Action(id="search.pagedown", keys="pagedown", action="screen.move('page_down')", scope="search",
+           doc="in these lists: a page down"),
+    Action(id="search.choose", keys="enter", action="screen.choose", scope="search", hint="open",
+           doc="in these lists: open the conversation, load the model"),
+    Action(id="conversations.delete", keys="ctrl+d,delete", action="screen.delete", scope="conversations",
+           hint="delete", doc="in the list of conversations: delete one"),
+    Action(id="conversations.restore", keys="ctrl+z", action="screen.restore", scope="conversations", hint="restore",
+           doc="in the list of conversations: bring back the one deleted last"),
+    Action(id="models.plan", keys="ctrl+l", action="screen.plan", scope="models", hint="what it will take",
+           doc="in the list of models: what a model will take in memory"),
+    Action(id="search.close", keys="escape", action="screen.dismiss", scope="search", hint="close",
+           doc="close these lists"),
+    Action(id="settings.up", keys="up", action="move(-1)", scope="settings", hint="choose",
+           doc="in the settings: the row before"),
+    Action(id="settings.down", keys="down", action="move(1)", scope="settings", hint="choose",
+           doc="in the settings: the row after"),
+    Action(id="settings.pageup", keys="pageup", action="move(-8)", scope="settings", doc="in the settings: 8 rows up"),
+    Action(id="settings.pagedown", keys="pagedown", action="move(8)", scope="settings",
+           doc="in the settings: 8 rows down"),
+    Action(id="settings.change", keys="enter", scope="settings", hint="change",
+           doc="in the settings: change the chosen one, then take the new value"),
+    Action(id="settings.default", keys="ctrl+d", action="default", scope="settings", hint="default",
+           doc="in the settings: give the chosen one its default"),
+    Action(id="settings.save", keys="ctrl+s", action="save", scope="settings", hint="keep in the file",
+           doc="in the settings: keep the changes in config.toml"),
+    Action(id="settings.close", keys="escape", action="leave", scope="settings", hint="leave",
+           doc="in the settings: leave a value as it is, else close"),
+    Action(id="compare.write", keys="w", action="write", scope="compare", hint="write to files",
+           doc="of a comparison: write it to files, as Markdown and as JSON"),
+    Action(id="compare.close", keys="escape", action="leave", scope="compare", hint="stop or close",
+           doc="stop a comparison; when it is over, close it"),
+    Action(id="details.part", keys="tab", scope="details", hint="next part", doc="in the details: the next part"),
+    Action(id="map.left", keys="left", action="move(-1, 0)", scope="map", hint="layer and head",
+           doc="in a map of layers and KV heads: the layer before"),
+    Action(id="map.right", keys="right", action="move(1, 0)", scope="map", hint="layer and head",
+           doc="in a map: the layer after"),
+    Action(id="map.up", keys="up", action="move(0, -1)", scope="map", hint="layer and head",
+           doc="in a map: the KV head before"),
+    Action(id="map.down", keys="down", action="move(0, 1)", scope="map", hint="layer and head",
+           doc="in a map: the KV head after"),
+    Action(id="details.close", keys="escape,q", action="dismiss", scope="details", hint="close",
+           doc="close the details"),
+    Action(id="help.close", keys="escape,q", action="dismiss", scope="help", hint="close", doc="close the help"),
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
 REPLAY = "replay."  # begins the ids of what only a replay can do
-HINTED = tuple(sorted((action.id for action in ACTIONS if action.hint), key=lambda id: not id.startswith(REPLAY)))
+HINTED = sorted((action for action in ACTIONS if action.hint), key=lambda action: not action.id.startswith(REPLAY))
 
 
 def bindings(scope: Scope) -> list[BindingType]:
@@ -277,48 +336,3 @@ def find_command(name: str) -> Action:
 
 def _is_begun(name: str, known: Iterable[str]) -> bool:
     return any(word.startswith(name) for word in known)
-
-
-def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:
-    """The keys in force, where ``rebound`` holds the changed ones by id."""
-    return [key.strip() for key in rebound.get(action.id, action.keys).lower().split(",") if key.strip()]
-
-
-def describe_keys(action: Action, rebound: Mapping[str, str]) -> str:
-    """The keys in force as people read them: ``PgUp``, ``↑ / ↓``."""
-    return " / ".join(map(describe_key, keys_of(action, rebound)))
-
-
-def check_keys(rebound: Mapping[str, str]) -> None:
-    """Check changed keys before they are used.
-
-    Raises:
-        UsageError: an unknown or fixed action, an unknown key, or a key that another action has.
-    """
-    bindable = {action.id: action for action in ACTIONS if action.is_bindable}
-    for id in rebound:
-        if id not in bindable:
-            raise UsageError(f'There is no action "{id}" with a key.', did_you_mean(id, bindable))
-        _check_names(bindable[id], keys_of(bindable[id], rebound))
-    owners: dict[str, list[Action]] = {}
-    for action in bindable.values():
-        for key in dict.fromkeys(keys_of(action, rebound)):
-            others = owners.setdefault(key, [])
-            if (other := next((one for one in others if _act_together(one, action)), None)) is not None:
-                raise UsageError(
-                    f'The key "{key}" would do two things: {other.id} and {action.id}.', hint="Give one another key."
-                )
-            others.append(action)
-
-
-def _act_together(one: Action, other: Action) -> bool:
-    """Whether a key would reach both: only one widget has the focus."""
-    return one.scope == other.scope or not {one.scope, other.scope} <= set(FOCUSED)
-
-
-def _check_names(action: Action, keys: list[str]) -> None:
-    given = f'The key "{",".join(keys)}" of {action.id} is refused.'
-    if not keys or not all(map(is_key, keys)):
-        raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
-    if action.scope not in TYPING and any(map(types_text, keys)):
-        raise UsageError(given, "It types text into the prompt.", "Use a function key, or one with ctrl or alt.")

@@ -27,13 +27,14 @@ from kvchat.config.modes import mode_infos
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.foreign_text import visible
 from kvchat.tui import garbage, themes
-from kvchat.tui.actions import bindings, check_keys
+from kvchat.tui.actions import bindings
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.key_order import KeysInTurn
 from kvchat.tui.palette import CommandProvider
 from kvchat.tui.panel_rows import has_gpu
 from kvchat.tui.prompt.words import resolve
+from kvchat.tui.rebinding import check_keys
 from kvchat.tui.screens.chat import ChatScreen
 from kvchat.tui.screens.closing import Palette
 from kvchat.tui.screens.help import HelpScreen

@@ -10,7 +10,8 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.markup import escape
 
 from kvchat.config.modes import mode_names, registered
-from kvchat.tui.actions import COMMANDS, describe_keys
+from kvchat.tui.actions import COMMANDS
+from kvchat.tui.rebinding import describe_keys
 
 
 class PaletteScreen(Protocol):

@@ -15,10 +15,11 @@ from kvchat.config import modes, sources
 from kvchat.config.sources import KEYS, Key
 from kvchat.config.validation_errors import choices, expected
 from kvchat.errors import UsageError
-from kvchat.tui.actions import ACTIONS, keys_of
+from kvchat.tui.actions import ACTIONS
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments
+from kvchat.tui.rebinding import keys_of
 
 HERE, SESSION, DEFAULT = "changed, not saved", "this session", "default"
 
@@ -72,6 +73,11 @@ class SettingsEditor:
     def unsaved(self) -> int:
         """How many changed settings are not in config.toml."""
         return len(self._unsaved)
+
+    @property
+    def rebound(self) -> Mapping[str, str]:
+        """The changed keys by the id of their action."""
+        return self._appearance.keys
 
     def settings(self) -> list[Setting]:
         """All settings as they are now, in the order of the schema; at last the keys."""

@@ -16,7 +16,8 @@ from support.patience import PATIENCE_S, wait_until
 from support.pty_run import PtyRun
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 
-from kvchat.tui.actions import ACTIONS, keys_of
+from kvchat.tui.actions import ACTIONS
+from kvchat.tui.rebinding import keys_of
 
 NAMED = {str(names[0].value): code for code, names in ANSI_SEQUENCES_KEYS.items() if isinstance(names, tuple)}
 NAMED |= {"escape": "\x1b", "shift+f6": "\x1b[17;2~", "shift+f7": "\x1b[18;2~"}  # as xterm sends them
@@ -40,8 +41,8 @@ SCREENS = {
     "help": "kvchat help",
     "settings": "Find a setting",
     "conversations": "^Z restore",
-    "models": "^L what it will take",
-    "compare": "writes it to files",
+    "models": "what it will take",
+    "compare": "write to files",
     "needle": "of the context",
     "details": "Tab next part",
     "palette": "Search for commands",

@@ -10,7 +10,8 @@ from kvchat.config import sources
 from kvchat.config.sources import SettingsSource
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import KeepPages, Switch, Switched
-from kvchat.tui.actions import ACTIONS, check_keys
+from kvchat.tui.actions import ACTIONS
+from kvchat.tui.rebinding import check_keys
 from kvchat.tui.settings import DEFAULT, HERE, SESSION, SettingsEditor
 
 TEMPERATURE, SYSTEM, MODE, THEME, DTYPE, NEXT = (
@@ -136,7 +137,7 @@ def test_what_counts_from_the_next_start_is_shown_and_saved(at):
         (("kv", "freeze", "K"), "1.5", "it must be a whole number of at least 1"),
         (THEME, "pink", 'There is no theme "pink".'),
         (NEXT, "ctrl+n", "would do two things: mode.next and new"),
-        (NEXT, "a", "types text into the prompt"),
+        (NEXT, "a", "types text"),
     ],
 )
 def test_a_refusal_is_in_words_and_changes_nothing(at, key, text, words):

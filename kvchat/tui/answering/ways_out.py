@@ -25,7 +25,7 @@ def ways_out(state: ChatState, is_cut_off: bool) -> tuple[WayOut, ...]:
     An answer that ``is_cut_off`` goes on after the first two; else its question lies in the prompt again.
     """
     after = ("/continue",) if is_cut_off else ()
-    goes_on = " and go on" if is_cut_off else "; Enter then asks again"
+    goes_on = " and go on" if is_cut_off else ", then ask again"
     found = []
     if (half := _half_budget(state)) is not None:
         found.append(WayOut(f"halve the budget{goes_on}", (f"/budget {half}", *after)))

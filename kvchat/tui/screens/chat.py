@@ -14,7 +14,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.actions import BY_ID, REPLAY, Action, bindings, describe_keys, is_command, parse_command
+from kvchat.tui.actions import BY_ID, REPLAY, Action, bindings, is_command, parse_command
 from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
@@ -23,6 +23,7 @@ from kvchat.tui.prompt import external_editor, questions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.prompt.mentions import Part
+from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.shown_chat import ShownChat

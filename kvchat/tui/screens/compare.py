@@ -9,7 +9,7 @@ from typing import ClassVar
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Container, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
@@ -20,15 +20,17 @@ from kvchat.conversations.comparison import COLUMNS, Comparison, first_differenc
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
+from kvchat.tui.actions import bindings
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.widgets.bars import KeyHints
 
 MARK = "▶"  # before the first token that another answer does not have
 
 
 class CompareScreen(ClosesOnce, ModalScreen[None]):
-    """Shows one comparison, ``shown``, from its beginning on. Esc stops it, then closes it; w writes it to files."""
+    """Shows one comparison, ``shown``, from its beginning on."""
 
     CSS = """
     CompareScreen { align: center middle; }
@@ -45,10 +47,7 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
     CompareScreen #verdict { height: auto; max-height: 6; }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012  (Textual declares it)
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Stop, then close", id="compare.close"),
-        Binding("w", "write", "Write Markdown and JSON", id="compare.write"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("compare")
 
     def __init__(self, comparisons: Comparisons, shown: RunningComparison) -> None:
         super().__init__()
@@ -67,6 +66,7 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
                         yield Static(markup=False)
             yield Static(id="figures")
             yield Static(id="verdict", markup=False)
+            yield KeyHints()
 
     def on_mount(self) -> None:
         self._is_composed = True
@@ -76,6 +76,7 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
         """Draw the comparison as it is now."""
         if self._is_composed:  # the engine may report while some of the widgets are still to come
             self.draw(self.shown)
+            self.refresh_bindings()
 
     def draw(self, shown: RunningComparison) -> None:
         """Update the widgets."""
@@ -87,14 +88,17 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
         self._show_figures(shown)
 
     def _show_figures(self, shown: RunningComparison) -> None:
-        box, verdict = self.query_one(Vertical), self.query_one("#verdict", Static)
+        verdict = self.query_one("#verdict", Static)
         if shown.result is None:
             verdict.update(visible(shown.error or shown.stage))
-            box.border_subtitle = "Esc closes" if shown.error else "Esc stops"
             return
         self.query_one("#figures", Static).update(figures_table(shown.result))
         verdict.update(visible("\n".join(comparison.verdicts(shown.result))))
-        box.border_subtitle = f"seed {shown.sampling.seed} · w writes it to files · Esc closes"
+        self.query_one(Vertical).border_subtitle = f"seed {shown.sampling.seed}"
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
+        """Whether a key does this now: only a result is written."""
+        return action != "write" or self.shown.result is not None
 
     def action_leave(self) -> None:
         """Stop the comparison; close it when it is over."""
@@ -105,8 +109,7 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
 
     def action_write(self) -> None:
         """Write the result beside each other as Markdown and as JSON, into the present folder."""
-        if self.shown.result is None:
-            return
+        assert self.shown.result is not None
         name = time.strftime("comparison-%Y%m%d-%H%M%S")
         try:
             for ending in comparison.FORMATS:

@@ -10,31 +10,35 @@ from typing import Any, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from kvchat.conversations.store import MARK, Summary
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.tui.actions import bindings
 from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.search import FoundList, SearchField, SearchScreen, css_of
+from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
 
 FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
+
+
+class ConversationField(SearchField):
+    """Words of a conversation."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("conversations")
 
 
 class ConversationsScreen(SearchScreen[Summary]):
     """What is typed is searched for in all messages; the list below shows what was found."""
 
     CSS = css_of("ConversationsScreen", width=100)
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+d,delete", "delete", "Delete", id="conversations.delete"),
-        Binding("ctrl+z", "restore", "Restore", id="conversations.restore"),
-    ]
 
     def __init__(self, controller: ChatController, text: str) -> None:
         super().__init__()
@@ -44,9 +48,9 @@ class ConversationsScreen(SearchScreen[Summary]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "conversations"
-            yield SearchField(self._text, "Search in all messages…", handed_on=("submit", "delete_right"))
+            yield ConversationField(self._text, "Search in all messages…")
             yield FoundList()
-            yield Static("↑↓ choose · ⏎ open · ^D delete · ^Z restore · Esc close", markup=False)
+            yield KeyHints()
 
     async def on_mount(self) -> None:
         await self._search(self._text)

@@ -6,15 +6,17 @@ from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import DescendantFocus
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from kvchat.protocol.details import Details
+from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
 from kvchat.tui.widgets.head_map import HeadMap
 from kvchat.tui.widgets.recall_histogram import RecallHistogram
@@ -35,7 +37,7 @@ class DetailsScreen(ClosesOnce, ModalScreen[None]):
     DetailsScreen VerticalScroll { height: 1fr; scrollbar-size-vertical: 1; }
     DetailsScreen #explanation { height: 2; color: $foreground; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close", id="details.close")]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("details")
     AUTO_FOCUS = "HeadMap"
 
     def __init__(self, controller: ChatController) -> None:
@@ -45,12 +47,12 @@ class DetailsScreen(ClosesOnce, ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "details"
-            box.border_subtitle = "Tab next part · ←→↑↓ layer and head · Esc closes"
             with VerticalScroll(can_focus=False):
                 for part in (HeadMap(), HeadMap(holds=True), RecallHistogram(), GpuHistoryPlot()):
                     part.can_focus = True
                     yield part
             yield Static(id="explanation", markup=False)
+            yield KeyHints()
 
     def on_mount(self) -> None:
         self._controller.details.begin(WATCHER)

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.color import Color
-from textual.containers import VerticalScroll
+from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from kvchat.config.modes import ModeInfo
-from kvchat.tui.actions import ACTIONS, COMMANDS, describe_keys
+from kvchat.tui.actions import ACTIONS, COMMANDS, bindings
 from kvchat.tui.panel_rows import EXPLANATIONS
+from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.panels import legend
 
 
 class HelpScreen(ClosesOnce, ModalScreen[None]):
-    """Scrolls; Esc, q or the key of help closes it."""
+    """Scrolls; the key that opened it closes it too."""
 
     CSS = """
     HelpScreen { align: center middle; }
-    HelpScreen > VerticalScroll {
-        width: 92; max-width: 100%; height: auto; max-height: 100%; padding: 0 2;
-        background: $surface; border: round $primary;
+    HelpScreen > Vertical {
+        width: 92; max-width: 100%; padding: 0 1; background: $surface; border: round $primary;
+    }
+    HelpScreen VerticalScroll {
+        padding: 0 1; background: $surface;
         scrollbar-size-vertical: 1; scrollbar-background: $surface; scrollbar-color: $foreground 25%;
     }
     HelpScreen .title { color: $primary; text-style: bold; margin: 0; }
     HelpScreen Static { margin: 0 0 1 0; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close", id="help.close")]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("help")
 
     def __init__(self, modes: tuple[ModeInfo, ...], keys: Mapping[str, str], on_gpu: bool) -> None:
         super().__init__()
@@ -44,21 +48,25 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
         self._on_gpu = on_gpu
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll() as box:
+        with Vertical() as box:
             box.border_title = "kvchat help"
-            box.border_subtitle = "Esc closes"
-            color = Color.parse(self.app.theme_variables["accent"])
-            sections = (
-                ("Keys", key_rows(self._keys)),
-                ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
-                ("KV modes", mode_rows(self._modes)),
-                ("Panels", list(EXPLANATIONS.items())),
-            )
-            for title, rows in sections:
-                yield Static(title, classes="title")
-                yield Static(table(rows, color))
-            yield Static("Ribbon", classes="title")
-            yield Static(legend(self._on_gpu))
+            with VerticalScroll():
+                yield from self._sections()
+            yield KeyHints()
+
+    def _sections(self) -> Iterator[Static]:
+        color = Color.parse(self.app.theme_variables["accent"])
+        sections = (
+            ("Keys", key_rows(self._keys)),
+            ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
+            ("KV modes", mode_rows(self._modes)),
+            ("Panels", list(EXPLANATIONS.items())),
+        )
+        for title, rows in sections:
+            yield Static(title, classes="title")
+            yield Static(table(rows, color))
+        yield Static("Ribbon", classes="title")
+        yield Static(legend(self._on_gpu))
 
 
 def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Input, OptionList, Static
@@ -20,22 +20,27 @@ from kvchat.catalog.fit import Room, fit, room
 from kvchat.catalog.models import FoundModel
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.tui.actions import bindings
 from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.search import FoundList, SearchField, SearchScreen, css_of
+from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count, size
 
 PROBLEM_CELLS = 50
 DOWNLOADED = "download"  # the kind of a model that is not on this machine
 
 
+class ModelField(SearchField):
+    """A name, part of one, or a path."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("models")
+
+
 class ModelsScreen(SearchScreen[FoundModel]):
     """What is typed is looked for in the names; a path or a name on the hub may be typed too."""
 
     CSS = css_of("ModelsScreen", width=110)
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+l", "plan", "Plan", id="models.plan"),
-    ]
 
     def __init__(self, controller: ChatController) -> None:
         super().__init__()
@@ -50,10 +55,10 @@ class ModelsScreen(SearchScreen[FoundModel]):
         with Vertical() as box:
             box.border_title = "models"
             box.border_subtitle = "looking…"
-            yield SearchField(placeholder="Type to search, or a path, or a name on the hub such as Qwen/Qwen3-4B…")
+            yield ModelField(placeholder="Type to search, or a path, or a name on the hub such as Qwen/Qwen3-4B…")
             yield FoundList()
             yield Static(id="room", markup=False)
-            yield Static("↑↓ choose · ⏎ load · ^L what it will take · Esc close", markup=False)
+            yield KeyHints()
 
     def on_mount(self) -> None:
         run_beside(self, self._look)
@@ -153,7 +158,7 @@ def describe(model: FoundModel, dtype: str, there: Room, width: int, is_in_use: 
 
 def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
     if model.kind == DOWNLOADED:
-        return Content.assemble(("↓ not here yet: ⏎ downloads it", "$primary"))
+        return Content.assemble(("↓ not here yet, to be downloaded", "$primary"))
     if model.weights is None:
         return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
     kind = model.quantization or model.weights.dtype

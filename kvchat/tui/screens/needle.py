@@ -14,6 +14,7 @@ from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.comparing.needle_rows import FOUND, HEADINGS, MISSED, needle_rows, verdict
 from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
+from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
 
 
@@ -34,15 +35,14 @@ class NeedleScreen(CompareScreen):
             yield Static(id="question", markup=False)
             yield Static(id="figures")
             yield Static(id="verdict", markup=False)
+            yield KeyHints()
 
     def draw(self, shown: RunningComparison) -> None:
         """Update the task, the table and the line below it."""
         self.query_one("#question", Static).update(task(shown))
         colors = self.app.theme_variables
         self.query_one("#figures", Static).update(needle_table(shown, colors["success"], colors["error"]))
-        over = shown.is_over
-        self.query_one("#verdict", Static).update(visible(verdict(shown) if over else shown.stage))
-        self.query_one(Vertical).border_subtitle = "w writes it to files · Esc closes" if over else "Esc stops"
+        self.query_one("#verdict", Static).update(visible(verdict(shown) if shown.is_over else shown.stage))
 
 
 def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import ClassVar, Generic, TypeVar
 
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 
+from kvchat.tui.actions import bindings
 from kvchat.tui.screens.closing import ClosesOnce
 
 Found = TypeVar("Found")
@@ -30,16 +30,10 @@ def css_of(screen: str, width: int) -> str:
 class SearchField(Input):
     """It alone takes the focus and no key has priority, so that all keys wait in one queue and act in their order.
 
-    ``handed_on`` are actions of its own whose keys the screen uses.
+    The keys of the screen are its own, in place of those of a line that are the same.
     """
 
-    def __init__(self, text: str = "", placeholder: str = "", handed_on: Collection[str] = ("submit",)) -> None:
-        super().__init__(text, placeholder=placeholder)
-        self._handed_on = handed_on
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """Whether the field does this itself."""
-        return action not in self._handed_on
+    BINDINGS: ClassVar[list[BindingType]] = bindings("search")
 
 
 class FoundList(OptionList, can_focus=False):
@@ -59,15 +53,7 @@ class FoundList(OptionList, can_focus=False):
 class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):
     """``shown`` are the things in the list, by the ids of their options."""
 
-    AUTO_FOCUS = "Input"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Close", id="search.close"),
-        Binding("down", "move('cursor_down')", "Later", id="search.down"),
-        Binding("up", "move('cursor_up')", "Earlier", id="search.up"),
-        Binding("pagedown", "move('page_down')", "Later", id="search.pagedown"),
-        Binding("pageup", "move('page_up')", "Earlier", id="search.pageup"),
-        Binding("enter", "choose", "Choose", id="search.choose"),
-    ]
+    AUTO_FOCUS = "SearchField"
 
     def __init__(self) -> None:
         super().__init__()

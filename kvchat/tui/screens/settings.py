@@ -6,7 +6,7 @@ from typing import ClassVar, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
@@ -17,14 +17,15 @@ from textual.widgets.option_list import Option
 from kvchat.config.sources import Key, dotted
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.tui.actions import BY_ID, bindings
+from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
+from kvchat.tui.widgets.bars import KeyHints
 
 W = TypeVar("W", bound=Widget)
 REFRESH_S = 0.3  # the engine answers a change of the mode later
 NAME_CELLS, VALUE_CELLS = 24, 26
-HINTS = "↑↓ choose · ⏎ change · ^D default · ^S keep in the file · Esc close"
-EDIT_HINTS = "⏎ take it · Esc leave it"
 
 
 class SettingsScreen(ClosesOnce, ModalScreen[None]):
@@ -44,17 +45,8 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
     SettingsScreen #edit Static { width: auto; color: $accent; }
     SettingsScreen #edit Input { width: 1fr; background: $panel; }
     SettingsScreen #refusal { height: auto; color: $error; }
-    SettingsScreen #hints { color: $text-muted; height: 1; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Close", priority=True, id="settings.close"),
-        Binding("down", "move(1)", "Later", priority=True, id="settings.down"),
-        Binding("up", "move(-1)", "Earlier", priority=True, id="settings.up"),
-        Binding("pagedown", "move(8)", "Later", priority=True, id="settings.pagedown"),
-        Binding("pageup", "move(-8)", "Earlier", priority=True, id="settings.pageup"),
-        Binding("ctrl+d", "default", "Default", priority=True, id="settings.default"),
-        Binding("ctrl+s", "save", "Keep", priority=True, id="settings.save"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("settings")
     AUTO_FOCUS = "#find"
 
     def __init__(self, editor: SettingsEditor) -> None:
@@ -74,7 +66,7 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
                 yield Static(id="name", markup=False)
                 yield Input(id="value")
             yield Static(id="refusal", markup=False)
-            yield Static(HINTS, id="hints", markup=False)
+            yield KeyHints()
 
     def on_mount(self) -> None:
         self._close_edit()
@@ -103,7 +95,6 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
             return
         self._close_edit()
         self._edited = setting
-        self.query_one("#hints", Static).update(EDIT_HINTS)
         if setting.choices:
             choices = self._reveal("#choices", OptionList)
             choices.clear_options()
@@ -159,7 +150,8 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
             self._close_edit()
         else:
             if self._editor.unsaved:
-                text = "Changed settings hold until kvchat is closed; ^S in the settings keeps them for later starts."
+                keys = describe_keys(BY_ID["settings.save"], self._editor.rebound)
+                text = f"Changed settings hold until kvchat is closed; {keys} in the settings keeps them in the file."
                 self.app.notify(text, timeout=6)
             self.dismiss()
 
@@ -193,7 +185,6 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
         self._edited = None
         for selector in ("#choices", "#edit", "#refusal"):
             self.query_one(selector).display = False
-        self.query_one("#hints", Static).update(HINTS)
         self.set_focus(self.query_one("#find"))
 
     def _refresh(self) -> None:

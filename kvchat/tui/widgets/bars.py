@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from textual.content import Content
 from textual.reactive import reactive
@@ -11,7 +12,7 @@ from textual.widgets import Static
 
 from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
-from kvchat.tui.actions import BY_ID, HINTED
+from kvchat.tui.actions import BY_ID, HINTED, Action
 from kvchat.tui.keys import hint_key
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets import badges
@@ -132,7 +133,7 @@ class StatusBar(Widget):
 
 
 class KeyHints(Widget):
-    """The keys that matter now, from the bindings in force."""
+    """The keys that matter now, from the bindings in force: of the screen, and of what has the focus there."""
 
     DEFAULT_CSS = "KeyHints { height: 1; color: $text-muted; }"
 
@@ -140,17 +141,29 @@ class KeyHints(Widget):
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
 
     def render(self) -> Content:
-        """Show key and word of each, as many as fit."""
-        keys: dict[str, str] = {}
-        for active in self.screen.active_bindings.values():
-            keys.setdefault(active.binding.id or "", active.binding.key)
+        """Show keys and word of each, as many as fit; keys that do the same thing share a word."""
+        words: dict[str, list[str]] = {}
+        for action, key in self._hinted():
+            words.setdefault(action.hint, []).append(hint_key(key))
         line = Content("")
-        for id in (id for id in HINTED if id in keys):
-            word = Content.assemble((f" {hint_key(keys[id])}", "bold $primary"), f" {BY_ID[id].hint} ")
+        for hint, keys in words.items():
+            word = Content.assemble((f" {'/'.join(keys)}", "bold $primary"), f" {hint} ")
             if line.cell_length + word.cell_length > self.size.width:
                 break
             line += word
         return line
+
+    def _hinted(self) -> Iterator[tuple[Action, str]]:
+        """What has a hint, with its first key that acts; keys that are built in are those of the table."""
+        acting: dict[str, list[str]] = {}
+        for active in self.screen.active_bindings.values():
+            acting.setdefault(active.binding.id or "", []).append(active.binding.key)
+        scopes = {BY_ID[id].scope for id in acting if id in BY_ID}
+        for action in HINTED:
+            if keys := acting.get(action.id):
+                yield action, next((key for key in action.keys.split(",") if key in keys), keys[0])
+            elif not action.is_bindable and action.scope in scopes:
+                yield action, action.keys
 
 
 class TooSmall(Static):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.content import Content
 from textual.geometry import Size
 from textual.message import Message
@@ -16,6 +16,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from kvchat.protocol.details import Details
+from kvchat.tui.actions import bindings
 from kvchat.tui.panel_rows import EXPLANATIONS, HELD_BY_HEAD, READ_BY_HEAD
 from kvchat.units import BARS, count, percent
 
@@ -37,12 +38,7 @@ class HeadMap(Widget, can_focus=False):
               color: $text-muted; }
     HeadMap:focus { border-top: solid $primary; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left", "move(-1, 0)", "Layer before", id="map.left"),
-        Binding("right", "move(1, 0)", "Next layer", id="map.right"),
-        Binding("up", "move(0, -1)", "Head before", id="map.up"),
-        Binding("down", "move(0, 1)", "Next head", id="map.down"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings("map")
 
     details: reactive[Details] = reactive(Details(0))
     cursor: reactive[tuple[int, int]] = reactive((0, 0))

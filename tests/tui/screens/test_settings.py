@@ -65,7 +65,7 @@ async def test_a_value_is_found_refused_changed_and_kept(running, config, size):
         await edit(app, until, "value")
         await retype(app, until, "300")
         await until(lambda: "300" in text_of(app, "#refusal"))
-        for selector in ("#about", "#value", "#refusal", "#hints"):
+        for selector in ("#about", "#value", "#refusal", "KeyHints"):
             widget = app.screen.query_one(selector)
             await until(lambda widget=widget: widget.region and app.screen.region.contains_region(widget.region))
         await retype(app, until, "0.25")

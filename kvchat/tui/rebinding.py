@@ -1,0 +1,62 @@
+"""The keys in force: those of the table of actions, or the user's in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.tui.actions import ACTIONS, LETTERS, WITHIN, Action, Scope
+from kvchat.tui.keys import describe_key, is_key, types_text
+
+
+def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:
+    """The keys in force, where ``rebound`` holds the changed ones by id."""
+    return [key.strip() for key in rebound.get(action.id, action.keys).lower().split(",") if key.strip()]
+
+
+def describe_keys(action: Action, rebound: Mapping[str, str]) -> str:
+    """The keys in force as people read them: ``PgUp``, ``↑ / ↓``."""
+    return " / ".join(map(describe_key, keys_of(action, rebound)))
+
+
+def check_keys(rebound: Mapping[str, str]) -> None:
+    """Check changed keys before they are used.
+
+    Raises:
+        UsageError: an unknown or fixed action, an unknown key, or a key that another action has.
+    """
+    bindable = {action.id: action for action in ACTIONS if action.is_bindable}
+    for id in rebound:
+        if id not in bindable:
+            raise UsageError(f'There is no action "{id}" with a key.', did_you_mean(id, bindable))
+        _check_names(bindable[id], keys_of(bindable[id], rebound))
+    owners: dict[str, list[Action]] = {}
+    for action in bindable.values():
+        for key in dict.fromkeys(keys_of(action, rebound)):
+            others = owners.setdefault(key, [])
+            if (other := next((one for one in others if _act_together(one, action)), None)) is not None:
+                raise UsageError(
+                    f'The key "{key}" would do two things: {other.id} and {action.id}.', hint="Give one another key."
+                )
+            others.append(action)
+
+
+def _act_together(one: Action, other: Action) -> bool:
+    """Whether a key would reach both: only one widget has the focus, only one screen is on top."""
+    return one.scope in _scopes_at(other.scope) or other.scope in _scopes_at(one.scope)
+
+
+def _scopes_at(scope: Scope) -> Iterator[Scope]:
+    """The scopes whose keys act where ``scope`` is."""
+    yield scope
+    while scope in WITHIN:
+        scope = WITHIN[scope]
+        yield scope
+
+
+def _check_names(action: Action, keys: list[str]) -> None:
+    given = f'The key "{",".join(keys)}" of {action.id} is refused.'
+    if not keys or not all(map(is_key, keys)):
+        raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
+    if action.scope not in LETTERS and any(map(types_text, keys)):
+        raise UsageError(given, "It types text.", "Use a function key, or one with ctrl or alt.")

@@ -1,0 +1,174 @@
+"""Keys in force: changed ones are checked, act, and are shown everywhere, on every screen."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.app_driver import finished, opened, press, prompt, toasts
+
+from kvchat import tui
+from kvchat.errors import UsageError
+from kvchat.tui.actions import ACTIONS, BY_ID, WITHIN
+from kvchat.tui.palette import choices
+from kvchat.tui.rebinding import check_keys, describe_keys
+from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.details import DetailsScreen
+from kvchat.tui.screens.help import HelpScreen, key_rows
+from kvchat.tui.screens.settings import SettingsScreen
+from kvchat.tui.widgets.bars import KeyHints
+from kvchat.tui.widgets.ribbon import Ribbon
+from kvchat.tui.widgets.welcome import Welcome
+
+ROOT = Path(tui.__path__[0])
+FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
+KEY = re.compile(r"\b(Esc|Enter|Tab|PgUp|PgDn|F[1-9][0-2]?)\b|Ctrl\+|⏎|\^[A-Z]\b|[↑↓←→]{2}")
+NAMING = ("keys.py", "actions.py")  # the names of keys, and the table
+
+
+def hints(app):
+    return app.screen.query_one(KeyHints).render().plain if app.screen.query(KeyHints) else ""
+
+
+def texts_of(source):
+    """The string constants but for docstrings, and the line each begins on."""
+    tree = ast.parse(source)
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in NAMING])
+def test_keys_stand_in_the_table_alone(name):
+    source = (ROOT / name).read_text(encoding="utf-8")
+    assert "Binding(" not in source
+    bound = re.findall(r"^    BINDINGS.*", source, re.MULTILINE)
+    assert [line for line in bound if not re.search(r"= bindings\(\"\w+\"\)$", line)] == []
+    if not name.startswith("plain/"):  # lines, whose only keys are the terminal's
+        assert [text for text in texts_of(source) if KEY.search(text)] == []
+
+
+def test_every_scope_lies_in_the_application():
+    for action in ACTIONS:
+        scope = action.scope
+        while scope in WITHIN:
+            scope = WITHIN[scope]
+        assert scope == "app"
+
+
+def test_default_keys_do_not_clash():
+    check_keys({})
+
+
+def test_a_key_may_do_something_in_each_part_that_has_the_focus():
+    check_keys({"ribbon.right": "y", "mode.next": "f6,f6"})
+    with pytest.raises(UsageError, match=r"two things: ribbon\.left and ribbon\.right"):
+        check_keys({"ribbon.left": "right"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"mode.nxet": "f9"}, 'Did you mean "mode.next"'),
+        ({"prompt.history": "f9"}, "no action"),
+        ({"mode.next": "f99"}, "Keys are written as in f9"),
+        ({"mode.next": ""}, "Keys are written as in f9"),
+        ({"mode.next": "x"}, "types text"),
+        ({"mode.next": "f7"}, "two things: mode.next and panels"),
+    ],
+)
+def test_refused_keys_say_why(keys, reason):
+    with pytest.raises(UsageError, match=reason):
+        check_keys(keys)
+
+
+def test_two_actions_can_trade_their_keys():
+    check_keys({"mode.next": "f7", "panels": "F6"})
+
+
+async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
+    config = replace(config, keys={"mode.next": "f11", "help": "f12"})
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: app.chat.query(Welcome))
+        assert "F11 changes" in str(app.chat.query_one(Welcome).content)
+        hints = app.chat.query_one(KeyHints)
+        await until(lambda: " F11 mode " in hints.render().plain and " F12 help" in hints.render().plain)
+        assert "F6" not in hints.render().plain
+        press(app, "f6", "f11")
+        await until(lambda: app.controller.state.mode == "freeze")
+        docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
+        assert docs["/next"].endswith("  F11")
+        press(app, "f12")
+        await until(lambda: opened(app, HelpScreen))
+        assert ("F11", BY_ID["mode.next"].doc) in key_rows(app.keys)
+        press(app, "f12")
+        await until(lambda: app.screen is app.chat)
+        app.rebind({})
+        await until(lambda: " F6 mode " in hints.render().plain)
+        assert describe_keys(BY_ID["mode.next"], app.keys) == "F6"
+
+
+async def test_keys_of_widgets_can_be_rebound(running, config):
+    config = replace(config, keys={"prompt.send": "ctrl+s", "ribbon.right": "l"})
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: prompt(app).has_focus and " ^S send " in app.chat.query_one(KeyHints).render().plain)
+        press(app, "a", "enter", "b", "ctrl+s")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == "a\nb"
+        ribbon = app.chat.query_one(Ribbon)
+        ribbon.focus()
+        await until(lambda: " L later " in app.chat.query_one(KeyHints).render().plain)
+        press(app, "l")
+        await until(lambda: ribbon.cursor == 1)
+        assert not prompt(app).text
+
+
+async def test_refused_keys_leave_the_defaults(running, config):
+    async with running(replace(config, keys={"mode.next": "f7"})) as (app, _pilot, until):
+        await until(lambda: "two things" in toasts(app))
+        press(app, "f6")
+        await until(lambda: app.controller.state.mode == "freeze")
+
+
+REBOUND = {
+    "conversations.delete": "f4",
+    "search.down": "ctrl+k",  # a key of the line where one types
+    "search.close": "f11",
+    "settings.default": "f12",
+    "settings.close": "ctrl+g",
+    "details.close": "x",
+    "map.right": "l",
+    "help.close": "x",
+}
+
+
+async def test_keys_of_other_screens_can_be_rebound_and_are_hinted(running, config):
+    async with running(replace(config, keys=REBOUND)) as (app, _pilot, until):
+        press(app, "f9")
+        await until(lambda: opened(app, ConversationsScreen) and " F4 delete  ^Z restore  F11 close" in hints(app))
+        assert "↑/^K choose " in hints(app)
+        press(app, "ctrl+k", "f4", "escape", "f11")
+        await until(lambda: app.screen is app.chat)
+        press(app, "f2")
+        await until(lambda: opened(app, SettingsScreen) and " ⏎ change  F12 default " in hints(app))
+        assert hints(app).endswith("^G leave ")
+        press(app, "ctrl+g", "shift+f7")
+        await until(lambda: opened(app, DetailsScreen) and "←/L/↑/↓ layer and head  X close" in hints(app))
+        press(app, "x", "f1")
+        await until(lambda: opened(app, HelpScreen) and hints(app) == " X close ")
+        press(app, "x")
+        await until(lambda: app.screen is app.chat)
+
+
+def test_a_screens_key_may_be_one_of_another_screen():
+    check_keys({"settings.save": "ctrl+d", "settings.default": "f4", "details.close": "w"})
+    with pytest.raises(UsageError, match=r"two things: quit and help\.close"):
+        check_keys({"help.close": "ctrl+q"})
+    with pytest.raises(UsageError, match=r"two things: models\.plan and search\.close"):
+        check_keys({"models.plan": "escape"})
+    with pytest.raises(UsageError, match="types text"):
+        check_keys({"conversations.delete": "d"})
