@@ -8,20 +8,18 @@ used is listed in ``problems()`` and changes nothing else.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvchat.config import installed_modes
 from kvchat.config.validation_errors import advice, field_at, reason
 from kvchat.errors import UsageError, did_you_mean
 
 Params = dict[str, Any]
-GROUP = "kvchat.modes"
 MIN_BUDGET = 64
 MAX_COUNT = 10**12  # of tokens or steps: more than any conversation has, and sums of several fit 64 bits
 
@@ -30,7 +28,8 @@ class ModeParameters(BaseModel):
     """Base of all: frozen, unknown names refused.
 
     ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
-    tokens than before with the same parameters, so that results of before are known to be older.
+    tokens than before with the same parameters, so that results of before are known to be older. ``figures`` says what
+    each figure means that the mode reports, by its label: in help, and in the panels where it is chosen.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -39,6 +38,7 @@ class ModeParameters(BaseModel):
     title: ClassVar[str]
     implementation: ClassVar[str]
     version: ClassVar[int] = 1
+    figures: ClassVar[Mapping[str, str]] = {}
 
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
@@ -69,12 +69,16 @@ class ModeInfo:
     name: str
     title: str
     params: tuple[ParamInfo, ...] = ()
+    figures: Mapping[str, str] = field(default_factory=dict)
 
 
 class FullParameters(ModeParameters):
     name: ClassVar[str] = "full"
     title: ClassVar[str] = "everything attended, whatever the device holds"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
+    figures: ClassVar[Mapping[str, str]] = {
+        "read over the link": "tokens without a slot on the GPU, which attention reads where they lie on the host"
+    }
 
     resident: int | None = Field(None, ge=MIN_BUDGET)
     """most recent tokens kept on a GPU; the rest is read over the link (auto: all, or what fits; none on a CPU)"""
@@ -107,6 +111,10 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
     implementation: ClassVar[str] = "kvchat.kv.modes.streaming:Streaming"
     published: ClassVar[Mapping[str, Any]] = {"sink": 4, "R": 32, "sigma": 16, "delta": 32}
+    figures: ClassVar[Mapping[str, str]] = {
+        "cached": "tokens that are kept: the sinks, and what no prune has dropped yet",
+        "dropped": "tokens between the sinks and what is kept: out of reach here, but stored for other modes",
+    }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """C, sinks, window and B: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
@@ -130,6 +138,13 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
     published: ClassVar[Mapping[str, Any]] = {"tau": 0.9}
+    figures: ClassVar[Mapping[str, str]] = {
+        "pages per head": "pages of 32 tokens that each KV head chooses for a token, beside sinks and window",
+        "candidate pages": "stored pages that it chooses them from",
+        "heads corrected": "KV heads whose choice was replaced before attention, of all since the mode was entered",
+        "mean C": "cosine of a head's query to its last one, in the mean since the mode was entered: 1 is no turn, and"
+        " below tau the head is corrected",
+    }
 
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended (auto: a page of 32; profile=paper: a quarter of the budget)"""
@@ -147,6 +162,11 @@ class FreezeParameters(PaperParameters):
     version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
     published: ClassVar[Mapping[str, Any]] = {"score": "always", "recovery": False}
+    figures: ClassVar[Mapping[str, str]] = {
+        "frozen now": "tokens that have left the device until their timers run out, the same in all layers and heads",
+        "mean timer": "steps that a frozen token still has to wait, in the mean",
+        "mean thaws": "tokens that come back in a step, in the mean since the mode was entered",
+    }
 
     recovery: bool = True
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
@@ -169,6 +189,15 @@ class SyncParameters(BudgetParameters, PaperParameters):
     title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
     implementation: ClassVar[str] = "kvchat.kv.modes.sync:Sync"
     published: ClassVar[Mapping[str, Any]] = {"representatives": "centroid", "rho": 0.5, "m": 5}
+    figures: ClassVar[Mapping[str, str]] = {
+        "representative heads": "KV heads that see everything and choose for the others, layer by layer",
+        "measured on": "the text by which they were found",
+        "k": "tokens that a following head reads because its representative chose them",
+        "recent": "most recent tokens, which every following head reads beside those",
+        "of full's memory": "K/V on the device, as a share of what full mode holds there",
+        "anticipation steps": "steps that chose anew what the next ones read, since the mode was entered",
+        "set overlap": "of what was chosen, the share that had been chosen the time before too",
+    }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens a following head may attend to, the most recent included (auto: from mem, at least 64 beside those)"""
@@ -275,14 +304,14 @@ def in_force(
 
 
 def mode_infos() -> tuple[ModeInfo, ...]:
-    """All modes with their parameters, for lists and menus."""
-    return tuple(ModeInfo(name, cls.title, tuple(_param_infos(cls))) for name, cls in registered().items())
+    """All modes with their parameters and figures, for lists and menus."""
+    return tuple(ModeInfo(name, cls.title, tuple(_param_infos(cls)), cls.figures) for name, cls in registered().items())
 
 
 def _param_infos(cls: type[ModeParameters]) -> Iterator[ParamInfo]:
     defaults = cls()
-    for name, field in cls.model_fields.items():
-        yield ParamInfo(name, getattr(defaults, name), field.description or "")
+    for name, info in cls.model_fields.items():
+        yield ParamInfo(name, getattr(defaults, name), info.description or "")
 
 
 def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:
@@ -294,51 +323,19 @@ def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:
     return title, f"{sentence[0].upper()}{sentence[1:]}.", advice(field_at(cls, details["loc"]))
 
 
-# ---- modes of other packages -----------------------------------------------------------------------
-
-
 @cache
 def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
     """All parameter classes by name, and a sentence for each entry point that was left out."""
     classes = {cls.name: cls for cls in BUILT_IN}
     problems = []
-    for entry in _entry_points():
+    for entry in installed_modes.entries():
         try:
-            cls = _checked(entry.load())
+            cls = entry.load()
+            installed_modes.check(cls, ModeParameters)
             if cls.name in classes:
                 raise ValueError(f'there is a mode "{cls.name}" already')
             classes[cls.name] = cls
         except Exception as error:  # noqa: BLE001  # another package's code may raise anything
             detail = str(error).partition("\n")[0] or type(error).__name__
-            problems.append(f'The mode "{entry.name}" of {_package(entry)} is left out: {detail}.')
+            problems.append(f'The mode "{entry.name}" of {installed_modes.package(entry)} is left out: {detail}.')
     return classes, tuple(problems)
-
-
-def _entry_points() -> list[EntryPoint]:
-    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
-
-
-def _package(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
-
-
-def _checked(cls: Any) -> type[ModeParameters]:
-    """The value of an entry point as a parameter class.
-
-    Raises:
-        ValueError: it is none, or lacks a name, a title, an implementation or a default.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, ModeParameters)):
-        raise ValueError("its value is not a subclass of kvchat.config.modes.ModeParameters")
-    for attribute in ("name", "title", "implementation"):
-        if not isinstance(getattr(cls, attribute, None), str):
-            raise ValueError(f"{cls.__name__} has no {attribute}")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", cls.name) or hasattr(BaseModel, cls.name) or cls.name in ("mode", "params"):
-        raise ValueError(f'"{cls.name}" is no name for a mode: lower-case letters, digits and _ make one')
-    if not re.fullmatch(r"[\w.]+:\w+", cls.implementation):
-        raise ValueError(f'its implementation "{cls.implementation}" is not package.module:Class')
-    missing = [name for name, field in cls.model_fields.items() if field.is_required()]
-    if missing:
-        raise ValueError(f"its parameter {missing[0]} has no default")
-    cls()  # a validator of its own may refuse the defaults
-    return cls

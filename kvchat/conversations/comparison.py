@@ -14,7 +14,17 @@ from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Sampling
 from kvchat.units import MISSING, count, figure, percent, size
 
-COLUMNS = ("", "tok/s", "read", "fetched", "hits", "alike", "agree", "KL")
+FIGURES = {
+    "tok/s": "tokens written a second",
+    "read": "stored tokens that a token attended to, as a share, in the mean over the answer",
+    "fetched": "copied from host to device for the answer",
+    "hits": "of what was chosen, the share that was on the device already",
+    "alike": "tokens at the beginning that are the first answer's",
+    "agree": "of the first answer's tokens, the share for which both find the same token likeliest",
+    "KL": "Kullback-Leibler divergence of the next token from the first answer's, in the mean over its tokens, in nats",
+}
+"""What the columns mean."""
+COLUMNS = ("", *FIGURES)
 NOTHING = "–"  # has no meaning in this row, as a hit rate where nothing is recalled
 
 

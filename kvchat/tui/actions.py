@@ -16,20 +16,7 @@ from kvchat.tui.kept import conversation_commands, pin_commands
 from kvchat.tui.model_choice import model_commands
 from kvchat.tui.prompt import arguments, words
 from kvchat.tui.prompt.arguments import Values
-
-Scope = Literal[
-    "app", "chat", "prompt", "transcript", "ribbon", "search", "conversations", "models", "settings", "compare",
-    "details", "map", "help",
-]  # fmt: skip
-WITHIN: dict[Scope, Scope] = {
-    "chat": "app", "prompt": "chat", "transcript": "chat", "ribbon": "chat", "search": "app", "conversations": "search",
-    "models": "search", "settings": "app", "compare": "app", "details": "app", "map": "details", "help": "app",
-}  # fmt: skip
-"""The scope whose keys act beside a scope's own."""
-WIDGETS: tuple[Scope, ...] = ("prompt", "transcript", "ribbon", "search", "conversations", "models", "map")
-"""A key of another scope goes before those of the focused widget."""
-LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "compare", "details", "map", "help")
-"""Nothing is typed here, so that a letter may be a key."""
+from kvchat.tui.scopes import WIDGETS, Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +76,7 @@ ACTIONS = (
            doc="earlier and later prompts, at the first and last line; first the questions that are queued"),
     Action(id="suggestion", keys="tab,escape",
            doc="while a command or @file is typed: take what is offered, close the list; up and down choose"),
-    Action(id="focus", keys="tab", doc="focus the transcript, the ribbon and the prompt in turn"),
+    Action(id="focus", keys="tab", doc="focus the transcript, the panels, the ribbon and the prompt in turn"),
     Action(id="message.previous", keys="up", action="choose(-1)", scope="transcript", hint="earlier message",
            doc="in the transcript: choose the message before"),
     Action(id="message.next", keys="down", action="choose(1)", scope="transcript", hint="later",
@@ -120,6 +107,10 @@ ACTIONS = (
            doc="in the ribbon: the last stored text"),
     Action(id="ribbon.message", keys="enter", action="pick", scope="ribbon", hint="message",
            doc="in the ribbon, also by a click: choose the message of the stored text"),
+    Action(id="figure.previous", keys="up", action="choose(-1)", scope="panels", hint="what a figure means",
+           doc="in the panels: choose the figure before, which is explained below them"),
+    Action(id="figure.next", keys="down", action="choose(1)", scope="panels", hint="what a figure means",
+           doc="in the panels: choose the next figure"),
     Action(id="stop", keys="escape", command="stop", action="stop", hint="stop",
            doc="stop the answer and keep its text, holding queued questions; focus the prompt"),
     Action(id="queue", command="queue", usage="send", values=arguments.one_of("send", "clear"),

@@ -139,7 +139,9 @@ class EngineEvents:
     def _started(self, started: Started) -> None:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
         self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens, self.state.mode
-        self.answers.wait(f"reading {count(new)} tokens, {count(reused)} kept …")
+        text = f"reading {count(new)} tokens, {count(reused)} kept"
+        self.answers.wait(f"{text} …")
+        self.view.log_event(text)
 
     def _prefilled(self, prefilled: Prefilled) -> None:
         self.comparisons.note(prefilled)
@@ -160,6 +162,7 @@ class EngineEvents:
 
     async def _finished(self, finished: Finished) -> None:
         self._may_restart = True
+        self.view.log_event(f"answered: {self.state.receipt(finished)}")
         await self.answers.finish(finished)
         await self.answers.ready()
 

@@ -5,49 +5,67 @@ A missing reading is drawn ``n/a``.
 
 from __future__ import annotations
 
-from kvchat.config.modes import mode_names
+from kvchat.config.modes import mode_names, registered
 from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.units import MISSING, count, figure, percent, size
 
 Rows = list[tuple[str, str]]
 READ_BY_HEAD, HELD_BY_HEAD = "read by layer and head", "on the device by layer and head"
-FETCH_TIMES, GPU_HISTORY = "fetch times", "GPU history"
+FETCH_TIMES, GPU_HISTORY, READ_OF_STORED = "fetch times", "GPU history", "read of what is stored"
 
-EXPLANATIONS = {
-    "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
-    "over the budget": "read beyond the budget: some modes read everything in their first layer, or keep some slack",
-    "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
-    "copied to read": "K/V that this mode holds a second time, side by side; full mode reads what is stored itself",
-    "fetched a token": "copied from host to device for one token, and the median time that took",
-    "of the context": "stored tokens, as a share of what the model can attend to",
-    "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
-    "may read": "tokens that a token may attend to in each KV head: the budget",
-    "parameters": "/settings lists those of all modes with what they mean and what they are now, and changes them",
-    "next mode": "the one that the key for the next mode switches to",
-    "to switch": "what is copied from host to device for it, and the time that is likely to take",
-    "in all": "fetched since the model was loaded, for comparisons not counted",
-    "already there": "of what was chosen, the share that was on the device already",
-    "corrections": "choices replaced before attention because the query had turned, since the model was loaded",
-    "time p50 / p95": "time to fetch for one token: the median, and what 95 % stay below",
-    "waited for": "the part of that time that the model had to wait; the rest was hidden behind its work",
-    "no GPU": "the engine computes on the CPU",
-    "GPU": "its name",
-    "used": "memory in use on the GPU, by all programs",
-    "this process": "memory of the engine",
-    "load": "use of the GPU, its temperature and power",
-    "torch": "GPU memory allocated by torch, of what it has reserved",
-    "weights": "memory of the model's weights",
-    "parked": "the K/V of other conversations, kept in host memory until they are gone back to",
-    READ_BY_HEAD: "a column for each layer, a row for each KV head: a full block reads all that is stored, each step"
-    " lower half of it",
-    HELD_BY_HEAD: "the same of the tokens whose K/V lie in slots; on a CPU those that the mode copied to read them",
-    FETCH_TIMES: "the last 256 tokens that something was fetched for, by the time it took: hidden behind the model's"
-    " work or waited for; a CPU hides nothing",
-    GPU_HISTORY: "memory in use, load, power and PCIe traffic both ways, a bar a second, by NVML; a full bar is all the"
-    " memory, 100 %, and the most power or traffic shown",
-    "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
+FIGURES = {
+    "this answer": {
+        "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
+        "over the budget": "tokens read beyond it: some modes read everything in their first layer, or keep some slack",
+        "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
+        "copied to read": "K/V that this mode holds a second time, side by side; full mode reads what is stored itself",
+        "fetched a token": "copied from host to device for one token, and the median time that took",
+        "of the context": "stored tokens, as a share of what the model can attend to",
+        "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
+    },
+    "mode": {
+        READ_OF_STORED: "the course of it, from the first token at the left to the newest: solid is what a token read,"
+        " shaded what was stored then; ▾ where the mode changed",
+        "may read": "tokens that a token may attend to in each KV head: the budget",
+        "parameters": "/settings lists those of all modes with what they mean and what they are now, and changes them",
+        "next mode": "the one that the key for the next mode switches to",
+        "to switch": "what is copied from host to device for it, and the time that is likely to take",
+        "pinned": "tokens that every mode attends to: pinned messages and system prompt; how many go beyond the budget",
+        "recurrent state": "memory of layers that keep a state of fixed size in place of K/V; and of its copies",
+        "recovery": "what was done when the entropy of the text went wrong: SR and WR bring tokens back, FR reads"
+        " more for a while, RR takes back the last words; calm: nothing",
+    },
+    "fetching": {
+        "in all": "fetched since the model was loaded, for comparisons not counted",
+        "already there": "of what was chosen, the share that was on the device already: the hit rate",
+        "corrections": "choices replaced before attention because the query had turned, since the model was loaded",
+        "time p50 / p95": "time to fetch for one token, by a clock around it: the median, and what 95 % stay below",
+        "waited for": "the part of that time that the model had to wait, exposed; the rest was hidden behind its work",
+    },
+    "memory": {
+        "no GPU": "the engine computes on the CPU",
+        "GPU": "its name",
+        "used": "memory in use on the GPU, by all programs; read by NVML",
+        "this process": "memory of the engine: on a GPU by NVML, else as the system counts it",
+        "load": "use of the GPU, its temperature and power; read by NVML",
+        "torch": "GPU memory allocated by torch, of what it has reserved",
+        "weights": "memory of the model's weights",
+        "parked": "the K/V of other conversations, kept in host memory until they are gone back to",
+        "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
+    },
+    "details": {
+        READ_BY_HEAD: "a column for each layer, a row for each KV head: a full block reads all that is stored, each"
+        " step lower half of it",
+        HELD_BY_HEAD: "the same of the tokens whose K/V lie in slots; on a CPU those that the mode copied to read them",
+        FETCH_TIMES: "the last 256 tokens that something was fetched for, by the time it took: hidden behind the"
+        " model's work or waited for; a CPU hides nothing",
+        GPU_HISTORY: "memory in use, load, power and PCIe traffic both ways, a bar a second, by NVML; a full bar is all"
+        " the memory, 100 %, and the most power or traffic shown",
+    },
 }
+"""What each label means, by the panel it stands in; the modes say what their own figures mean."""
+EXPLANATIONS = {label: text for rows in FIGURES.values() for label, text in rows.items()}
 
 
 # Beside a CPU there is no device: what is not read where it is stored is copied to be read.
@@ -140,6 +158,12 @@ def gpu_rows(gpu: Gpu) -> Rows:
         ("this process", size(gpu.process)),
         ("load", " · ".join(vitals)),
     ]
+
+
+def explain(label: str, mode: str) -> str:
+    """What a row means where ``mode`` is in force; "" where nobody says it, as a mode of another package may."""
+    own = registered()[mode].figures if mode in registered() else {}
+    return own.get(label) or EXPLANATIONS.get(label, "")
 
 
 def extra_rows(extras: Params) -> Rows:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui.actions import ACTIONS, LETTERS, WITHIN, Action, Scope
+from kvchat.tui.actions import ACTIONS, Action
 from kvchat.tui.keys import describe_key, is_key, types_text
+from kvchat.tui.scopes import LETTERS, scopes_at
 
 
 def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:
@@ -43,15 +44,7 @@ def check_keys(rebound: Mapping[str, str]) -> None:
 
 def _act_together(one: Action, other: Action) -> bool:
     """Whether a key would reach both: only one widget has the focus, only one screen is on top."""
-    return one.scope in _scopes_at(other.scope) or other.scope in _scopes_at(one.scope)
-
-
-def _scopes_at(scope: Scope) -> Iterator[Scope]:
-    """The scopes whose keys act where ``scope`` is."""
-    yield scope
-    while scope in WITHIN:
-        scope = WITHIN[scope]
-        yield scope
+    return one.scope in scopes_at(other.scope) or other.scope in scopes_at(one.scope)
 
 
 def _check_names(action: Action, keys: list[str]) -> None:

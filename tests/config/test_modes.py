@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvchat.config import modes
+from kvchat.config import installed_modes, modes
 from kvchat.config.modes import SpeculativeParameters, StreamingParameters, registered
 from kvchat.errors import UsageError
 
@@ -151,7 +151,7 @@ class Point:
 
 
 def registry(monkeypatch: pytest.MonkeyPatch, *loaded: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    monkeypatch.setattr(modes, "entry_points", lambda group: [Point(each) for each in loaded])
+    monkeypatch.setattr(installed_modes, "entry_points", lambda group: [Point(each) for each in loaded])
     return modes._registry.__wrapped__()
 
 
@@ -173,6 +173,7 @@ def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch: p
         (extra(name="mode"), '"mode" is no name for a mode'),
         (extra(name="copy"), '"copy" is no name for a mode'),
         (extra(name="A-b"), '"A-b" is no name for a mode'),
+        (extra(figures={"kept": 1}), "its figures are no labels"),
         (extra(implementation="package.Extra"), 'its implementation "package.Extra" is not package.module:Class'),
     ],
     ids=str,
@@ -194,5 +195,5 @@ def test_of_two_modes_of_one_name_the_first_stays(monkeypatch: pytest.MonkeyPatc
 
 def test_every_built_in_implementation_has_the_name_of_its_parameters() -> None:
     for cls in modes.BUILT_IN:
-        mode: Any = EntryPoint(cls.name, cls.implementation, modes.GROUP).load()
+        mode: Any = EntryPoint(cls.name, cls.implementation, installed_modes.GROUP).load()
         assert mode.name == cls.name

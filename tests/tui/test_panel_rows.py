@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from kvchat.config.modes import registered
 from kvchat.protocol.figures import Gpu, Price, Snapshot
 from kvchat.tui.panel_rows import (
     EXPLANATIONS,
     FETCH_TIMES,
+    FIGURES,
     GPU_HISTORY,
     HELD_BY_HEAD,
     READ_BY_HEAD,
+    READ_OF_STORED,
     Rows,
     context_rows,
+    explain,
     extra_rows,
     gpu_rows,
     memory_rows,
@@ -18,7 +22,8 @@ from kvchat.tui.panel_rows import (
     recall_rows,
 )
 
-DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY}
+OF_EVERY_MODE = {"pinned", "recurrent state", "recovery"}  # the engine adds them to the mode's own
+DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY, READ_OF_STORED}
 
 
 def snapshot(**changes: object) -> Snapshot:
@@ -88,7 +93,14 @@ def test_every_label_is_explained():
     )  # fmt: skip
     shown = [context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}
-    assert labels | DETAILS == set(EXPLANATIONS)
+    assert labels | DETAILS | OF_EVERY_MODE == set(EXPLANATIONS)
+    assert sum(map(len, FIGURES.values())) == len(EXPLANATIONS)
+
+
+def test_a_modes_own_figures_are_explained_by_it():
+    assert explain("mean timer", "freeze") == registered()["freeze"].figures["mean timer"]
+    assert explain("reads", "freeze") == EXPLANATIONS["reads"]
+    assert explain("mean timer", "full") == explain("mean timer", "gone") == ""
 
 
 def test_extras_are_shown_as_they_come():

@@ -6,15 +6,17 @@ import ast
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support.app_driver import finished, opened, press, prompt, toasts
 
 from kvchat import tui
 from kvchat.errors import UsageError
-from kvchat.tui.actions import ACTIONS, BY_ID, WITHIN
+from kvchat.tui.actions import ACTIONS, BY_ID
 from kvchat.tui.palette import choices
 from kvchat.tui.rebinding import check_keys, describe_keys
+from kvchat.tui.scopes import Scope, scopes_at
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.help import HelpScreen, key_rows
@@ -53,11 +55,8 @@ def test_keys_stand_in_the_table_alone(name):
 
 
 def test_every_scope_lies_in_the_application():
-    for action in ACTIONS:
-        scope = action.scope
-        while scope in WITHIN:
-            scope = WITHIN[scope]
-        assert scope == "app"
+    assert {action.scope for action in ACTIONS} == set(get_args(Scope))
+    assert [scope for scope in get_args(Scope) if [*scopes_at(scope)][-1] != "app"] == []
 
 
 def test_default_keys_do_not_clash():

@@ -16,11 +16,13 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from kvchat.config.modes import ModeInfo
+from kvchat.conversations import comparison
+from kvchat.foreign_text import visible
 from kvchat.tui.actions import ACTIONS, COMMANDS, bindings
-from kvchat.tui.panel_rows import EXPLANATIONS
+from kvchat.tui.panel_rows import FIGURES
 from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens.closing import ClosesOnce
-from kvchat.tui.widgets.bars import KeyHints
+from kvchat.tui.widgets.bars import STATUS, KeyHints
 from kvchat.tui.widgets.panels import legend
 
 
@@ -60,7 +62,7 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
             ("Keys", key_rows(self._keys)),
             ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
             ("KV modes", mode_rows(self._modes)),
-            ("Panels", list(EXPLANATIONS.items())),
+            ("What the figures mean", figure_rows(self._modes)),
         )
         for title, rows in sections:
             yield Static(title, classes="title")
@@ -82,6 +84,17 @@ def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:
 def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
     """The keys in force, where ``rebound`` holds the changed ones by id of their action."""
     return [(describe_keys(action, rebound), action.doc) for action in ACTIONS if action.keys]
+
+
+def figure_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
+    """What the figures mean, by the part of the screen and by the mode that has them."""
+    of_modes = {f"{mode.name} mode": mode.figures for mode in modes if mode.figures}
+    bars = {"status bar and receipts": STATUS, "comparisons": comparison.FIGURES}
+    rows = []
+    for place, figures in {**FIGURES, **of_modes, **bars}.items():
+        rows.append((place, ""))
+        rows += [(f"  {visible(label)}", visible(text)) for label, text in figures.items()]
+    return rows
 
 
 def mode_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:

@@ -32,6 +32,16 @@ DOTS = {
 }
 
 
+STATUS = {
+    "tok/s": "tokens written a second, over the last 32 of this answer; the bars are the last readings",
+    "TTFT": "time to first token: from the question to the first token of its answer",
+    "fetching p95": "95 % of the tokens were fetched for in less time",
+    "VRAM": "memory in use on the GPU, of all it has; read by NVML",
+    "ctx": "stored tokens, as a share of what the model can attend to",
+}
+"""What the words of the status bar mean that stand in no panel."""
+
+
 def spread(left: Content, right: Content, width: int) -> Content:
     """Join ``left`` and ``right`` at the two ends of ``width`` cells; the left one is cut where they meet."""
     room = width - right.cell_length

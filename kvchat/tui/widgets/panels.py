@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.events import MouseMove
 from textual.geometry import Size
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
+from kvchat.foreign_text import visible
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
+from kvchat.tui.actions import bindings
 from kvchat.tui.panel_rows import (
     Rows,
     context_rows,
+    explain,
     extra_rows,
     has_gpu,
     memory_rows,
@@ -49,10 +55,23 @@ class Rowed(Widget):
     """
 
     rows: reactive[Rows] = reactive(list)
+    chosen: reactive[int | None] = reactive(None)
 
     def __init__(self, title: str, id: str | None = None) -> None:
         super().__init__(id=id)
         self.border_title = f" {title} "
+        self.mode = ""
+
+    def explanation(self, place: int | None) -> str:
+        """What the row at ``place`` means; "" where there is none."""
+        if place is None or not 0 <= place < len(self.rows):
+            return ""
+        label = self.rows[place][0]
+        return f"{label}: {explain(label, self.mode)}"
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """The row under the mouse explains itself."""
+        self.tooltip = visible(self.explanation(event.y - self.gutter.top)) or None
 
     def watch_rows(self, old: Rows, new: Rows) -> None:
         """Numbers change ten times a second: a new layout only where their count does."""
@@ -65,7 +84,10 @@ class Rowed(Widget):
     def render(self) -> Content:
         """One line a row; a value too long is cut, the label never."""
         width = self.content_size.width or 34
-        return Content("\n").join(self._line(label, value, width) for label, value in self.rows)
+        lines = [self._line(label, value, width) for label, value in self.rows]
+        if self.chosen is not None and self.chosen < len(lines):
+            lines[self.chosen] = lines[self.chosen].stylize("reverse")
+        return Content("\n").join(lines)
 
     def _line(self, label: str, value: str, width: int) -> Content:
         room = max(width - len(label) - 1, 3)
@@ -78,12 +100,17 @@ class KvColumn(VerticalScroll):
     """What this answer reads, what the mode may read and counts itself, read and stored tokens, fetching and memory.
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
+    With the focus a cursor walks the rows of both columns, and the lines at the end say what the chosen one means.
     """
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("panels")
 
     DEFAULT_CSS = """
     KvColumn { width: 36; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
     KvColumn > #own-rows { border-top: none; }
     KvColumn > Timeline { height: 1fr; min-height: 2; max-height: 6; margin: 0 1; }
+    KvColumn > #meaning { display: none; dock: bottom; height: auto; padding: 0 1; background: $panel; }
+    KvColumn:focus > #meaning { display: block; }
     """
 
     def compose(self) -> ComposeResult:
@@ -94,6 +121,7 @@ class KvColumn(VerticalScroll):
         yield Timeline()
         yield Rowed("fetching", id="recall-rows")
         yield Rowed("memory", id="memory-rows")
+        yield Static(id="meaning", markup=False)
 
     def on_mount(self) -> None:
         self.clear()
@@ -117,6 +145,34 @@ class KvColumn(VerticalScroll):
         self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
         if s.total:
             self.query_one(Timeline).add(s.active, s.total)
+        for block in self.screen.query(Rowed):
+            block.mode = s.mode
+        self._explain()
+
+    def on_focus(self) -> None:
+        self.action_choose(0)
+
+    def on_blur(self) -> None:
+        self._choose(None)
+
+    def action_choose(self, step: int) -> None:
+        """Choose the row before or after, and say what it means."""
+        places = [(block, row) for block in self.screen.query(Rowed) if block.size for row in range(len(block.rows))]
+        if places:
+            at = next((at for at, (block, row) in enumerate(places) if block.chosen == row), 0)
+            self._choose(*places[max(0, min(at + step, len(places) - 1))])
+
+    def _choose(self, chosen: Rowed | None, row: int | None = None) -> None:
+        for block in self.screen.query(Rowed):
+            block.chosen = row if block is chosen else None
+        if chosen is not None:
+            chosen.scroll_visible(animate=False)
+        self._explain()
+
+    def _explain(self) -> None:
+        """Say what the chosen row means, which may be another one by now."""
+        texts = [block.explanation(block.chosen) for block in self.screen.query(Rowed)]
+        self.query_one("#meaning", Static).update(visible("".join(texts)))
 
 
 class DetailColumn(VerticalScroll, can_focus=False):

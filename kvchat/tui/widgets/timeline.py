@@ -10,6 +10,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
+from kvchat.tui.panel_rows import READ_OF_STORED
 from kvchat.units import BARS
 
 STORED, MARK = "░", "▾"
@@ -70,6 +71,7 @@ class Timeline(Widget):
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
+        self.border_title = f" {READ_OF_STORED} "  # where there is room for a border
         self.points: list[Point] = []
         self._switched = False
         self._key: object = None

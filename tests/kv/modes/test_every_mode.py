@@ -13,7 +13,7 @@ from support.mode_rows import CORE, MIXED, ROWS
 from support.random_kv import GROUPS, WIDTHS
 from support.toy_model import KINDS, toy
 
-from kvchat.config.modes import mode_names
+from kvchat.config.modes import mode_names, registered
 from kvchat.kv.inspect import attended
 
 GEOMETRIES = {
@@ -33,6 +33,18 @@ def test_every_reference_has_a_row():
     assert {mode for mode, _ in ROWS.values()} == set(REFERENCES)
     assert set(REFERENCES) == set(mode_names())
     assert set(MIXED) == set(KINDS)
+
+
+@pytest.mark.parametrize("mode", mode_names())
+def test_every_figure_of_a_mode_is_explained(mode):
+    """And nothing is explained that no row of the mode reports."""
+    reported = set()
+    for params in (params for name, params in ROWS.values() if name == mode):
+        run = Run(toy(("plain", "plain"), **GEOMETRIES["2x3"], seed=3), mode, **params)
+        run.prefill(100)
+        run.step(2)
+        reported |= run.kv.mode.report().stats.keys()
+    assert reported == registered()[mode].figures.keys()
 
 
 def test_every_mode_meets_every_geometry_also_in_the_thinned_grid():

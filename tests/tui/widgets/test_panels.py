@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from support.app_driver import finished, press, texts, typed
+import pytest
+from support.app_driver import finished, press, prompt, texts, typed
 from textual.widgets import Static
 
 from kvchat.config.modes import registered
-from kvchat.tui.widgets.bars import StatusBar
+from kvchat.tui.widgets.bars import STATUS, KeyHints, StatusBar
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, Rowed
+from kvchat.tui.widgets.panels import EVENT_LENGTH, DetailColumn, KvColumn, Rowed
 from kvchat.tui.widgets.timeline import Timeline
 
 
@@ -43,6 +44,7 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         status = app.chat.query_one(StatusBar).render().plain
         assert "tok/s" in status
         assert "VRAM 6.0 GiB/140 GiB" in status
+        assert [word for word in STATUS if word not in status] == []
         bar = app.chat.query_one(StatusBar)
         bar._speeds.clear()
         bar.snapshot = replace(app.controller.state.snapshot, tokens_per_s=None)
@@ -75,6 +77,63 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
         await until(lambda: column.display and own.region.height == 3 and own.region.bottom <= column.region.bottom)
         await pilot.resize_terminal(200, 60)
         await until(lambda: not own.display and app.chat.query_one("#extra-rows", Rowed).display)
+
+
+@pytest.mark.parametrize("size", [(120, 40), (200, 60)])
+async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, monkeypatch, size):
+    monkeypatch.setenv("FAKE_GPU", "1")
+    async with running(size=size) as (app, pilot, until):
+        typed(app, "/mode speculative")
+        await until(lambda: app.controller.state.mode == "speculative")
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        column = app.chat.query_one(KvColumn)
+        meaning = column.query_one("#meaning", Static)
+        assert not meaning.display
+        column.focus()
+        await until(lambda: meaning.display and str(meaning.content).startswith("reads: stored tokens that"))
+        assert "↑/↓ what a figure means" in app.chat.query_one(KeyHints).render().plain
+        figures = registered()["speculative"].figures
+        for _ in range(40):
+            press(app, "down")
+        await until(lambda: str(meaning.content).startswith(LAST[size]))
+        assert meaning.region.bottom <= app.size.height
+        said = set()
+        for _ in range(40):
+            press(app, "up")
+            await pilot.pause()
+            said.add(str(meaning.content))
+        assert f"heads corrected: {figures['heads corrected']}" in said
+        press(app, "escape")
+        await until(lambda: prompt(app).has_focus and not meaning.display)
+        assert {block.chosen for block in app.chat.query(Rowed)} == {None}
+
+
+LAST = {(120, 40): "K/V on the host: ", (200, 60): "heads corrected: "}
+
+
+async def test_no_part_of_the_columns_is_empty_on_a_large_screen(running):
+    async with running(size=(200, 60)) as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        column, details = app.chat.query_one(KvColumn), app.chat.query_one(DetailColumn)
+        await until(lambda: app.chat.query_one(Timeline).size.height > 15)
+        await until(lambda: column.region.bottom - column.query_one("#memory-rows").region.bottom <= 1)
+        log = details.query_one("#events", Static)
+        await until(lambda: details.region.bottom - log.region.bottom <= 1)
+        assert str(log.content).splitlines()[0].partition("  ")[2].startswith("answered: ")
+        assert "  reading 1 tokens, 0 kept" in str(log.content)
+
+
+async def test_a_row_under_the_mouse_explains_itself(running):
+    async with running() as (app, pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        rows = app.chat.query_one("#context-rows", Rowed)
+        await pilot.hover(rows, offset=(3, 1))
+        await until(lambda: str(rows.tooltip).startswith("reads: stored tokens"))
+        await pilot.hover(rows, offset=(3, 0))
+        await until(lambda: rows.tooltip is None)
 
 
 async def test_an_event_of_any_length_is_a_line_of_the_log(running):
