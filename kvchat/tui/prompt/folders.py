@@ -16,10 +16,15 @@ from typing import NamedTuple
 FRESH_S = 2.0  # what was read longer ago is read again
 REMEMBERED = 16
 MAX_ENTRIES = 20_000
+MAX_WITH_BELOW, MAX_DEPTH, WALK_S = 5_000, 6, 0.5  # names are matched at each key, so that few milliseconds are left
+SKIPPED = ("node_modules", "__pycache__")
 
 
 class Entry(NamedTuple):
-    """A file or folder by its name; ``size`` in bytes, None of a folder and where it cannot be read."""
+    """A file or folder by its name, or by its path where it lies below the folder that was read.
+
+    ``size`` is in bytes, None of a folder and where it cannot be read.
+    """
 
     name: str
     is_folder: bool = False
@@ -31,12 +36,32 @@ Entries = Callable[[str], Sequence[Entry]]
 
 
 def read(folder: str) -> tuple[Entry, ...]:
-    """What lies in a folder now."""
+    """What lies in a folder now; of one of the present folder also what lies below it, the nearest first."""
+    found = _entries(folder)
+    if not folder.startswith(("/", "~", "..")):
+        _add_below(folder, found)
+    return tuple(found)
+
+
+def _entries(folder: str, below: str = "") -> list[Entry]:
+    """What lies in ``below``, a folder in ``folder``."""
     try:
-        with os.scandir(os.path.expanduser(folder) or ".") as found:
-            return tuple(map(_entry, itertools.islice(found, MAX_ENTRIES)))
+        with os.scandir(os.path.expanduser(folder + below) or ".") as found:
+            return [_entry(below, one) for one in itertools.islice(found, MAX_ENTRIES)]
     except OSError:
-        return ()
+        return []
+
+
+def _add_below(folder: str, found: list[Entry]) -> None:
+    """Walk the folders in ``found``, which grows by what lies in them; none that is hidden or a link."""
+    until = time.monotonic() + WALK_S
+    for entry in found:
+        if len(found) >= MAX_WITH_BELOW or time.monotonic() > until:
+            break
+        name = entry.name.rpartition("/")[2]
+        is_walked = entry.is_folder and name[0] != "." and name not in SKIPPED and entry.name.count("/") < MAX_DEPTH
+        if is_walked and not os.path.islink(folder + entry.name):
+            found += _entries(folder, f"{entry.name}/")[: MAX_WITH_BELOW - len(found)]
 
 
 class FolderReader:
@@ -74,10 +99,11 @@ class FolderReader:
             self._changed()
 
 
-def _entry(found: os.DirEntry[str]) -> Entry:
+def _entry(below: str, found: os.DirEntry[str]) -> Entry:
+    path = below + found.name
     try:
         if found.is_dir():
-            return Entry(found.name, is_folder=True)
-        return Entry(found.name, size=found.stat().st_size)
+            return Entry(path, is_folder=True)
+        return Entry(path, size=found.stat().st_size)
     except OSError:
-        return Entry(found.name)
+        return Entry(path)

@@ -83,14 +83,14 @@ def offer(before: str, entries: Entries) -> Offer | None:
 
 
 def matching(typed: str, entries: Entries) -> list[Suggestion]:
-    """Paths that ``typed`` may become: entries of its folder that begin with the rest, then those that contain it.
+    """Paths that ``typed`` may become: entries of its folder and below, by how well their names fit the rest.
 
     A folder's path ends in a slash.
     """
     folder, begun = typed[: typed.rfind("/") + 1], typed[typed.rfind("/") + 1 :]
-    found = [entry for entry in entries(folder) if _offers(entry.name, begun)]
-    found.sort(key=lambda entry: (not entry.name.lower().startswith(begun.lower()), entry.name.lower()))
-    return [_suggest(folder, entry) for entry in found[:OFFERED]]
+    found = [(rank, entry) for entry in entries(folder) if (rank := _rank(entry.name, begun)) is not None]
+    found.sort(key=lambda one: (one[0], one[1].name.count("/"), one[1].name.lower()))
+    return [_suggest(folder, entry) for _, entry in found[:OFFERED]]
 
 
 def _mention_of(path: str) -> str:
@@ -98,10 +98,25 @@ def _mention_of(path: str) -> str:
     return mention(path).removesuffix('"') if path.endswith("/") else f"{mention(path)} "
 
 
-def _offers(name: str, begun: str) -> bool:
-    """Hidden files are offered to those who type the dot; a name that cannot be typed is never offered."""
-    is_begun = name.startswith(begun) if begun.startswith(".") else begun.lower() in name.lower() and name[0] != "."
-    return is_begun and name.isprintable() and '"' not in name
+def _rank(path: str, begun: str) -> int | None:
+    """How a path fits: its name begins so, contains it, or all letters come in this order; None where it does not.
+
+    Hidden files are offered to those who type the dot, what lies below to those who type a letter; a name that cannot
+    be typed is never offered.
+    """
+    name, wanted = path.rpartition("/")[2].lower(), begun.lower()
+    if not path.isprintable() or '"' in path:
+        return None
+    if begun.startswith("."):
+        return 0 if path.startswith(begun) else None
+    if name[0] == "." or ("/" in path and not begun):
+        return None
+    if name.startswith(wanted):
+        return 0
+    if wanted in name:
+        return 1
+    letters = iter(path.lower())
+    return 2 if all(letter in letters for letter in wanted) else None
 
 
 def _suggest(folder: str, entry: Entry) -> Suggestion:

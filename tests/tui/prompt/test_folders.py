@@ -23,6 +23,27 @@ def test_files_and_folders_with_their_sizes(tmp_path):
     assert folders.read(f"{tmp_path}/nowhere/") == ()
 
 
+def test_what_lies_below_the_present_folder_comes_behind_it_and_ends(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b/deep.py", "a/near.py", ".git/config", "node_modules/x.js", "top.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path)
+
+    def names(folder: str) -> list[str]:
+        return [entry.name for entry in folders.read(folder)]
+
+    assert sorted(names("")[:5]) == [".git", "a", "loop", "node_modules", "top.py"]
+    assert sorted(names("")[5:7]) == ["a/b", "a/near.py"]
+    assert names("")[7:] == ["a/b/deep.py"]
+    assert names("a/")[2:] == ["b/deep.py"]
+    assert sorted(names(f"{tmp_path}/a/")) == ["b", "near.py"]
+    monkeypatch.setattr(folders, "MAX_WITH_BELOW", 6)
+    assert len(names("")) == 6
+    monkeypatch.setattr(folders, "WALK_S", -1)
+    assert len(names("")) == 5
+
+
 async def test_a_folder_that_does_not_answer_blocks_nobody_and_is_read_once_at_a_time():
     may_answer, asked, changes = threading.Event(), [], []
 

@@ -89,7 +89,11 @@ def test_the_limit_is_for_all_files_together():
     [
         ("sum up @", ['@"a file.md" ', "@home/", "@notes.txt ", "@sub/"]),
         ("sum up @NO", ["@notes.txt "]),
-        ("@o", ["@home/", "@notes.txt "]),
+        ("@o", ["@home/", "@notes.txt ", '@"home/at home.txt" ']),
+        ("@dee", ["@sub/Deep.py "]),
+        ("@ntx", ["@notes.txt "]),
+        ("@sdp", ["@sub/Deep.py "]),
+        ("@hidden", []),
         ("@sub/", ["@sub/Deep.py "]),
         ("@sub/.", ["@sub/.hidden "]),
         ('@"a f', ['@"a file.md" ']),
