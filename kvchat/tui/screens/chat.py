@@ -97,8 +97,9 @@ class ChatScreen(ShownChat):
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Run a command, or ask a question."""
-        text = message.text
-        if self.query(Welcome) and (asked := example(text, self.controller.models.in_use.model)):
+        text, replay = message.text, self.controller.replay
+        may_mean = self.query(Welcome) and not replay.name
+        if may_mean and (asked := example(text, self.controller.models.in_use.model)):
             if is_command(asked):
                 self.accept_prompt()
                 await self.run_command(asked)
@@ -108,7 +109,9 @@ class ChatScreen(ShownChat):
         elif not text.strip() and self.controller.answers.queue.is_held:
             await self.controller.release_queue()
         elif not text.strip():
-            self.toast("There is nothing to send yet: type a question first.", severity="warning")
+            with self._refusals_as_toasts():
+                replay.refuse_question()
+                self.toast("There is nothing to send yet: type a question first.", severity="warning")
         elif is_command(text):
             self.accept_prompt()
             await self.run_command(text.strip())
@@ -259,7 +262,7 @@ class ChatScreen(ShownChat):
             await self.app.run_action((namespace, name, (argument,) if action.usage else ()), self)
 
     def _welcome(self) -> Welcome:
-        return Welcome(self.controller.models.in_use.model, self._key)
+        return Welcome(self.controller.models.in_use.model, self._key, self.controller.replay.name)
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(self.controller.state, self._themes, self.app.theme)

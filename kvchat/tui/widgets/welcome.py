@@ -39,15 +39,16 @@ def example(typed: str, model: str) -> str | None:
 
 
 class Welcome(Static):
-    """Stands in an empty conversation; a click on a question asks it."""
+    """Stands in an empty conversation; a click on a question asks it. Before a ``recording`` nothing can be asked."""
 
     DEFAULT_CSS = """
     Welcome { margin: 1 2; color: $text-muted; }
     """
 
-    def __init__(self, model: str, key: Callable[[str], str]) -> None:
+    def __init__(self, model: str, key: Callable[[str], str], recording: str = "") -> None:
         """``key`` names the key in force of an action's id."""
         super().__init__(markup=False)
+        self._recording = recording
         self._model = model
         self._key = key
         self._offer = ""
@@ -59,6 +60,17 @@ class Welcome(Static):
         self.update(self._content())
 
     def _content(self) -> Content:
+        return Content(self._about_recording()) if self._recording else self._questions()
+
+    def _about_recording(self) -> str:
+        return (
+            f"{visible(self._recording)} is a recording and begins in a moment; no model is behind it to answer."
+            f"\n\n{self._key('replay.pause')} pauses it, {self._key('replay.faster')} plays it faster,"
+            f" {self._key('replay.slower')} slower. {self._key('help')} says what the figures mean;"
+            " `kvchat` alone starts a chat."
+        )
+
+    def _questions(self) -> Content:
         examples = (*EXAMPLES[self._model == BUNDLED], ABOUT_NEEDLE)
         rows = [
             Content.assemble(

@@ -16,6 +16,13 @@ def test_numbers_and_nothing_stand_for_questions():
     assert [example(text, "other") for text in ("3", "4", "5", " ", "1 a")] == [EXAMPLES[False][2], NEEDLE, *[None] * 3]
 
 
+def test_before_a_recording_nothing_can_be_asked():
+    said = str(Welcome(BUNDLED, {"replay.pause": "F12"}.get, "demo.jsonl").content)
+    assert said.startswith("demo.jsonl is a recording")
+    assert "F12 pauses it" in said
+    assert not any(question in said for question in (*EXAMPLES[True], ABOUT_NEEDLE, ABOUT_BUNDLED))
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size):
     async with running(size=size) as (app, _pilot, until):
