@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from kvchat import files, paths
-from kvchat.conversations.conversation import Changes, Conversation, Message
+from kvchat.conversations.conversation import Changes, Conversation, Message, shorten
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.saved_kv import SavedKv
 from kvchat.errors import KvchatError, UsageError
@@ -109,6 +109,11 @@ class ConversationStore:
             raise UsageError(f'There is no conversation "{id}".', hint="It may have been deleted meanwhile.")
         with self._errors("read"):
             return Conversation(messages=map(_message, rows), **_header(header))
+
+    def rename(self, id: str, title: str) -> None:
+        """Give a conversation another title; it stays where it is in the order."""
+        with self._errors("written"):
+            self._db.execute("UPDATE conversation SET title = ? WHERE id = ?", (_storable(shorten(title)), id))
 
     def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back for a day."""

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import Literal
 
 Scope = Literal[
-    "app", "chat", "prompt", "transcript", "ribbon", "panels", "search", "conversations", "models", "settings",
-    "compare", "details", "map", "help",
+    "app", "chat", "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models",
+    "settings", "compare", "details", "map", "help",
 ]  # fmt: skip
 WIDGETS: tuple[Scope, ...] = (
-    "prompt", "transcript", "ribbon", "panels", "search", "conversations", "models", "map",
+    "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models", "map",
 )  # fmt: skip
 """A key of another scope goes before those of the focused widget."""
 LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "panels", "compare", "details", "map", "help")
 """Nothing is typed here, so that a letter may be a key."""
 _AROUND: dict[Scope, tuple[Scope, ...]] = {
-    "app": ("chat", "search", "settings", "compare", "details", "help"),
+    "app": ("chat", "search", "title", "settings", "compare", "details", "help"),
     "chat": ("prompt", "transcript", "ribbon", "panels"),
     "search": ("conversations", "models"),
     "details": ("map",),

@@ -94,6 +94,16 @@ def test_a_deleted_conversation_comes_back_within_a_day(store, path, monkeypatch
     assert store.search("lost") == []
 
 
+def test_another_title_changes_nothing_else(store):
+    first, second = saved(store, "one", "1"), saved(store, "two")
+    before = store.load(first.id).messages
+    store.rename(first.id, "x\n" * 100)
+    assert [summary.id for summary in store.recent()] == [second.id, first.id]
+    read = store.load(first.id)
+    assert read.title == f"{'x ' * 29}x…"
+    assert read.messages == before
+
+
 def test_search_finds_words_in_messages_and_titles(store):
     cat = saved(store, "My cat is called Biscuit.", "Thank you.", "and more", "a whale")
     dog = saved(store, "My dog is called Rex.", "Fine.")

@@ -87,6 +87,11 @@ class Archive:
         """
         return await self._run(self._opened().load, id)
 
+    async def rename(self, id: str, title: str) -> None:
+        """Give a conversation another title."""
+        await self._run(self._opened().rename, id, title)
+        self.writes += 1
+
     async def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back."""
         await self._run(self._opened().delete, id)

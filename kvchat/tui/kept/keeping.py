@@ -117,10 +117,13 @@ class KeptConversations:
         await self.archive.restore(self._deleted[-1])
         await self.open(self._deleted.pop())
 
-    async def rename(self, title: str) -> None:
-        """Give the conversation another title."""
-        self.state.conversation.rename(title)
-        await self._save()
+    async def rename(self, title: str, id: str = "") -> None:
+        """Give the conversation ``id`` another title, or the present one."""
+        if id in ("", self.state.conversation.id):
+            self.state.conversation.rename(title)
+            await self._save()
+        else:
+            await self.archive.rename(id, title)
 
     async def take(self, conversation: Conversation) -> None:
         """Go on with a conversation that is not on disk yet."""

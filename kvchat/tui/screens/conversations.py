@@ -35,6 +35,12 @@ class ConversationField(SearchField):
     BINDINGS: ClassVar[list[BindingType]] = bindings("conversations")
 
 
+class TitleField(Input):
+    """A new title, shown while it is written."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("title")
+
+
 class ConversationsScreen(SearchScreen[Summary]):
     """What is typed is searched for in all messages; the list below shows what was found."""
 
@@ -44,18 +50,21 @@ class ConversationsScreen(SearchScreen[Summary]):
         super().__init__()
         self._controller = controller
         self._text = text
+        self._renamed = ""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "conversations"
             yield ConversationField(self._text, "Search in all messages…")
             yield FoundList()
+            yield TitleField(placeholder="Another title…")
             yield KeyHints()
 
     async def on_mount(self) -> None:
+        self.action_leave_title()
         await self._search(self._text)
 
-    @on(Input.Changed)
+    @on(Input.Changed, "ConversationField")
     def search(self, event: Input.Changed) -> None:
         """Search for what is typed; the search before is given up."""
         run_beside(self, partial(self._search, event.value), group="search", exclusive=True)
@@ -70,6 +79,29 @@ class ConversationsScreen(SearchScreen[Summary]):
         """Open a conversation, at the message found."""
         await self._open(self.shown[event.option.id or ""])
 
+    async def action_rename(self) -> None:
+        """Write another title for the highlighted conversation."""
+        if (chosen := await self._chosen()) is not None:
+            self._renamed = chosen.id
+            title = self.query_one(TitleField)
+            title.value, title.display = chosen.title, True
+            self.set_focus(title)  # at once: the next key is for it
+
+    @on(Input.Submitted, "TitleField")
+    async def take_title(self, event: Input.Submitted) -> None:
+        """Give the conversation the title written; none leaves it as it was."""
+        self.action_leave_title()
+        if event.value.strip():
+            await self._try(self._controller.rename(event.value, self._renamed))
+            if self._renamed in self.shown:
+                options = self.query_one(OptionList)
+                options.highlighted = options.get_option_index(self._renamed)
+
+    def action_leave_title(self) -> None:
+        """Go back to the search."""
+        self.query_one(TitleField).display = False
+        self.set_focus(self.query_one(ConversationField))
+
     async def action_delete(self) -> None:
         """Delete the highlighted conversation."""
         if (chosen := await self._chosen()) is not None:
@@ -81,7 +113,7 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     async def _chosen(self) -> Summary | None:
         """What is highlighted once all that was typed before is searched for."""
-        text = self.query_one(Input).value
+        text = self.query_one(ConversationField).value
         if text != self._text:
             await self._search(text)
         return self.highlighted
@@ -117,7 +149,7 @@ class ConversationsScreen(SearchScreen[Summary]):
             await change
         except KvchatError as error:
             self.app.notify(str(error), severity="warning")
-        await self._search(self.query_one(Input).value)
+        await self._search(self.query_one(ConversationField).value)
 
 
 def describe(summary: Summary, now: float) -> Content:

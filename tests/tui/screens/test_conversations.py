@@ -11,6 +11,7 @@ from textual.widgets import Input, OptionList
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import MARK, ConversationStore, Summary
 from kvchat.tui.screens.conversations import ConversationsScreen, describe, describe_age
+from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.conversation_column import ConversationColumn
 from kvchat.tui.widgets.messages import Question
 
@@ -79,6 +80,24 @@ async def test_deleting_and_restoring(running, config):
         await until(lambda: app.screen is app.chat)
 
 
+async def test_one_is_renamed_in_the_list(running, config):
+    async with running(config) as (app, _pilot, until):
+        await until(lambda: app.controller.archive._store)
+        press(app, "f9")
+        await until(lambda: shown(app) and len(listed(app)) == 2)
+        await until(lambda: "^R rename" in app.screen.query_one(KeyHints).render().plain)
+        press(app, "down", "ctrl+r", "end", "!", "enter", "ctrl+r", "x", "escape")
+        await until(lambda: [row.partition("   ")[0] for row in listed(app)] == [REX, "My cat is called Biscuit.!"])
+        await until(lambda: "⏎ open" in app.screen.query_one(KeyHints).render().plain)
+        assert app.screen.highlighted.title == "My cat is called Biscuit.!"
+        press(app, "ctrl+r", "ctrl+u", "enter", "enter")
+        await until(lambda: app.screen is app.chat)
+        await until(lambda: app.controller.state.conversation.title == "My cat is called Biscuit.!")
+        await app.controller.rename("Present", app.controller.state.conversation.id)
+        assert app.controller.state.conversation.title == "Present"
+
+
+REX = "My dog is called Rex."
 KEYS = {
     "down ctrl+d": ["dog"],
     "down up ctrl+d": ["cat"],
