@@ -67,7 +67,9 @@ class Comparison:
         self._metrics = metrics
         self._reported = 0.0
 
-    def run(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+    def run(
+        self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
+    ) -> Generator[Event, None, None]:
         """``Session.compare``, after ``ask``."""
         yield from self._loop.one.work(self._run(turns, variants, sampling))
 
@@ -237,7 +239,8 @@ class Comparisons:
             DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored.
         """
         self._ask()
-        return Comparison(self._loop, self._runner, self._switcher, self._metrics).run(turns, variants, sampling)
+        comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
+        return self._loop.one.in_turn(comparison.run(turns, variants, sampling))
 
     def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
         """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.

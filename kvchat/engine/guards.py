@@ -1,4 +1,4 @@
-"""Guards against misuse of the Python API: a closed session, no number, a fork, interleaved answers."""
+"""Guards against misuse of the Python API: a closed session, no number, a fork, answers or calls at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 import os
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvchat.errors import UsageError
@@ -34,12 +34,29 @@ class Released:
 
 
 class OneAtATime:
-    """Only one answer or rebuild works on the stored tokens, in the process that loaded the model."""
+    """Only one answer or rebuild works on the stored tokens, in the process that loaded the model.
+
+    Whatever changes what is stored or read does so inside ``with``: a thread is there alone, and may enter again.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._working = threading.Lock()
+        self._inside = threading.RLock()
         self._is_closed = False
+
+    def __enter__(self) -> None:
+        """Let no other thread in until the block ends.
+
+        Raises:
+            UsageError: another is inside, or this process is a fork.
+        """
+        self.check_process()
+        if not self._inside.acquire(blocking=False):
+            raise _at_once()
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.release()
 
     def close(self) -> None:
         """Let nothing go on that is in progress."""
@@ -69,9 +86,27 @@ class OneAtATime:
         Raises:
             UsageError
         """
-        self.check_process()
-        if self._working.locked():
-            raise _busy()
+        with self:
+            if self._working.locked():
+                raise _busy()
+
+    def in_turn(self, events: Generator[T, None, None]) -> Iterator[T]:
+        """The events of something long; between two of them, and only there, another thread may be inside.
+
+        Raises:
+            UsageError: another thread is inside when the next event is asked for; then they end.
+        """
+        with self:
+            event = next(events, None)
+        try:
+            while event is not None:
+                yield event
+                with self:
+                    event = next(events, None)
+        finally:
+            # What is put back at the end waits for whoever is inside; in a fork nobody would ever come out.
+            with nullcontext() if self.is_forked else self._inside:
+                events.close()
 
     def work(self, events: Generator[T, None, None]) -> Iterator[T]:
         """The events of what is in progress until they end or are closed.
@@ -141,6 +176,14 @@ def token_ids(values: Any) -> list[int]:
 
 def _closed() -> UsageError:
     return UsageError("The session is closed.", "Its model is no longer in memory.", "Load it again.")
+
+
+def _at_once() -> UsageError:
+    return UsageError(
+        "Another thread is using the session.",
+        "A session is for one thread at a time; only cancel may be called from any thread at any moment.",
+        "Call it from one thread, or hold a lock while you do.",
+    )
 
 
 def _busy() -> UsageError:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
@@ -20,12 +19,13 @@ from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.recovery_signals import REWALK
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.guards import Released, check_loading, token_ids, whole
+from kvchat.engine.guards import Released, check_loading
 from kvchat.engine.inspection import Inspection
 from kvchat.engine.keep.host_dtype import is_rounded, keep_pages
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.tokens import Tokens
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import Event, HostDtype, Load, Sampling, Switched, Text, Turn
@@ -95,9 +95,10 @@ def open_session(
     return Session(load_model(asked, progress), asked, system)
 
 
-class Session(Released, Comparisons, Inspection):
-    """One conversation with one model, for one thread of the process that loaded it; only ``cancel`` is for any thread.
+class Session(Released, Tokens, Comparisons, Inspection):
+    """One conversation with one model, for one thread at a time of the process that loaded it.
 
+    ``cancel`` is for any thread; a thread that changes something while another does gets UsageError.
     One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
     ``resume``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
     After ``close`` and in a forked process what works with the model raises UsageError, an answer in progress too.
@@ -130,9 +131,9 @@ class Session(Released, Comparisons, Inspection):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._ask()
-        return self._chat(text, sampling)
+        return self._loop.one.in_turn(self._chat(text, sampling))
 
-    def _chat(self, text: str, sampling: Sampling) -> Iterator[str]:
+    def _chat(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
         turns = (*self._turns, Turn("user", text))
         answer = ""
         try:
@@ -163,7 +164,8 @@ class Session(Released, Comparisons, Inspection):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._ask()
-        return self._keeper.kept(conversation, turns, self._loop.answer(turns, sampling, between or _nothing))
+        answer = self._loop.answer(turns, sampling, between or _nothing)
+        return self._loop.one.in_turn(self._keeper.kept(conversation, turns, answer))
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
@@ -171,19 +173,18 @@ class Session(Released, Comparisons, Inspection):
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
         """
+        return self._loop.one.in_turn(self._resume(conversation, turns))
+
+    def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
         self._ask()
         yield from self._keeper.saving(self._keeper.resume(conversation, turns))
         self._loop.pin(turns)
 
     def forget(self, conversation: str) -> None:
         """Keep nothing of a conversation that was deleted; call it once its file was set aside."""
-        self._loop.one.check_idle()
-        self._keeper.forget(conversation)
-
-    def _ask(self) -> None:
-        """Announce something long that changes what is stored."""
-        self._loop.ask()
-        self._keeper.interrupt()
+        with self._loop.one:
+            self._loop.one.check_idle()
+            self._keeper.forget(conversation)
 
     def cancel(self) -> None:
         """End the answer after the current token or chunk of the prompt; callable from any thread at any moment.
@@ -212,11 +213,9 @@ class Session(Released, Comparisons, Inspection):
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        self._loop.one.check_process()
         if not isinstance(mode, str):
             raise UsageError("A mode is given by its name.", f"Given: {mode!r}."[:200], "See kvchat modes.")
-        before = self._kv.mode.name
-        return self._switched(lambda: self._switcher.switch(mode or before, params))
+        return self._switched(lambda: self._switcher.switch(mode or self._kv.mode.name, params))
 
     def enter(self, parameters: ModeParameters) -> Switched:
         """Enter a mode with exactly these parameters, whatever was given before; nothing of them is kept for later.
@@ -224,15 +223,15 @@ class Session(Released, Comparisons, Inspection):
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        self._loop.one.check_process()
         return self._switched(lambda: self._switcher.enter(parameters))
 
     def _switched(self, switch: Callable[[], int]) -> Switched:
         """Time a switch, which returns the bytes that it moved, and note it."""
-        before, began = self._kv.mode.name, time.perf_counter()
-        moved = switch()
-        seconds = time.perf_counter() - began
-        self._metrics.note_switch(before, self._kv.mode.name, moved)
+        with self._loop.one:
+            before, began = self._kv.mode.name, time.perf_counter()
+            moved = switch()
+            seconds = time.perf_counter() - began
+            self._metrics.note_switch(before, self._kv.mode.name, moved)
         return Switched(
             before, self._kv.mode.name, self._kv.in_force, self.total, moved, seconds, self._loop.stored.reduced_tokens
         )
@@ -246,7 +245,7 @@ class Session(Released, Comparisons, Inspection):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._ask()
-        return self._keeper.saving(self._loop.rebuild())
+        return self._loop.one.in_turn(self._keeper.saving(self._loop.rebuild()))
 
     def keep_pages(self, host_dtype: HostDtype) -> str:
         """Keep pages that get full from now on in the model's number format or in int8; what that means now.
@@ -254,52 +253,12 @@ class Session(Released, Comparisons, Inspection):
         Raises:
             UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
         """
-        self._loop.one.check_process()
-        return keep_pages(self._kv.state, host_dtype)
+        with self._loop.one:
+            return keep_pages(self._kv.state, host_dtype)
 
     def prices(self) -> tuple[Price, ...]:
         """The cost of switching to each of the other modes now."""
         return self._switcher.prices()
-
-    def prefill(self, ids: Sequence[int]) -> Tensor:
-        """Store ``ids`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
-
-        Raises:
-            UsageError: no ids, or one that is no token; DoesNotFitError: longer than the model's context, or memory is
-                short.
-        """
-        ids = token_ids(ids)
-        self._ask()
-        self._switcher.check_prompt(self.total + len(ids))
-        logits = self._loop.prefill(ids)
-        self._switcher.calibrate()
-        return logits
-
-    def step(self, token: int) -> Tensor:
-        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``.
-
-        Raises:
-            UsageError: the model has no such token.
-            DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
-        """
-        self._loop.one.check_idle()
-        self._keeper.interrupt()
-        return self._loop.step(whole(token, "A token id"))
-
-    def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens`` stored tokens; with all that are stored nothing happens.
-
-        Raises:
-            UsageError: no whole number, a negative one, or more than are stored.
-        """
-        tokens = whole(tokens, "The number of tokens")
-        if not 0 <= tokens <= self.total:
-            raise UsageError(
-                f"A conversation of {self.total:,} tokens cannot be truncated to {tokens:,}.",
-                hint=f"Give 0 to {self.total:,}, the number of tokens to keep.",
-            )
-        self._ask()
-        self._loop.truncate(tokens)
 
     # ---- what is stored
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,13 +102,13 @@ class Keeper:
             self._writer.finish(LAST_WRITES_S)
         self._parked.clear()
 
-    def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Iterator[Event]:
+    def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Generator[Event, None, None]:
         """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
         yield from self.resume(conversation, turns)
         yield from self._problem()
         yield from self.saving(answer)
 
-    def saving(self, work: Iterator[Event]) -> Iterator[Event]:
+    def saving(self, work: Iterator[Event]) -> Generator[Event, None, None]:
         """The events of ``work``, which changes what is stored; that is saved afterwards."""
         self.interrupt()
         try:
