@@ -11,14 +11,17 @@ from typing import BinaryIO
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process, even a stopped one, as soon as its parent is gone.
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process, even a stopped one, as soon as its parent is gone; end if it is gone already.
 
-    Only Linux can do that; elsewhere a process ends by the end of its stdin, which needs it to run. The parent is the
-    thread that started the process.
+    ``parent`` is its process id: whoever is orphaned before this call hears of no death. Only Linux can do that;
+    elsewhere a process ends by the end of its stdin, which needs it to run. The parent is the thread that started the
+    process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if parent not in (None, os.getppid()):
+            sys.exit()
 
 
 def take_streams() -> tuple[BinaryIO, BinaryIO]:

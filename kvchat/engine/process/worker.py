@@ -1,8 +1,8 @@
-"""The engine's process: ``python -m kvchat.engine.process.worker``, commands on stdin, events on stdout.
+"""The work of the engine's process, ``python -m kvchat.engine.process``: commands on stdin, events on stdout.
 
 A reader thread takes commands from stdin; the main thread does all the work, so the session is touched by one thread
 only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends with its parent
-where the system can do that, and when its stdin closes, at the latest ``GRACE_S`` after it.
+where the system can do that, and when its stdin closes, at the latest ``Server.grace_s`` after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from kvchat import files
-from kvchat.engine.parent import end_with_parent, take_streams
+from kvchat.engine.parent import take_streams
 from kvchat.engine.process.importing import is_importing
 from kvchat.engine.process.loader import EngineLoader, Loader, Session
 from kvchat.engine.process.mailboxes import Inbox, Outbox, Refused
@@ -48,7 +48,7 @@ from kvchat.threads import spin_briefly, stay_within_share
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
 IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
-GRACE_S = 2.0
+GRACE_S, IDLE_GRACE_S = 2.0, 0.5  # with a session, which writes what is left; without one
 STOP_AGAIN_S = 0.05  # while something is imported, which must not be cut off
 STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
 
@@ -84,6 +84,11 @@ class Server:
         self._watches_details = False
         self._reads_gpu = False
         self._at_rest = False
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that the end may take once the commands have ended."""
+        return GRACE_S if self._in_use else IDLE_GRACE_S
 
     # ---- reader thread
 
@@ -314,7 +319,6 @@ def _explained(error: Exception) -> KvchatError:
 
 def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
-    end_with_parent()
     files.name_temporary_folder()
     spin_briefly()
     stay_within_share()
@@ -327,7 +331,7 @@ def main() -> None:
 
     def read() -> None:
         server.read(commands)
-        if not finished.wait(GRACE_S):
+        if not finished.wait(server.grace_s):
             os._exit(1)  # deep in a load or a kernel, and the application is gone
 
     threading.Thread(target=read, daemon=True).start()
@@ -343,7 +347,3 @@ def _interrupt() -> None:
 
 def _interrupt_later() -> None:
     threading.Timer(STOP_AGAIN_S, _interrupt).start()
-
-
-if __name__ == "__main__":
-    main()

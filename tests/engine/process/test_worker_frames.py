@@ -197,8 +197,17 @@ def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pyt
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_an_engine_ends_sooner_where_nothing_is_to_be_written() -> None:
+    server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
+    before = server.grace_s
+    server._do(Load(mode="full"))
+    assert before < server.grace_s
+    server._close_session()
+    assert before < server.grace_s
+
+
 def test_a_header_above_the_limit_ends_the_process_at_once() -> None:
-    command = [sys.executable, "-m", "kvchat.engine.process.worker"]
+    command = [sys.executable, "-m", "kvchat.engine.process"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:
         assert process.stdin
