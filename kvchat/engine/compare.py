@@ -27,9 +27,9 @@ from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
-from kvchat.engine.guards import whole
+from kvchat.engine.guards import kind_of, whole
 from kvchat.engine.mode_switcher import ModeSwitcher
-from kvchat.errors import KvchatError, UsageError
+from kvchat.errors import KvchatError
 from kvchat.kv.saved_tokens import save
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
@@ -199,8 +199,7 @@ class Comparison:
         return Sampler(sampling, model.vocab, model.device, model.temperature)
 
     def _without_recovery(self, variant: Variant) -> ModeParameters:
-        if not isinstance(variant, Variant):
-            raise UsageError("These are no variants.", f"Given: {variant!r}."[:200], "Give a list of Variant.")
+        kind_of(variant, Variant, "a Variant")
         return self._switcher.merged(variant.mode, variant.params).model_copy(update={"recovery": False})
 
     @contextmanager
@@ -238,6 +237,7 @@ class Comparisons:
             UsageError: as ``answer``, or a variant's mode or parameter is unknown.
             DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored.
         """
+        kind_of(variants, Sequence, "a list of variants")
         self._ask()
         comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
         return self._loop.one.in_turn(comparison.run(turns, variants, sampling))

@@ -162,6 +162,28 @@ def whole(value: Any, name: str) -> int:
     return number
 
 
+def function(value: Any, name: str) -> Any:
+    """``value``, which can be called.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not callable(value):
+        raise UsageError(f"{name} must be a function.", f"Given: {value!r}."[:200], "Give one, or leave it out.")
+    return value
+
+
+def kind_of(value: T, kind: type[Any], expected: str) -> T:
+    """``value``, which is of a ``kind`` that an error calls ``expected``.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise UsageError(f"This is not {expected}.", f"Given: {value!r}."[:200], f"Give {expected}.")
+    return value
+
+
 def token_ids(values: Any) -> list[int]:
     """The token ids that anything gives one after another.
 

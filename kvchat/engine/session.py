@@ -19,14 +19,13 @@ from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.recovery_signals import REWALK
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.guards import Released, check_loading
+from kvchat.engine.guards import Released, check_loading, function, kind_of
 from kvchat.engine.inspection import Inspection
 from kvchat.engine.keep.host_dtype import is_rounded, keep_pages
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.tokens import Tokens
-from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import Event, HostDtype, Load, Sampling, Switched, Text, Turn
 
@@ -66,6 +65,7 @@ def load(
         UsageError: an unknown mode or parameter, device or dtype.
         DoesNotFitError: there is not enough memory.
     """
+    kind_of(mode_params or {}, Mapping, "a mapping from modes to their parameters")
     asked = Load(
         model=str(model),
         device=device,
@@ -89,6 +89,7 @@ def open_session(
         KvchatError: as ``load``.
     """
     check_loading()
+    function(progress, "progress")
     is_rounded(asked.host_dtype)
     for name, params in ((asked.mode, {}), *asked.mode_params.items(), *asked.given.items()):
         modes.parse(name, params)
@@ -164,7 +165,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._ask()
-        answer = self._loop.answer(turns, sampling, between or _nothing)
+        answer = self._loop.answer(turns, sampling, function(between or _nothing, "between"))
         return self._loop.one.in_turn(self._keeper.kept(conversation, turns, answer))
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
@@ -213,8 +214,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        if not isinstance(mode, str):
-            raise UsageError("A mode is given by its name.", f"Given: {mode!r}."[:200], "See kvchat modes.")
+        kind_of(mode, str, "the name of a mode")
         return self._switched(lambda: self._switcher.switch(mode or self._kv.mode.name, params))
 
     def enter(self, parameters: ModeParameters) -> Switched:
@@ -223,6 +223,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
+        kind_of(parameters, ModeParameters, "a mode's ModeParameters")
         return self._switched(lambda: self._switcher.enter(parameters))
 
     def _switched(self, switch: Callable[[], int]) -> Switched:

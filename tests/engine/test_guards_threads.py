@@ -10,6 +10,7 @@ import torch
 
 from kvchat.config.modes import mode_names
 from kvchat.engine import guards
+from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import check_integrity
@@ -22,6 +23,12 @@ PARAMS = {"streaming": {"budget": 128}, "speculative": {"budget": 128}, "sync": 
 HELLO = (Turn("user", "Hello! My name is Maria."),)
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
 AT_ONCE = "Another thread is using the session"
+
+
+def in_mode(model: LoadedModel, mode: str) -> Session:
+    session = Session(model)
+    session.switch(mode, **PARAMS.get(mode, {}))
+    return session
 
 
 def run_at_once(*uses: Callable[[], object]) -> list[BaseException]:
@@ -68,7 +75,7 @@ def as_one_thread_would(session: Session, again: Session) -> bool:
 @pytest.mark.parametrize("mode", mode_names())
 def test_two_threads_that_step_as_fast_as_they_can_leave_what_one_would(small_model, mode):
     """Integrity was lost in freeze, streaming and sync without a word."""
-    session = Session(small_model, mode, PARAMS.get(mode))
+    session = in_mode(small_model, mode)
     session.prefill(PROMPT)
 
     def steps(token: int) -> Callable[[], object]:
@@ -76,7 +83,7 @@ def test_two_threads_that_step_as_fast_as_they_can_leave_what_one_would(small_mo
 
     assert run_at_once(steps(5), steps(6)) == []
     assert sorted(session._loop.stored.ids[len(PROMPT) :]) == [5] * STEPS + [6] * STEPS
-    assert as_one_thread_would(session, Session(small_model, mode, PARAMS.get(mode)))
+    assert as_one_thread_would(session, in_mode(small_model, mode))
 
 
 USES = {
@@ -154,7 +161,7 @@ def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_di
     thread.join()
     comparing.join()
     assert session._loop.stored.ids == list(PROMPT)
-    assert as_one_thread_would(session, Session(small_model, session.info.mode))
+    assert as_one_thread_would(session, in_mode(small_model, session.info.mode))
 
 
 def test_threads_may_take_turns(small_model):

@@ -21,7 +21,7 @@ def resolve_device(device: str) -> torch.device:
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         resolved = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UsageError(f'There is no device "{device}".', "", "Give auto, cpu, cuda or cuda:0.") from None
     if resolved.type not in ("cpu", "cuda"):
         raise UsageError(f'kvchat does not run on "{device}".', "", "Give auto, cpu, cuda or cuda:0.")
