@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvchat.bench.model_choice import ModelChoice
+from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.device import DTYPES, resolve_device
 from kvchat.engine.model.load import LoadedModel, wrap
@@ -140,9 +141,11 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
                 config, dtype=precision, attn_implementation=attention_hook.NAME
             ).eval()
         return wrap(model, NoTokenizer(), f"{name} (random weights)")
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise DoesNotFitError(
-            f"{name} does not fit {on}.", str(error).splitlines()[0], "Take a smaller --shape or a smaller dtype."
+            f"{name} does not fit {on}.", str(error).partition("\n")[0], "Take a smaller --shape or a smaller dtype."
         ) from error
 
 

@@ -22,6 +22,7 @@ from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import UsageError
@@ -143,7 +144,9 @@ def _one_shot(model: LoadedModel, prompt: list[int]) -> Reading | None:
     with as_written(model.model):
         try:
             return _measured(model, lambda: model.model(tokens, use_cache=True, logits_to_keep=1))
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return None
 
 

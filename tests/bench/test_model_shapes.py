@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from support.memory_faults import HostMemoryError
 from support.shape_runner import filled
 
 from kvchat.bench import model_shapes
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
-from kvchat.errors import UsageError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build
 
@@ -61,3 +64,10 @@ def test_shapes_have_the_published_sizes(name, billions, token_bytes):
 def test_what_random_weights_cannot_be_is_refused(choice, message):
     with pytest.raises(UsageError, match=message):
         model_shapes.choose("tiny", choice, lambda line: None)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), HostMemoryError(2**40), MemoryError()])
+def test_a_shape_for_which_memory_runs_out_does_not_fit(monkeypatch, error):
+    monkeypatch.setattr(model_shapes, "wrap", Mock(side_effect=error))
+    with pytest.raises(DoesNotFitError, match="tiny does not fit cpu"):
+        model_shapes.build("tiny", "cpu")

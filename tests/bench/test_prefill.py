@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
+from support.memory_faults import HostMemoryError
 from typer.testing import CliRunner
 
 from kvchat.bench import prefill
@@ -44,6 +46,12 @@ def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):
     (row,) = prefill.run(settings, CPU, Frame(report=lines.append))["rows"]
     assert (row["times_one_shot"], row["one_shot_seconds"], row["ratios"]) == (None, None, [])
     assert "does not fit" in lines[0]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), HostMemoryError(2**40), MemoryError()])
+def test_a_one_shot_for_which_memory_ran_out_is_none(tiny_shape, monkeypatch, error):
+    monkeypatch.setattr(prefill, "_measured", Mock(side_effect=error))
+    assert prefill._one_shot(tiny_shape, [1, 2, 3]) is None
 
 
 def test_a_prompt_beyond_the_context_is_refused():

@@ -18,10 +18,24 @@ PLACES = float(os.environ.get("KVCHAT_TEST_FAULTS", "0").replace("all", "inf")) 
 READS = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
 
+class HostMemoryError(RuntimeError):
+    """What torch's allocator for host memory raises: a plain RuntimeError with this text."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+            f"you tried to allocate {nbytes} bytes. Error code 12 (Cannot allocate memory)"
+        )
+
+
+NO_MEMORY = torch.OutOfMemoryError, HostMemoryError
+
+
 class MemoryRunsOut(TorchDispatchMode):
     """Count the operations that may allocate, all but views and reading a number; those numbered ``places`` fail.
 
-    Where memory stays ``short`` none after them finds any either.
+    Where memory stays ``short`` none after them finds any either. Odd ones raise as a GPU's allocator does, even ones
+    as the host's.
     """
 
     def __init__(self, *places: int, short: bool = False) -> None:
@@ -32,7 +46,8 @@ class MemoryRunsOut(TorchDispatchMode):
         if not func.is_view and func not in READS:
             self.count += 1
             if self.count in self.places or (self.short and self.count > max(self.places)):
-                raise torch.OutOfMemoryError(f"injected at {self.count}")
+                gpu = torch.OutOfMemoryError(f"injected at {self.count}")
+                raise gpu if self.count % 2 else HostMemoryError(self.count)
         return func(*args, **(kwargs or {}))
 
 

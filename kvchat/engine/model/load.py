@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model import attention_hook, cpu_dtype, gguf_weights, quantization, supported, text_part
 from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
 from kvchat.engine.model.description import ModelDescription, describe, quiet
@@ -140,11 +141,11 @@ def _explained(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
     """Whatever reading the weights and trying the model raises is raised as kvchat's own error."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise _does_not_fit(checkpoint, device) from error
     except KvchatError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise _does_not_fit(checkpoint, device) from error
         raise supported.unreadable(checkpoint.name, "the model", error) from error
 
 
@@ -192,11 +193,11 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
                 **({} if packed_here else quantized.options),
                 **_gguf(checkpoint),
             )
-    except torch.OutOfMemoryError:
-        raise
     except ImportError as error:
         raise quantization.missing(checkpoint.name, quantized, error) from error
     except Exception as error:  # whatever an untried config leads to
+        if is_out_of_memory(error):
+            raise
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
     if packed_here:
@@ -291,6 +292,12 @@ def _check_fits(found: Checkpoint, device: torch.device, share: float) -> None:
 
 
 def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
+    if device.type == "cpu":
+        return DoesNotFitError(
+            f"{found.name} does not fit this machine's memory.",
+            f"Its weights take {size(found.weight_bytes, 2)} on disk.",
+            "Choose a smaller model or --quantize int8, or end what else takes memory.",
+        )
     free, total = torch.cuda.mem_get_info(device)
     return DoesNotFitError(
         f"{found.name} does not fit {torch.cuda.get_device_name(device)}.",

@@ -10,6 +10,7 @@ import torch
 import transformers
 from huggingface_hub import errors
 from support import tiny_models
+from support.memory_faults import HostMemoryError
 
 from kvchat.engine.model import checkpoint, description, hub
 from kvchat.engine.model.load import load_model
@@ -407,3 +408,14 @@ def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedModel, "to", run_out)
     with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
         load_model(Load(str(folder), "cuda", "float32"), silent)
+
+
+@pytest.mark.parametrize("error", [HostMemoryError(2**40), MemoryError()])
+@pytest.mark.parametrize("where", ["from_pretrained", "to"])
+def test_memory_of_the_host_that_runs_out_on_the_way(folder, monkeypatch, where, error):
+    def run_out(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(transformers.PreTrainedModel, where, run_out)
+    with pytest.raises(DoesNotFitError, match=f"{folder.name} does not fit this machine's memory.*take .* on disk"):
+        load_model(Load(str(folder), "cpu", "float32"), silent)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from support.eight_bit_run import EightBitRun, in_8_bits
-from support.memory_faults import MemoryRunsOut
+from support.memory_faults import NO_MEMORY, MemoryRunsOut
 from support.toy_model import toy
 
 from kvchat.kv.geometry import Geometry
@@ -112,7 +112,7 @@ def _with_a_fault(run: EightBitRun, place: int, work) -> None:
     try:
         with MemoryRunsOut(place):
             work()
-    except torch.OutOfMemoryError:
+    except NO_MEMORY:
         run.ids[:], run.keys, run.values, run.stored, run.full = ids, keys, values, stored, full
         if run.kv.total > len(ids) or run.kv.total < len(ids) - 3:
             raise

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.freeze_reference import Simulation
 from support.freeze_run import AT_ONCE, EARLY, EVERYTHING, FreezeRun, ruled
-from support.memory_faults import MemoryRunsOut
+from support.memory_faults import NO_MEMORY, MemoryRunsOut
 
 from kvchat.config.modes import FreezeParameters, parse
 from kvchat.kv.inspect import attended
@@ -201,7 +201,7 @@ def fails(run: FreezeRun, place: int) -> bool:
     try:
         with MemoryRunsOut(place):
             run.step()
-    except torch.OutOfMemoryError:
+    except NO_MEMORY:
         run.random.set_state(drawn)
         run.keys, run.query = keys, query
         return True
