@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvchat.errors import KvchatError
+from kvchat.foreign_text import visible
 
 CHAT = "chat"
 MEANT = {"help": "--help", "version": "--version"}  # what other programs have as commands
@@ -18,6 +21,10 @@ MEANT = {"help": "--help", "version": "--version"}  # what other programs have a
 
 class Commands(TyperGroup):
     """Opens the chat with a question in place of a command. Ends quietly when stdout is closed (``| head -1``)."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _made_visible():
+            return super().make_context(*args, **extra)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; a question, and the options around it, are those of the chat."""
@@ -34,7 +41,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _made_visible():
+                return super().invoke(ctx)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
             raise typer.Exit(0) from None
@@ -50,3 +58,13 @@ class Commands(TyperGroup):
         """Whether a first word is no command, not even one with a slip."""
         is_near = word in MEANT or get_close_matches(word, self.commands, n=1)
         return len(word.split()) > 1 or not is_near
+
+
+@contextmanager
+def _made_visible() -> Iterator[None]:
+    """What was typed is quoted by the errors of typer, which typer itself prints."""
+    try:
+        yield
+    except typer.TyperException as error:
+        error.message = visible(error.message)
+        raise

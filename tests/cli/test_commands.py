@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.command_line import Run
+from support.hostile import forbidden_in, hostile
 
 from kvchat.cli import chat
 from kvchat.tui import app
@@ -52,3 +53,27 @@ def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], 
 
 def test_bytes_that_are_not_utf8_are_refused(run: Run, started: list[AppConfig]) -> None:
     assert run("Sch\udcf6n ist das").err.startswith("kvchat: The prompt is not UTF-8. Byte 3 is 0xf6.")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--TYPED",
+        "--mode TYPED",
+        "chat --TYPED",
+        "chat --mode TYPED",
+        "ask --seed TYPED",
+        "ask hello TYPED",
+        "calibrate --text TYPED",
+        "completion TYPED",
+        "config TYPED",
+        "bench --TYPED",
+        "chats list --TYPED",
+    ],
+)
+def test_what_was_typed_is_harmless_in_every_refusal(run: Run, line: str) -> None:
+    typed = hostile("typed").replace("\x00", "")  # no argument of a program holds NUL
+    outcome = run(*(word.replace("TYPED", typed) for word in line.split()))
+    assert outcome.code == 2
+    assert not forbidden_in(outcome.err.encode())
+    assert "typed" in outcome.err
