@@ -7,6 +7,8 @@ import gc
 import os
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """Python's rule, to collect garbage after 700 objects, takes a sixth of the time of the application's tests."""
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Iterator[Counter[str]]:
+    """How often a test did what may break the program, by kind; it stands in ``--junitxml``."""
+    counted: Counter[str] = Counter()
+    yield counted
+    for kind, number in counted.items():
+        record_property(kind, number)
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,7 @@ SOME_SWITCHES = [
 @pytest.mark.slow("a switch for each place where memory runs out")
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if PLACES else SOME_SWITCHES)
-def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short):
+def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short, count):
     failed = 0
     for at in range(1, 1000, 1 if PLACES else 9):
         run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1])
@@ -174,6 +174,7 @@ def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new,
         run.reference.enter(len(run.ids))
         run.step(3)
         run.check()
+    count["failures of memory"] += failed
     assert failed > 3
 
 

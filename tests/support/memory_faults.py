@@ -1,8 +1,8 @@
 """Memory that runs out at chosen operations of torch.
 
 The short form of the tests that use it takes two places of some cases. ``KVCHAT_TEST_FAULTS=30`` takes 30 of every
-case, evenly spaced, fewer where each costs seconds; ``all`` takes every place, for days. How often memory ran out
-stands in ``--junitxml`` as each test's property ``injected``. ``.ci/long`` runs the long form.
+case, evenly spaced, fewer where each costs seconds; ``all`` takes every place, for days. ``.ci/long`` runs the long
+form.
 """
 
 from __future__ import annotations

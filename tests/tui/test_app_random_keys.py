@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_random_keys_end_nothing(tmp_path: Path, program: str) -> None:
+def test_random_keys_end_nothing(tmp_path: Path, program: str, count: Counter[str]) -> None:
     folder = tmp_path / "working folder"
     folder.mkdir()
     environment = environ(HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path / "state"), XDG_CACHE_HOME=str(tmp_path))
     typed = RandomKeys(PROGRAMS[program] or start_app.command(tmp_path), environment, folder, SEED)
     typed.press(3, SECONDS)
+    count["keys"] += typed.keys
     told = f"{typed.keys} keys, {typed.runs} runs, {max(typed.memory)} MiB at most, {sorted(typed.seen)}"
     print(f"{program}: {told}")  # noqa: T201  # what a long run was
     assert max(typed.memory) < MAX_MIB

@@ -1,12 +1,20 @@
-"""However the application is ended the terminal is given back, and no engine is left."""
+"""However the application is ended the terminal is given back, and no engine is left.
+
+``KVCHAT_TEST_SIGNALS=100`` sends so many at random moments; ``.ci/long`` does.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +25,7 @@ from support.pty_run import PtyRun
 
 from kvchat.tui.app import ENDING
 
+SIGNALS = int(os.environ.get("KVCHAT_TEST_SIGNALS", "1"))
 F4 = b"\x1bOS"
 # What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
@@ -38,17 +47,26 @@ def is_alive(pid: int) -> bool:
     return bool(state.strip()) and not state.startswith("Z")
 
 
-@pytest.fixture
-def started(tmp_path: Path, request: pytest.FixtureRequest):
-    """The application as a shell starts it; a test may name signals that it does not hear."""
+@contextmanager
+def started_in(folder: Path, unheard: tuple[signal.Signals, ...] = ()) -> Iterator[PtyRun]:
+    """The application as a shell starts it, but for the signals that it does not hear."""
     heard_by_all = signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT  # a shell's background jobs ignore some
-    ways = dict.fromkeys(heard_by_all, signal.SIG_DFL) | dict.fromkeys(getattr(request, "param", ()), signal.SIG_IGN)
-    heard = {number: signal.signal(number, way) for number, way in ways.items()}
-    run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
-    for number, handler in heard.items():
+    ways = dict.fromkeys(heard_by_all, signal.SIG_DFL) | dict.fromkeys(unheard, signal.SIG_IGN)
+    before = {number: signal.signal(number, way) for number, way in ways.items()}
+    run = PtyRun(start_app.command(folder), environ(TERM="xterm-256color"))
+    for number, handler in before.items():
         signal.signal(number, handler)
-    yield run
-    run.close()
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PtyRun]:
+    """The application; a test may name signals that it does not hear."""
+    with started_in(tmp_path, getattr(request, "param", ())) as run:
+        yield run
 
 
 @pytest.fixture
@@ -58,18 +76,24 @@ def application(started: PtyRun):
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
-def test_a_signal_restores_the_terminal_and_ends_the_engine(application: PtyRun, number: signal.Signals) -> None:
+def test_a_signal_restores_the_terminal_and_ends_the_engine(
+    application: PtyRun, number: signal.Signals, count: Counter[str]
+) -> None:
     (engine,) = children(application.process.pid)
     application.process.send_signal(number)
+    count["signals"] += 1
     assert application.finish() == 128 + number
     assert not kept(application.written)
     wait_until(lambda: not is_alive(engine))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_sent_again_and_again_restores_the_terminal(application: PtyRun, number: signal.Signals) -> None:
+def test_a_signal_sent_again_and_again_restores_the_terminal(
+    application: PtyRun, number: signal.Signals, count: Counter[str]
+) -> None:
     while application.process.poll() is None:
         application.process.send_signal(number)
+        count["signals"] += 1
         application.read(0.02)
     application.finish()
     assert not kept(application.written)
@@ -80,6 +104,26 @@ def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started: PtyRun
     started.process.send_signal(signal.SIGTERM)
     assert started.finish() == 128 + signal.SIGTERM
     assert not kept(started.written)
+
+
+def test_a_signal_at_any_moment_leaves_neither_the_terminal_nor_an_engine(tmp_path: Path, count: Counter[str]) -> None:
+    for turn in range(SIGNALS):
+        dice = random.Random(turn)
+        number = dice.choice(ENDING)
+        (folder := tmp_path / str(turn)).mkdir()
+        with started_in(folder) as run:
+            if turn % 2:  # in mid-answer
+                run.until(start_app.READY)
+                run.type(b"slow\r")
+            at = time.monotonic() + dice.uniform(0, 3)
+            while (wait_s := at - time.monotonic()) > 0:
+                run.read(wait_s)
+            engines = children(run.process.pid)
+            run.process.send_signal(number)
+            count["signals"] += 1
+            assert run.finish() in (128 + number, -number), (turn, number)  # itself, before it takes the terminal
+        assert b"\x1b[?1049h" not in run.written or not kept(run.written), (turn, number)
+        wait_until(lambda engines=engines: not any(map(is_alive, engines)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import struct
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args
@@ -52,7 +53,8 @@ async def reports_of(output: bytes) -> tuple[list[Report], bool]:
 
 @fuzzed
 @given(body=bodies(EVENTS) | bodies(get_args(Command)))
-def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(body: bytes) -> None:
+def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(count: Counter[str], body: bytes) -> None:
+    count["frames"] += 1
     reports, killed = asyncio.run(reports_of(framed(body)))
     assert isinstance(reports[-1], Crashed)
     try:
@@ -66,13 +68,14 @@ def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(body: bytes) -
 
 @fuzzed
 @given(stream=st.binary(max_size=64) | st.lists(bodies(EVENTS), max_size=3).map(lambda found: framed(*found)[:-1]))
-def test_any_stream_of_bytes_comes_to_an_end(stream: bytes) -> None:
+def test_any_stream_of_bytes_comes_to_an_end(count: Counter[str], stream: bytes) -> None:
+    count["streams of bytes"] += 1
     reports, _ = asyncio.run(reports_of(stream))
     assert isinstance(reports[-1], Crashed)
 
 
 @pytest.mark.slow("hundreds of events are drawn")
-async def test_any_event_is_drawn(running) -> None:
+async def test_any_event_is_drawn(running, count) -> None:
     """No event of the right types, however absurd its values, ends the application or stops its ears."""
     found = []
 
@@ -86,6 +89,7 @@ async def test_any_event_is_drawn(running) -> None:
     async with running() as (app, _, until):
         for event in found:
             app.client._put(event)
+            count["events"] += 1
             await until(lambda: not app.client._inbox)
             await asyncio.sleep(0.01)  # to draw it
             assert app.is_running, event

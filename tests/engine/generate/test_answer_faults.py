@@ -33,16 +33,15 @@ def answered(session: Session) -> str:
 
 @pytest.mark.slow("an answer is given three times for each place")
 @pytest.mark.parametrize("mode", MODES)
-def test_an_answer_is_the_same_wherever_memory_ran_out_before(model, mode, record_property):
+def test_an_answer_is_the_same_wherever_memory_ran_out_before(model, mode, count):
     clean = Session(model, entering(mode, SMALL.get(mode, {})))
     with MemoryRunsOut() as counting:
         expected = answered(clean)
-    injected = 0
     for places in places_of(counting.count, mode, COST):
         session = Session(model, entering(mode, SMALL.get(mode, {})))
         with suppress(DoesNotFitError), MemoryRunsOut(*places):  # a prompt is read in smaller pieces then
             answered(session)
-        injected += len(places)
+        count["failures of memory"] += len(places)
         assert answered(session) == expected, places
         check_integrity(session._kv.state)
         assert session.snapshot().reduced_tokens == clean.snapshot().reduced_tokens, places
@@ -51,4 +50,3 @@ def test_an_answer_is_the_same_wherever_memory_ran_out_before(model, mode, recor
             assert session.attended(layer).sum() == clean.attended(layer).sum(), places
             pairs = zip(*(one._kv.state.host.dense(layer, clean.total) for one in (session, clean)), strict=True)
             assert all((mine - its).abs().max() < 1e-3 for mine, its in pairs), places
-    record_property("injected", injected)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import get_args
@@ -118,7 +119,8 @@ def engine(model: LoadedModel) -> Iterator[Engine]:
 
 @fuzzed
 @given(body=bodies(COMMANDS))
-def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, body: bytes) -> None:
+def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, count: Counter[str], body: bytes) -> None:
+    count["frames"] += 1
     events = engine.talk(framed(body), wire.encode(Stop()))
     unexplained = [e for e in events if isinstance(e, Failed) and e.title == "The engine failed."]
     assert not unexplained
@@ -129,7 +131,8 @@ def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, body: byte
 
 @fuzzed
 @given(stream=st.binary(max_size=64) | st.lists(bodies(COMMANDS), max_size=3).map(lambda found: framed(*found)[:-1]))
-def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(stream: bytes) -> None:
+def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(count: Counter[str], stream: bytes) -> None:
+    count["streams of bytes"] += 1
     server, log = worker.Server(io.BytesIO(), FakeLoader(FakeSession())), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", log)

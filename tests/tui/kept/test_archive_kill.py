@@ -84,8 +84,9 @@ def kill(folder: Path, victim: str, number: int) -> Loss:
 @pytest.mark.terminal
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
 @pytest.mark.parametrize("victim", ["application", "engine"])
-def test_text_survives_kills(tmp_path, victim):
+def test_text_survives_kills(tmp_path, victim, count):
     losses = [kill(tmp_path / str(number), victim, number) for number in range(KILLS)]
+    count["kills"] += len(losses)
     seconds, characters = sorted(one.seconds for one in losses), sorted(one.characters for one in losses)
     told = f"median {median(seconds):.2f} s ({median(characters):.0f} characters), worst {seconds[-1]:.2f} s"
     print(f"{victim} killed {KILLS} times: {told} ({characters[-1]})")  # noqa: T201  # what a long run lost
