@@ -104,6 +104,15 @@ def test_commands_and_their_flags_exist(command):
     assert CliRunner().invoke(app, [*names, "--help"]).exit_code == 0
 
 
+@pytest.mark.slow("the bundled model answers and its heads are measured")
+def test_each_line_of_the_example_in_python_runs(capsys):
+    example = re.search(r"```python\n(import kvchat\n.*?)```", TEXTS[STRUCTURE], re.DOTALL).group(1)
+    exec(compile(example, "the example", "exec"), {})
+    told = capsys.readouterr().out
+    for piece in ("length, of what is stored", "streaming: budget = 1 is refused.", "[('full', ", "('sync', "):
+        assert piece in told
+
+
 def test_nothing_is_left_to_fill_in():
     assert not [path for path, text in TEXTS.items() if "@@" in text]
 
