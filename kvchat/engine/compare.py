@@ -27,10 +27,12 @@ from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import kind_of, whole
+from kvchat.engine.memory_errors import explained
 from kvchat.engine.mode_switcher import ModeSwitcher
-from kvchat.errors import KvchatError
-from kvchat.kv.saved_tokens import save
+from kvchat.errors import DoesNotFitError, KvchatError
+from kvchat.kv.saved_tokens import SavedTokens, save
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Event, NeedleHidden, Sampling, Started, Turn
@@ -71,7 +73,8 @@ class Comparison:
         self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
     ) -> Generator[Event, None, None]:
         """``Session.compare``, after ``ask``."""
-        yield from self._loop.one.work(self._run(turns, variants, sampling))
+        with explained(self._runner.kv, "comparing"):
+            yield from self._loop.one.work(self._run(turns, variants, sampling))
 
     def _run(
         self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
@@ -214,10 +217,22 @@ class Comparison:
                 yield
             finally:
                 loop.one.check_process()
-                self._runner.put_back(saved, stored.ids[start:])
-                loop.stored.__dict__.update(vars(stored))
-                switcher.preamble = preamble
-                switcher.enter(parameters)
+                try:
+                    self._put_back(saved, stored)
+                finally:
+                    switcher.preamble = preamble
+                    switcher.enter(parameters)
+
+    def _put_back(self, saved: SavedTokens, stored: Stored) -> None:
+        """Store again what was set aside; where memory runs out the next question reads it again."""
+        try:
+            with explained(self._runner.kv, "putting the conversation back"):
+                self._runner.put_back(saved, stored.ids[saved.start :])
+        except DoesNotFitError:
+            self._loop.stored.truncate(saved.start)
+            self._runner.truncate(saved.start)
+            raise
+        self._loop.stored.become(stored)
 
 
 class Comparisons:
@@ -235,7 +250,8 @@ class Comparisons:
 
         Raises:
             UsageError: as ``answer``, or a variant's mode or parameter is unknown.
-            DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored.
+            DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored or to put it back; where
+                that failed the next question reads it again, and the mode may be a variant's.
         """
         kind_of(variants, Sequence, "a list of variants")
         self._ask()

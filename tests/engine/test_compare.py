@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support import tiny_multimodal
 from support.loads import entering
+from support.tiny_runner import speaking
 
 from kvchat.engine import compare
 from kvchat.engine.compare import compare_logits
@@ -178,6 +180,25 @@ def test_a_hybrid_model_goes_on_as_if_nothing_had_been_compared(tmp_path):
     *_, compared = one.compare((Turn("user", "Hello"),), (Variant("full"), NARROW), SAMPLING)
     assert len(compared.runs) == 2
     assert torch.allclose(one.step(7), other.step(7), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_where_memory_runs_out_for_putting_back_the_conversation_is_read_again(name, monkeypatch):
+    """torch's own error came through, the ids of K/V that were not there stayed, and a hybrid answered otherwise."""
+    model, short = speaking(name), replace(SAMPLING, max_new_tokens=2)
+    one, other = Session(model), Session(model)
+    for session in (one, other):
+        list(session.answer((Turn("user", "The sea was calm."),), short))
+    with monkeypatch.context() as patch:
+        patch.setattr(one._kv.state.host, "put", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+        with pytest.raises(DoesNotFitError, match="Memory ran out while putting the conversation back"):
+            list(one.compare((Turn("user", "The whale went on."),), VARIANTS[:1], short))
+    ids = other._loop.stored.ids
+    assert one.total < len(ids)
+    assert one._loop.stored.ids == ids[: one.total]
+    one.prefill(ids[one.total :])
+    assert torch.allclose(one.step(7), other.step(7), atol=1e-4)
+    assert one.snapshot().mode == "full"
 
 
 def test_logits_are_compared_after_the_first():

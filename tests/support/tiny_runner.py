@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support import tiny_models
+from support import byte_tokenizer, tiny_models
 from support.toy_model import calibration
 
 from kvchat.config.modes import parse
@@ -39,6 +40,13 @@ def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32, *
     fixed = (name, name, torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
     without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[], chat_template="")
     return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0, reads_chunks=chunked)
+
+
+def speaking(name: str) -> LoadedModel:
+    """A tiny random model with one token a byte."""
+    model = loaded(name, vocab_size=byte_tokenizer.SIZE)
+    end = byte_tokenizer.SIZE - 1
+    return replace(model, tokenizer=byte_tokenizer.byte_level(), vocab=end + 1, eos_ids=frozenset({end}))
 
 
 def runner_of(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:

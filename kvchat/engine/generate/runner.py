@@ -211,8 +211,8 @@ class ModelRunner:
     def put_back(self, saved: SavedTokens, ids: Sequence[int]) -> None:
         """Store again, after the first ``saved.start`` tokens, those that were set aside, which are ``ids``."""
         self.recurrent.truncate(saved.start)
-        self.recurrent.put_back(ids)
         self.kv.put_back(saved)
+        self.recurrent.put_back(ids)
 
     # ---- refusals
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from support.byte_tokenizer import MARKERS, byte_level, finished
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
 
 from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
 from kvchat.protocol.messages import Turn
 
-MARKERS = ("<turn>", "</turn>")
-TEMPLATE = (
-    "{% for m in messages %}{{ '<turn>' + m.role + '\n' + m.content + '</turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"
-)
 ROLES = ("system", "user", "assistant")
-
-
-def byte_level(normalizer=None, **added: bool) -> PreTrainedTokenizerBase:
-    """One token a byte; the markers are added tokens with the given properties."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return finished(backend, normalizer, added)
 
 
 def metaspace(normalizer=None, **added: bool) -> PreTrainedTokenizerBase:
@@ -35,16 +22,6 @@ def metaspace(normalizer=None, **added: bool) -> PreTrainedTokenizerBase:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     return finished(backend, normalizer, added)
-
-
-def finished(backend: Tokenizer, normalizer, added: dict[str, bool]) -> PreTrainedTokenizerBase:
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    add = backend.add_special_tokens if added.get("special", True) else backend.add_tokens
-    add([AddedToken(marker, **{"special": True, "normalized": False, **added}) for marker in MARKERS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 KINDS = {

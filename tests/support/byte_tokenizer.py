@@ -1,0 +1,33 @@
+"""A tokenizer with one token a byte, and a chat template whose turns stand between two added tokens."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+MARKERS = ("<turn>", "</turn>")
+SIZE = 256 + len(MARKERS)
+TEMPLATE = (
+    "{% for m in messages %}{{ '<turn>' + m.role + '\n' + m.content + '</turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"
+)
+
+
+def byte_level(normalizer=None, **added: bool) -> PreTrainedTokenizerBase:
+    """One token a byte; the markers are added tokens with the given properties."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return finished(backend, normalizer, added)
+
+
+def finished(backend: Tokenizer, normalizer, added: dict[str, bool]) -> PreTrainedTokenizerBase:
+    """A backend as transformers' tokenizer, with the markers and the template."""
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    add = backend.add_special_tokens if added.get("special", True) else backend.add_tokens
+    add([AddedToken(marker, **{"special": True, "normalized": False, **added}) for marker in MARKERS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
