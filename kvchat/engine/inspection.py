@@ -13,6 +13,7 @@ from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.guards import whole
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.mode_switcher import ModeSwitcher
+from kvchat.engine.model import int4_rows
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
@@ -40,7 +41,7 @@ class Inspection:
         return Loaded(
             model=model.name,
             architecture=type(model.model).__name__,
-            parameters=model.model.num_parameters(),
+            parameters=int4_rows.unpacked_elements(model.model),
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             context=model.context,

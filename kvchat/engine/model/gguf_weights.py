@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvchat.engine.model import quantization, supported
+from kvchat.engine.model import int4_rows, quantization, supported
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
@@ -40,7 +40,7 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
     small = by_default(described.location, described.dtype, described.device)
     if not small:
         return Choice("none")
-    if absent := quantization.absent_packages(small):
+    if absent := quantization.absent_packages(small, described.device):
         packages = " and ".join(absent)
         return Choice(
             "none", f"With {packages} its weights would stay small, in {small}: {quantization.INSTALL[small]}."
@@ -74,13 +74,17 @@ def sizes(quantize: str, described: ModelDescription) -> str:
 
 
 def pack(model: Any, config: Any, device: torch.device) -> None:
-    """Quantize the Linears of ``model`` but its head by transformers' ``config`` for torchao, each on ``device``."""
+    """Quantize the Linears of ``model`` but its head by transformers' ``config``, each on ``device``."""
+    model.config.quantization_config = config
+    if config.quant_method == int4_rows.METHOD:
+        for linear in int4_rows.chosen(model):
+            int4_rows.pack(linear, of_4_bits=True)
+        return
     from torchao.quantization import quantize_
 
     head = model.get_output_embeddings()
     for linear in [linear for linear in linears(model) if linear is not head]:
         quantize_(linear.to(device), config.quant_type, filter_fn=lambda module, name: True)
-    model.config.quantization_config = config
 
 
 def _bits(location: ModelLocation) -> float:

@@ -7,25 +7,21 @@ the model and hold the numbers; ``Int8Rows`` is what multiplies them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS = "int8_rows"  # the attribute of a Linear
+from kvchat.engine.model.packed_rows import ROWS, PackedRows, attach
 
 
-class Int8Rows:
+class Int8Rows(PackedRows):
     """A matrix ``data [N, K]`` of 8 bits, each row with its ``scale [N]``; ``bias [N]`` is its Linear's."""
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         self.data, self.scale, self.bias = data, scale, bias
         self._rounded = scale.bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """In place of its Linear's own."""
-        return self.multiply(x, self.bias)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
@@ -36,28 +32,18 @@ class Int8Rows:
             return product if bias is None else product + bias
         return F.linear(x, self.data.to(x.dtype) * self.scale.to(x.dtype)[:, None], bias)
 
-
-Weight = Tensor | Int8Rows
-
-
-def weight_of(linear: Any) -> Weight:
-    """The weight of a Linear, as it multiplies."""
-    rows: Int8Rows | None = linear.__dict__.get(ROWS)
-    return linear.weight if rows is None else rows
+    @classmethod
+    def merged(cls, linears: Sequence[Any]) -> Self:
+        """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
+        parts: list[Int8Rows] = [linear.__dict__[ROWS] for linear in linears]
+        merged = cls(torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts]))
+        views = torch.split(merged.data, [len(part.data) for part in parts])
+        for linear, part, view in zip(linears, parts, views, strict=True):
+            part.data = linear.weight.qdata = view
+        return merged
 
 
 def install(linear: nn.Linear) -> None:
     """Let a Linear of torchao's int8 weights multiply by its rows."""
     weight: Any = linear.weight
-    rows = Int8Rows(weight.qdata, weight.scale.flatten(), linear.bias)
-    linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
-
-
-def merge(linears: Sequence[Any]) -> Int8Rows:
-    """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
-    parts: list[Int8Rows] = [linear.__dict__[ROWS] for linear in linears]
-    merged = Int8Rows(torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts]))
-    views = torch.split(merged.data, [len(part.data) for part in parts])
-    for linear, part, view in zip(linears, parts, views, strict=True):
-        part.data = linear.weight.qdata = view
-    return merged
+    attach(linear, Int8Rows(weight.qdata, weight.scale.flatten(), linear.bias))

@@ -1,6 +1,7 @@
-"""Quantized weights: int8 and int4 by torchao, nf4 by bitsandbytes, and checkpoints that are quantized already.
+"""Quantized weights: int8 by torchao, int4 too on a GPU, nf4 by bitsandbytes, and checkpoints that are already.
 
 transformers and its quantizers do the work; kvchat chooses their configuration and names the package that is missing.
+int4 on a CPU is kvchat's own (``int4_rows``) and needs no package.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvchat.protocol.messages import Quantize
 CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
+INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
 
 
@@ -53,10 +55,11 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         raise ModelError(
             f"The model is quantized already, by {own}.", f"Its weights cannot be made {quantize} again.", "Give none."
         )
-    _check_installed(quantize)
+    _check_installed(quantize, device)
     stored = config.get_text_config(decoder=True).dtype or torch.float32
     chosen = _nf4(dtype) if quantize == "nf4" else _int8() if quantize == "int8" else _int4(dtype, device)
-    return Quantization(PACKAGES[quantize], {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
+    method = _package(quantize, device) or quantize
+    return Quantization(method, {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
 
 
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
@@ -119,18 +122,21 @@ def multiply_on_cpu(model: Any) -> None:
 
 def possible(device: torch.device, dtype: torch.dtype) -> list[str]:
     """The choices that this device can multiply in ``dtype``, whatever is installed."""
-    int4 = device.type == "cuda" and dtype == torch.bfloat16
-    return [name for name in CHOICES if name != "auto" and (name != "int4" or int4)]
+    return [name for name in CHOICES if name != "auto" and (name != "int4" or not _no_int4(device, dtype))]
 
 
-def absent_packages(quantize: str) -> list[str]:
+def absent_packages(quantize: str, device: torch.device) -> list[str]:
     """The packages that a quantization needs and that are not installed; ``none`` needs none."""
-    needed = (PACKAGES[quantize], "accelerate") if quantize in PACKAGES else ()
-    return [name for name in needed if importlib.util.find_spec(name) is None]
+    package = _package(quantize, device)
+    return [name for name in (package, "accelerate") if importlib.util.find_spec(name) is None] if package else []
 
 
-def _check_installed(quantize: str) -> None:
-    absent = absent_packages(quantize)
+def _package(quantize: str, device: torch.device) -> str:
+    return "" if quantize == "int4" and device.type == "cpu" else PACKAGES.get(quantize, "")
+
+
+def _check_installed(quantize: str, device: torch.device) -> None:
+    absent = absent_packages(quantize, device)
     if absent:
         verb = "is" if len(absent) == 1 else "are"
         raise ModelError(
@@ -154,16 +160,35 @@ def _int8() -> Any:
 
 
 def _int4(dtype: torch.dtype, device: torch.device) -> Any:
-    if "int4" not in possible(device, dtype):
-        raise UsageError(
-            "int4 weights need a CUDA GPU and bfloat16.",
-            f"Given: {device.type}, {str(dtype).removeprefix('torch.')}. torchao multiplies int4 by nothing else.",
-            "Give int8, or --dtype bfloat16 on a GPU.",
-        )
+    if refused := _no_int4(device, dtype):
+        raise refused
+    if device.type == "cpu":
+        from kvchat.engine.model.int4_quantizer import Int4Config
+
+        return Int4Config()
     from torchao.quantization import Int4WeightOnlyConfig
     from transformers import TorchAoConfig
 
     return TorchAoConfig(Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
+
+
+def _no_int4(device: torch.device, dtype: torch.dtype) -> UsageError | None:
+    """Why int4 is refused; None where it is multiplied."""
+    if device.type == "cpu":
+        return None
+    if dtype != torch.bfloat16:
+        return UsageError(
+            "int4 weights need bfloat16 on a GPU.",
+            f"Given: {str(dtype).removeprefix('torch.')}. torchao multiplies int4 in no other dtype.",
+            "Give --dtype bfloat16, or int8.",
+        )
+    if (capability := torch.cuda.get_device_capability(device)) < INT4_CAPABILITY:
+        return UsageError(
+            "int4 weights need a GPU of compute capability 8.0 or more.",
+            f"This one has {capability[0]}.{capability[1]}, whose tensor cores have no bfloat16.",
+            "Give int8 or nf4.",
+        )
+    return None
 
 
 def _tensors(model: Any) -> Iterator[Tensor]:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.engine.model import attention_hook
+from kvchat.engine.model import attention_hook, int4_rows
 
 # Bytes a weight takes beside its own bits: torchao's scale and zero point a row, bitsandbytes' scale for 64 weights.
 ROW_BYTES = {"int8": 5}
-WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64}
+WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+# torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
+INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
 
 
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -34,10 +36,22 @@ def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
     tied = head.weight is model.get_input_embeddings().weight
     for linear in linears(model):
         if linear is not head or (quantize == "int8" and device.type == "cpu"):
-            rows, columns = linear.weight.shape
-            total += int(rows * (columns * WEIGHT_BYTES[quantize] + ROW_BYTES.get(quantize, 0)))
+            total += _packed_bytes(linear, quantize, device)
             total -= 0 if linear is head and tied else linear.weight.nbytes
     return total
+
+
+def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int:
+    """Bytes of a Linear's weights once it is packed; those of one that does not fit stay."""
+    rows, columns = linear.weight.shape
+    if quantize != "int4":
+        return int(rows * (columns * WEIGHT_BYTES[quantize] + ROW_BYTES.get(quantize, 0)))
+    if device.type == "cpu":
+        return int(rows * columns * int4_rows.WEIGHT_BYTES) if int4_rows.fits(linear) else linear.weight.nbytes
+    if columns % INT4_GROUP:
+        return linear.weight.nbytes
+    padded = [-(-size // to) * to for size, to in zip((rows, columns), INT4_PADDED, strict=True)]
+    return int(padded[0] * padded[1] * INT4_BYTES)
 
 
 def linears(model: Any) -> Iterator[nn.Linear]:

@@ -14,18 +14,23 @@ from support import tiny_models
 from kvchat.engine.model import quantization
 from kvchat.engine.model.fusion.recognize import projections
 from kvchat.engine.model.fusion.swap import sample_logits
+from kvchat.engine.model.int4_rows import Int4Rows
 from kvchat.engine.model.load import load_model
+from kvchat.engine.model.packed_rows import ROWS
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
+from kvchat.engine.plan import memory_plan
+from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
-from kvchat.protocol.messages import Load
+from kvchat.protocol.messages import Load, Sampling, Text, Turn
 
 needs_bitsandbytes = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")),
     reason="bitsandbytes is not installed",
 )
 CPU = torch.device("cpu")
+ASKED, GREEDY = (Turn("user", "My cat is called Biscuit."),), Sampling(temperature=0, max_new_tokens=24)
 QUANTIZED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
@@ -187,20 +192,31 @@ def int8():
     return load_model(Load("bundled", "cpu", quantize="int8"), silent)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_without_torchao_the_command_is_named(nothing_installed, quantize):
+@pytest.mark.parametrize(("quantize", "device"), [("int8", "cpu"), ("int4", "cuda")])
+def test_without_torchao_the_command_is_named(nothing_installed, quantize, device):
     with pytest.raises(ModelError, match=r"torchao and accelerate are not installed.*pip install 'kvchat\[ao\]'"):
-        load_model(Load("bundled", "cpu", quantize=quantize), silent)
+        quantization.resolve(quantize, tiny_models.config("llama"), torch.bfloat16, torch.device(device))
 
 
-def test_int4_on_a_cpu_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "capability", "refusal"),
+    [
+        (torch.float16, (9, 0), r"need bfloat16 on a GPU\. Given: float16"),
+        (torch.bfloat16, (7, 5), r"capability 8.0 or more\. This one has 7\.5.*Give int8 or nf4"),
+    ],
+)
+def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capability, refusal):
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
-    with pytest.raises(UsageError, match=r"need a CUDA GPU and bfloat16\. Given: cpu, float32.*Give int8"):
-        load_model(Load("bundled", "cpu", quantize="int4"), silent)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    assert quantization.possible(cuda, dtype) == ["none", "int8", "nf4"]
+    with pytest.raises(UsageError, match=refusal):
+        quantization.resolve("int4", tiny_models.config("llama"), dtype, cuda)
 
 
 @needs_torchao
-def test_what_is_asked_of_torchao():
+def test_what_is_asked_of_torchao(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config, cuda = tiny_models.config("llama"), torch.device("cuda")
     for quantize in ("int8", "int4"):
         chosen = quantization.resolve(quantize, config, torch.bfloat16, cuda)
@@ -242,3 +258,40 @@ def test_one_token_and_many_are_the_same_product(int8):
     one_by_one = torch.cat([linear(row.view(1, 1, -1)) for row in x[0]], 1)
     assert relative_error(one_by_one, linear(x)) < 0.01
     assert relative_error(linear(x), x @ linear.weight.dequantize().T) < 1e-5
+
+
+# ---- int4 on a CPU ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def int4():
+    return load_model(Load("bundled", "cpu", quantize="int4"), silent)
+
+
+def test_the_bundled_model_in_int4(int4, model):
+    assert (int4.weights, int4.dtype, int4.notes) == ("int4", torch.float32, model.notes)
+    assert int4.fused == "norms, merged projections, rope, fused layers"
+    # 4 bits and a bfloat16 scale and zero per 32 weights of the layers; the head is the embedding and stays
+    embedding = model.model.get_input_embeddings().weight.nbytes
+    layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
+    assert int4.weight_bytes == pytest.approx(embedding + layers * 5 / 8, rel=0.002)
+    assert memory_plan(Load("bundled", "cpu"), 64, silent).weights["int4"] == int4.weight_bytes
+    assert selftest(int4.model) < 0.01
+
+
+def test_int4_on_a_cpu_needs_no_package(nothing_installed, folder):
+    loaded = load_model(Load(str(folder), "cpu", "bfloat16", quantize="int4"), silent)
+    assert (loaded.weights, loaded.dtype) == ("int4", torch.bfloat16)
+
+
+def test_greedy_tokens_of_int4_are_those_of_the_weights_they_stand_for(int4):
+    plain = load_model(Load("bundled", "cpu", fast=False), silent)
+    for name, linear in int4.model.named_modules():
+        if isinstance(rows := linear.__dict__.get(ROWS), Int4Rows):
+            same = plain.model.get_submodule(name)
+            same.weight.data = rows.multiply(torch.eye(same.in_features)).T.contiguous()
+    said = [
+        "".join(event.text for event in Session(each).answer(ASKED, GREEDY) if isinstance(event, Text))
+        for each in (int4, plain)
+    ]
+    assert said[0] == said[1] != ""

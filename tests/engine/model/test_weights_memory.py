@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvchat.engine.model import weights_memory
-from kvchat.engine.model.fusion.operations import merge
+from kvchat.engine.model.merging import merge
 from kvchat.engine.model.weights_memory import lay_out
 from kvchat.kv.memory.huge_pages import HUGE_PAGE
 

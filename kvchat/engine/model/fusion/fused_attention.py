@@ -15,7 +15,7 @@ from kvchat.engine.model import attention_hook, tolerances
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations
 from kvchat.engine.model.fusion.recognize import numbers
-from kvchat.engine.model.int8_rows import weight_of
+from kvchat.engine.model.packed_rows import weight_of
 
 CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 TOKENS = 3  # of the check

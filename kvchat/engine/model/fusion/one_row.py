@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvchat.engine.model.int8_rows import Int8Rows, Weight
+from kvchat.engine.model.packed_rows import PackedRows, Weight
 
 PROCESSOR = Path("/proc/cpuinfo")
 MAKE = "AuthenticAMD"
@@ -25,7 +25,7 @@ BLOCKS = 4
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``x [..., K]`` through ``weight [N, K]``, plus ``bias [N]``: ``[..., N]``."""
-    if isinstance(weight, Int8Rows):
+    if isinstance(weight, PackedRows):
         return weight.multiply(x, bias)
     if is_one_row(x) and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
         blocks = _blocks(weight.shape[0])

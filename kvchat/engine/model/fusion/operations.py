@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.engine.model import int8_rows
 from kvchat.engine.model.fusion.one_row import is_one_row, linear
-from kvchat.engine.model.int8_rows import Int8Rows, Weight, weight_of
+from kvchat.engine.model.merging import merge
+from kvchat.engine.model.packed_rows import PackedRows, Weight, weight_of
 
 
 @dataclass(frozen=True)
@@ -136,34 +136,5 @@ class Output:
 
 def merge_weights(linears: Sequence[nn.Linear]) -> Weight:
     """The weights of Linears of one input as one matrix, of which theirs become views."""
-    if isinstance(weight_of(linears[0]), Int8Rows):
-        return int8_rows.merge(linears)
-    return merge([linear.weight for linear in linears])
-
-
-def merge(parameters: Sequence[Tensor]) -> Tensor:
-    """Stack ``parameters`` along their first dimension; they become views of the result, so no memory is added."""
-    merged = _one_behind_the_other(parameters)
-    if merged is not None:
-        return merged
-    merged = torch.cat([parameter.data for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        parameter.data = merged[start : start + len(parameter)]
-        start += len(parameter)
-    return merged
-
-
-def _one_behind_the_other(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameters as one, where they lie in memory like that already (``weights_memory``)."""
-    first = parameters[0].data
-    end = first.data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != end or not parameter.is_contiguous():
-            return None
-        end += parameter.nbytes
-    rows = sum(len(parameter) for parameter in parameters)
-    size = rows * first[0].numel()
-    if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.element_size():
-        return None  # next to each other by chance
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    rows = weight_of(linears[0])
+    return rows.merged(linears) if isinstance(rows, PackedRows) else merge([linear.weight for linear in linears])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvchat.engine.model import tolerances
 from kvchat.engine.model.fusion.operations import Norm, Operations
-from kvchat.engine.model.int8_rows import Int8Rows, weight_of
+from kvchat.engine.model.packed_rows import PackedRows, weight_of
 
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in every model that has one
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}  # only the first three read the layer's input
@@ -105,6 +105,8 @@ def rotates_halves(forward: Any) -> bool:
 def _mergeable(linears: list[Any]) -> bool:
     if not all(is_plain(linear) for linear in linears):
         return False
+    if not all(weight.mergeable for weight in map(weight_of, linears) if isinstance(weight, PackedRows)):
+        return False
     return len({_likeness(linear) for linear in linears}) == 1
 
 
@@ -115,11 +117,11 @@ def _likeness(linear: Any) -> tuple[Any, ...]:
 
 
 def is_plain(module: Any) -> bool:
-    """``module`` is a Linear with its own forward: of unquantized weights, or of 8 bits on a CPU."""
+    """``module`` is a Linear with its own forward: of unquantized weights, or packed on a CPU."""
     if type(module) is not nn.Linear:
         return False
     weight, forward = weight_of(module), module.__dict__.get("forward")
-    if isinstance(weight, Int8Rows):
+    if isinstance(weight, PackedRows):
         return bool(forward == weight.forward)
     return weight.is_floating_point() and forward is None
 

@@ -39,7 +39,7 @@ from kvchat.engine.model.fusion.recognize import (
     rms_norm,
     rotates_halves,
 )
-from kvchat.engine.model.int8_rows import weight_of
+from kvchat.engine.model.packed_rows import weight_of
 from kvchat.engine.model.tolerances import logits_tolerance, relative_error
 
 NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"

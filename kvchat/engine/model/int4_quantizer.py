@@ -1,0 +1,55 @@
+"""Lets transformers pack each Linear as ``int4_rows`` while it reads a model, so that no more than one is unpacked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kvchat.engine.model import int4_rows
+from kvchat.engine.model.int4_rows import METHOD
+
+
+@register_quantization_config(METHOD)
+class Int4Config(QuantizationConfigMixin):
+    """Asks for weights of 4 bits on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(quant_method=METHOD)
+
+@register_quantizer(METHOD)
+class Int4Quantizer(HfQuantizer):
+    """Packs the Linears that fit, but the head."""
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        chosen = set(int4_rows.chosen(model))
+        self._packed = {f"{name}.weight" for name, module in model.named_modules() if module in chosen}
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self._packed
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack()
+
+    def is_serializable(self, safe_serialization: object = None) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Pack(ConversionOps):
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Put what was read into its Linear, packed: nothing is left to be put there."""
+        (value,) = input_dict.values()
+        name = kwargs["full_layer_name"]
+        linear = kwargs["model"].get_submodule(name.rpartition(".")[0])
+        linear.weight = nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
+        int4_rows.pack(linear)
+        linear._is_hf_initialized = True
+        kwargs["missing_keys"].discard(name)
+        return {}

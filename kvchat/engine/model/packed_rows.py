@@ -1,0 +1,50 @@
+"""Weights on a CPU that torch's own integer kernels multiply: what is the same for 8 bits and for 4."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+ROWS = "packed_rows"  # the attribute of a Linear
+
+
+class PackedRows(ABC):
+    """The packed rows of a Linear's matrix ``[N, K]``; ``bias [N]`` is the Linear's."""
+
+    data: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In place of its Linear's own."""
+        return self.multiply(x, self.bias)
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether rows of another matrix can follow these."""
+        return True
+
+    @classmethod
+    @abstractmethod
+    def merged(cls, linears: Sequence[Any]) -> Self:
+        """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
+
+
+Weight = Tensor | PackedRows
+
+
+def weight_of(linear: Any) -> Weight:
+    """What multiplies in a Linear."""
+    rows: PackedRows | None = linear.__dict__.get(ROWS)
+    return linear.weight if rows is None else rows
+
+
+def attach(linear: Any, rows: PackedRows) -> None:
+    """Let a Linear multiply by ``rows``."""
+    linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
