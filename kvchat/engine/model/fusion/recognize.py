@@ -123,7 +123,8 @@ def is_plain(module: Any) -> bool:
     weight, forward = weight_of(module), module.__dict__.get("forward")
     if isinstance(weight, PackedRows):
         return bool(forward == weight.forward)
-    return weight.is_floating_point() and forward is None
+    # A quantizer's own tensors say they are floating point; they can be sliced, and often not put together again.
+    return type(weight) is nn.Parameter and weight.is_floating_point() and forward is None
 
 
 def _has(module: Any, *names: str) -> bool:

@@ -112,6 +112,16 @@ def test_only_unquantized_linears_are_plain():
     assert not is_plain(nn.Bilinear(2, 2, 2))
 
 
+def test_tensors_of_a_quantizer_are_not_plain():
+    """They call themselves floating point and can be sliced; torch.cat, which merging needs, they do not know."""
+    torchao = pytest.importorskip("torchao.quantization")
+    linear = nn.Linear(64, 64)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    assert linear.weight.is_floating_point()
+    assert linear.weight[:8].shape == (8, 64)
+    assert not is_plain(linear)
+
+
 # ---- layers
 
 
