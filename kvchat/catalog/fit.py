@@ -13,6 +13,9 @@ from kvchat.kv.memory import available
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes an element of quantized weights takes, with their constants.
 QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+INT4 = {"cpu": 0.5 + 4 / 32, "cuda": 0.5 + 4 / 128}
+# In what a GGUF file of at most so many bits an element is loaded by itself, as in the engine's ``gguf_weights``.
+GGUF_AT_MOST = {"int4": 5.0, "int8": 9.0}
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,24 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
         return Fit(weights.nbytes, "none" if weights.nbytes <= usable else None)
     needed = weights.elements * _item_bytes(weights.dtype, dtype, there)
     by_choice = {"none": needed, **{name: int(weights.elements * item) for name, item in QUANTIZED.items()}}
+    if there.device == "cpu" or dtype in ("auto", "bfloat16"):
+        by_choice["int4"] = int(weights.elements * INT4[there.device])
+    if found.kind != "GGUF":
+        return _first(by_choice, usable)
+    del by_choice["nf4"]  # is not made of one
+    return _gguf_fit(8 * weights.nbytes / weights.elements, by_choice, usable)
+
+
+def _gguf_fit(bits: float, by_choice: dict[str, int], usable: int) -> Fit:
+    """How a GGUF file of so many ``bits`` an element fits: a small one is packed by itself."""
+    default = next((name for name, most in GGUF_AT_MOST.items() if bits <= most and name in by_choice), "none")
+    found = _first({name: size for name, size in by_choice.items() if size <= by_choice[default]}, usable)
+    return Fit(found.needed, "none") if found.quantize == default else found
+
+
+def _first(by_choice: dict[str, int], usable: int) -> Fit:
+    """The first that fits; the first of all is what is needed."""
+    needed = next(iter(by_choice.values()))
     return Fit(needed, next((name for name, bytes_ in by_choice.items() if bytes_ <= usable), None))
 
 
