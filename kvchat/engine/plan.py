@@ -72,6 +72,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPl
         token_bytes=geometry.token_bytes,
         host_share=share,
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
+        file_bits=gguf_weights.bits(described.location),
     )
     return replace(made, proposal=propose(made))
 
@@ -199,8 +200,10 @@ def _workspace(model: Any, geometry: Geometry, tokens: int, device: torch.device
 
 
 def _given_up(plan: MemoryPlan, quantize: str, way: str) -> Iterator[str]:
-    if quantize != "none" and quantize in quantization.BITS:
-        yield f"precision of the weights: {quantization.BITS[quantize]} bits instead of {plan.dtype}"
+    bits = quantization.BITS.get(quantize)
+    if bits and not 0 < plan.file_bits <= gguf_weights.AT_MOST.get(quantize, 0):
+        instead = f"the file's {plan.file_bits:.1f}" if plan.file_bits else plan.dtype
+        yield f"precision of the weights: {bits} bits instead of {instead}"
     if way == SPILLED:
         yield f"speed: at the end {size(_spilled(plan, quantize))} are read over the link for every token"
         return

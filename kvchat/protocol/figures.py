@@ -140,7 +140,8 @@ class MemoryPlan:
     ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
     estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
     ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of a GGUF file that
-    none is asked for, else it is none. ``proposal`` is None where nothing fits.
+    none is asked for, else it is none; ``file_bits`` is what a weight of that file takes, else 0. ``proposal`` is None
+    where nothing fits.
     """
 
     model: str
@@ -159,6 +160,7 @@ class MemoryPlan:
     token_bytes: Count = 0
     host_share: float = 1.0
     by_default: str = "none"
+    file_bits: float = 0.0
     proposal: Proposal | None = None
 
 

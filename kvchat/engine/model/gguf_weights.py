@@ -56,8 +56,8 @@ def by_default(location: ModelLocation, dtype: torch.dtype, device: torch.device
     """
     if not location.gguf:
         return ""
-    bits, there = _bits(location), quantization.possible(device, dtype)
-    return next((name for name, most in AT_MOST.items() if bits <= most and name in there), "")
+    of_file, there = bits(location), quantization.possible(device, dtype)
+    return next((name for name, most in AT_MOST.items() if of_file <= most and name in there), "")
 
 
 def sizes(quantize: str, described: ModelDescription) -> str:
@@ -87,8 +87,14 @@ def pack(model: Any, config: Any, device: torch.device) -> None:
         quantize_(linear.to(device), config.quant_type, filter_fn=lambda module, name: True)
 
 
-def _bits(location: ModelLocation) -> float:
-    """Bits that a weight of the file's matrices takes."""
+def bits(location: ModelLocation) -> float:
+    """Bits that a weight of the file's matrices takes; 0 for what is no GGUF file.
+
+    Raises:
+        ModelError: the GGUF file is damaged.
+    """
+    if not location.gguf:
+        return 0.0
     from gguf import GGUFReader
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
-from kvchat.engine.plan import memory_plan
+from kvchat.engine.plan import memory_plan, propose
 from kvchat.errors import ModelError
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
@@ -104,6 +105,16 @@ def test_the_plan_has_both_sizes_and_says_which_is_loaded(file_of, model):
     assert any(line.startswith("weights, int8, by default") for line in plan_lines(made))
     assert made.proposal.quantize == "int8"
     assert memory_plan(Load("bundled", "cpu"), 4096, silent).by_default == "none"
+
+
+@needs("gguf", "accelerate")
+def test_a_plan_gives_up_only_bits_that_the_file_has(file_of):
+    def given_up(kind, quantize):
+        made = memory_plan(str(file_of(kind)), "cpu", "auto", 64, {}, silent)
+        return propose(replace(made, weights={quantize: 1}, by_default=quantize)).gave_up
+
+    assert given_up("Q4_0", "int4") == given_up("Q4_0", "int8") == given_up("Q8_0", "int8") == ()
+    assert given_up("Q8_0", "int4") == ("precision of the weights: 4 bits instead of the file's 8.5",)
 
 
 @needs("gguf", "accelerate")
