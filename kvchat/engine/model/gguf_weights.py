@@ -6,6 +6,8 @@ what was up to 8 bits int8: a Linear at a time, so that the device never holds t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,26 @@ def sizes(quantize: str, described: ModelDescription) -> str:
         if quantize == "none"
         else f"{text}, {size(weight_bytes(shapes, quantize, described.device))} in {quantize}"
     )
+
+
+@contextmanager
+def unpacked() -> Iterator[dict[str, Any]]:
+    """While a file is read transformers takes no kernels, which it would download from the hub and run.
+
+    Gives the options for ``from_pretrained`` with which all weights are unpacked.
+    """
+    try:
+        from transformers import GgufConfig
+        from transformers.integrations.gguf import kernels
+    except ImportError:  # before 5.23 it always unpacks
+        yield {}
+        return
+    own = kernels.kernelize_ggml_layers
+    kernels.kernelize_ggml_layers = lambda model: None  # is called whatever the options are
+    try:
+        yield {"quantization_config": GgufConfig(dequantize=True)}
+    finally:
+        kernels.kernelize_ggml_layers = own
 
 
 def pack(model: Any, config: Any, device: torch.device) -> None:

@@ -178,8 +178,10 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     packed_here = bool(checkpoint.gguf and quantized.options)
     in_place = bool(quantized.method) and not packed_here and importlib.util.find_spec("accelerate") is not None
     placement = {"device_map": {"": device}} if in_place else {}
+    of_file = gguf_weights.unpacked() if checkpoint.gguf else contextlib.nullcontext(quantized.options)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the bar over a GGUF file's tensors has no switch
+        # The bar over a GGUF file's tensors has no switch.
+        with contextlib.redirect_stderr(io.StringIO()), of_file as options:
             model, info = described.model_class.from_pretrained(
                 checkpoint.folder,
                 config=described.text_config,
@@ -190,7 +192,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
                 use_safetensors=True,
                 output_loading_info=True,
                 **placement,
-                **({} if packed_here else quantized.options),
+                **options,
                 **_gguf(checkpoint),
             )
     except ImportError as error:
@@ -200,6 +202,8 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
             raise
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
+    if checkpoint.gguf and options:
+        model.config.quantization_config = options["quantization_config"]  # of what it unpacked transformers forgets it
     if packed_here:
         gguf_weights.pack(model, quantized.options["quantization_config"], device)
     if device.type == "cpu" and quantization.describe(model) == "int8":

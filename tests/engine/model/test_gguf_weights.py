@@ -108,6 +108,28 @@ def test_the_plan_has_both_sizes_and_says_which_is_loaded(file_of, model):
 
 
 @needs("gguf", "accelerate")
+def test_no_kernel_is_fetched_from_the_hub(file_of, monkeypatch):
+    """transformers takes them where ``kernels`` is installed, for files of architectures that it can keep packed."""
+    kernels = pytest.importorskip("transformers.integrations.gguf.kernels")
+    from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+
+    fetched, asked = [], []
+
+    def finished(self, model, **kwargs):
+        asked.append(self.quantization_config.dequantize)
+        kernels.kernelize_ggml_layers(model)
+        return model
+
+    monkeypatch.setattr(kernels, "kernelize_ggml_layers", fetched.append)
+    monkeypatch.setattr(GgufHfQuantizer, "_process_model_after_weight_loading", finished)
+    loaded = load_model(str(file_of("F16")), "cpu", "auto", silent)
+    assert (asked, fetched) == ([True], [])
+    assert "The gguf weights were unpacked to float32." in loaded.notes
+    kernels.kernelize_ggml_layers("others still may")
+    assert fetched == ["others still may"]
+
+
+@needs("gguf", "accelerate")
 def test_a_plan_gives_up_only_bits_that_the_file_has(file_of):
     def given_up(kind, quantize):
         made = memory_plan(str(file_of(kind)), "cpu", "auto", 64, {}, silent)
