@@ -96,7 +96,8 @@ def propose(made: MemoryPlan) -> Proposal | None:
             mode = "full" if way == SPILLED else way
             if not made.modes[mode].refusal and _fits(made, quantize, way):
                 chosen = made.modes[mode].params.get("budget")
-                install = quantization.INSTALL[quantize] if quantization.absent_packages(quantize, torch.device(made.device)) else ""
+                absent = quantization.absent_packages(quantize, torch.device(made.device))
+                install = quantization.INSTALL[quantize] if absent else ""
                 return Proposal(quantize, mode, chosen, tuple(_given_up(made, quantize, way)), install)
     return None
 

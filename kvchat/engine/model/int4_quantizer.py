@@ -20,6 +20,7 @@ class Int4Config(QuantizationConfigMixin):
     def __init__(self) -> None:
         super().__init__(quant_method=METHOD)
 
+
 @register_quantizer(METHOD)
 class Int4Quantizer(HfQuantizer):
     """Packs the Linears that fit, but the head."""
