@@ -38,7 +38,7 @@ class Int4Rows(PackedRows):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         # The kernel reads scales as if they were contiguous, and in x's dtype.
         scales = self.scales.to(x.dtype).contiguous()
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.data, GROUP, scales)
@@ -74,7 +74,7 @@ def fits(linear: nn.Linear) -> bool:
 
 def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
     """Quantize a Linear that ``fits``. Weights that had ``of_4_bits`` already keep their values where that is seen."""
-    chunks = [_packed(rows, of_4_bits) for rows in linear.weight.detach().split(CHUNK)]
+    chunks = [_packed(rows, of_4_bits) for rows in torch.split(linear.weight.detach(), CHUNK)]
     data, scales = torch.cat([data for data, _ in chunks]), torch.cat([scales for _, scales in chunks], 1)
     linear.weight = nn.Parameter(data, requires_grad=False)
     linear.register_buffer("scales", scales, persistent=False)

@@ -33,6 +33,22 @@ def unpacked(linear: nn.Linear) -> torch.Tensor:
     return weight_of(linear).multiply(torch.eye(linear.in_features)).T
 
 
+def in_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` rounded as the packing says, a group at a time in Python's own numbers, by no kernel."""
+    return torch.tensor([[rounded for group in row.split(32) for rounded in of_group(group)] for row in weight])
+
+
+def of_group(group: torch.Tensor) -> list[float]:
+    low, high = group.min().item(), group.max().item()
+    scale = bfloat16((high - low) / 15)
+    zero = bfloat16(low + 8 * scale)
+    return [(min(15, max(0, round((value - zero) / scale + 8))) - 8) * scale + zero for value in group.tolist()]
+
+
+def bfloat16(value: float) -> float:
+    return torch.tensor(value).bfloat16().item()
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 20).map(lambda n: 16 * n),
@@ -48,6 +64,22 @@ def test_products_are_those_of_the_weights_they_stand_for(rows, columns, tokens,
     with torch.inference_mode():
         assert linear(x).shape == (1, tokens, rows)
         torch.testing.assert_close(linear(x).float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (48, 96), (80, 64)])  # one block of 64 rows, less and more
+def test_packed_weights_are_those_of_plain_numbers(rows, columns, dtype):
+    linear = nn.Linear(columns, rows, bias=False, dtype=dtype)
+    expected = in_numbers(linear.weight.detach().float())
+    int4_rows.pack(linear)
+    torch.testing.assert_close(unpacked(linear), expected, rtol=0, atol=1e-6)
+    x = torch.randn(5, columns)
+    torch.testing.assert_close(linear(x), x @ expected.T, rtol=0, atol=1e-5)
+
+
+def test_tokens_that_are_not_contiguous():
+    linear, x = packed(16, 64), torch.randn(64, 3).T
+    assert torch.equal(linear(x), linear(x.contiguous()))
 
 
 def test_a_group_keeps_its_range_and_its_constants():
