@@ -334,7 +334,9 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
             having.setdefault(origin, set()).add(key[1])
     for origin, names in having.items():
         if not names & set(used):
-            note(f"{origin} has no effect in the {used[0]} mode, only in {', '.join(sorted(names))}.")
+            of_full = (origin, used[0]) == ("--budget", "full")
+            hint = " What full keeps on a GPU is --param resident=N." if of_full else ""
+            note(f"{origin} has no effect in the {used[0]} mode, only in {', '.join(sorted(names))}.{hint}")
 
 
 def _log_traceback() -> str:

@@ -211,8 +211,8 @@ def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run: Run, session:
 def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
     outcome = run("ask", "hello", "--budget", "512")
     assert (
-        outcome.err
-        == "kvchat: --budget has no effect in the full mode, only in freeze, speculative, streaming, sync.\n"
+        outcome.err == "kvchat: --budget has no effect in the full mode, only in freeze, speculative, streaming, sync."
+        " What full keeps on a GPU is --param resident=N.\n"
     )
     assert outcome.code == 0
     assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
