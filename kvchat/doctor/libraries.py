@@ -106,7 +106,7 @@ def bitsandbytes(load: Importer) -> Check:
     try:
         return Check("bitsandbytes", "ok", str(load("bitsandbytes").__version__))
     except ImportError:
-        return Check("bitsandbytes", "ok", "not installed; only weights in 4 or 8 bits need it")
+        return Check("bitsandbytes", "ok", "not installed; only nf4 weights need it")
 
 
 def _specifier(name: str, requires: Callable[[str], list[str] | None]) -> Any:

@@ -11,6 +11,7 @@ import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
 
+from kvchat.engine.model import quantization
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
 from kvchat.engine.plan import fits_beside, memory_plan, mode_need, propose
@@ -72,10 +73,10 @@ def test_every_modes_bytes(model, mode, params):
         assert made.modes[mode].device_bytes == pytest.approx(session._kv.device_bytes, rel=WITHIN)
 
 
-@pytest.mark.parametrize(("quantize", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
-def test_quantized_weights(quantize, package):
-    if any(importlib.util.find_spec(name) is None for name in (package, "accelerate")):
-        pytest.skip(f"{package} is not installed")
+@pytest.mark.parametrize("quantize", ["int8", "int4", "nf4"])
+def test_quantized_weights(quantize):
+    if absent := quantization.absent_packages(quantize, torch.device("cpu")):
+        pytest.skip(f"{' and '.join(absent)} not installed")
     measured = load_model(Load("bundled", "cpu", "float32", quantize=quantize), silent).weight_bytes
     assert planned("bundled").weights[quantize] == pytest.approx(measured, rel=WITHIN)
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvchat.engine.model import int4_rows, quantization, supported
+from kvchat.engine.model import int4_rows, int8_rows, quantization, supported
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
-from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
+from kvchat.engine.model.packed_rows import body
+from kvchat.engine.model.weight_sizes import weight_bytes, without_memory
 from kvchat.units import size
 
 AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the file, with its constants: those of Q4_K_M, of Q8_0
@@ -102,10 +103,13 @@ def pack(model: Any, config: Any, device: torch.device) -> None:
         for linear in int4_rows.chosen(model):
             int4_rows.pack(linear, of_4_bits=True)
         return
+    if config.quant_method == int8_rows.METHOD:
+        for linear in body(model):
+            int8_rows.pack(linear)
+        return
     from torchao.quantization import quantize_
 
-    head = model.get_output_embeddings()
-    for linear in [linear for linear in linears(model) if linear is not head]:
+    for linear in body(model):
         quantize_(linear.to(device), config.quant_type, filter_fn=lambda module, name: True)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model.merging import merge
-from kvchat.engine.model.packed_rows import ROWS, PackedRows, attach
+from kvchat.engine.model.packed_rows import CHUNK, ROWS, PackedRows, attach, body
 
 METHOD = "int4"  # transformers' name of it
 GROUP = 32
@@ -24,7 +24,6 @@ BLOCK = 64  # rows that are interleaved where they are packed, on some processor
 LEVELS = 15  # and 0
 FEWEST_LEVELS = 8  # that 32 weights of a 4-bit file span
 NEAR_LEVEL = 0.1  # of a step: what bfloat16 rounds. 30 values lie so near to one by chance never
-CHUNK = 1024  # rows quantized at once, in float32
 
 
 class Int4Rows(PackedRows):
@@ -63,8 +62,7 @@ class Int4Rows(PackedRows):
 
 def chosen(model: Any) -> Iterator[nn.Linear]:
     """The Linears of ``model`` that are packed: those that fit, but its head."""
-    head = model.get_output_embeddings()
-    return (module for module in model.modules() if type(module) is nn.Linear and module is not head and fits(module))
+    return filter(fits, body(model))
 
 
 def fits(linear: nn.Linear) -> bool:

@@ -1,4 +1,4 @@
-"""Lets transformers pack each Linear as ``int4_rows`` while it reads a model, so that no more than one is unpacked."""
+"""Lets transformers pack each Linear while it reads a model onto a CPU, so that no more than one is unpacked."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvchat.engine.model import int4_rows
-from kvchat.engine.model.int4_rows import METHOD
+from kvchat.engine.model import int4_rows, int8_rows
+from kvchat.engine.model.packed_rows import body
+
+PACK = {int4_rows.METHOD: int4_rows.pack, int8_rows.METHOD: int8_rows.pack}
 
 
-@register_quantization_config(METHOD)
-class Int4Config(QuantizationConfigMixin):
-    """Asks for weights of 4 bits on a CPU."""
+class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Asks for weights of 4 or 8 bits on a CPU, by the name of their method."""
 
-    def __init__(self) -> None:
-        super().__init__(quant_method=METHOD)
+    def __init__(self, method: str) -> None:
+        super().__init__(quant_method=method)
 
 
-@register_quantizer(METHOD)
-class Int4Quantizer(HfQuantizer):
+class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
     """Packs the Linears that fit, but the head."""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        chosen = set(int4_rows.chosen(model))
+        method = self.quantization_config.quant_method
+        chosen = set(int4_rows.chosen(model) if method == int4_rows.METHOD else body(model))
         self._packed = {f"{name}.weight" for name, module in model.named_modules() if module in chosen}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._packed
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Pack()
+        return _Pack(self.quantization_config.quant_method)
 
     def is_serializable(self, safe_serialization: object = None) -> bool:
         return False
@@ -43,14 +44,22 @@ class Int4Quantizer(HfQuantizer):
         return False
 
 
-class _Pack(ConversionOps):
+class _Pack(ConversionOps):  # type: ignore[misc]
+    def __init__(self, method: str) -> None:
+        self._method = method
+
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Put what was read into its Linear, packed: nothing is left to be put there."""
         (value,) = input_dict.values()
         name = kwargs["full_layer_name"]
         linear = kwargs["model"].get_submodule(name.rpartition(".")[0])
         linear.weight = nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
-        int4_rows.pack(linear)
+        PACK[self._method](linear)
         linear._is_hf_initialized = True
         kwargs["missing_keys"].discard(name)
         return {}
+
+
+for method in PACK:
+    register_quantization_config(method)(PackedConfig)
+    register_quantizer(method)(PackedQuantizer)

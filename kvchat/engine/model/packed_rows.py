@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 ROWS = "packed_rows"  # the attribute of a Linear
+CHUNK = 1024  # rows quantized at once, in float32
 
 
 class PackedRows(ABC):
@@ -48,3 +49,9 @@ def weight_of(linear: Any) -> Weight:
 def attach(linear: Any, rows: PackedRows) -> None:
     """Let a Linear multiply by ``rows``."""
     linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
+
+
+def body(model: Any) -> Iterator[nn.Linear]:
+    """The Linears of ``model`` but its head."""
+    head = model.get_output_embeddings()
+    return (module for module in model.modules() if type(module) is nn.Linear and module is not head)

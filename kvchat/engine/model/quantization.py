@@ -1,7 +1,7 @@
-"""Quantized weights: int8 by torchao, int4 too on a GPU, nf4 by bitsandbytes, and checkpoints that are already.
+"""Quantized weights: on a GPU int8 and int4 by torchao, nf4 by bitsandbytes, and checkpoints that are already.
 
 transformers and its quantizers do the work; kvchat chooses their configuration and names the package that is missing.
-int4 on a CPU is kvchat's own (``int4_rows``) and needs no package.
+int8 and int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need no package.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model import int8_rows
+from kvchat.engine.model.packed_rows import body
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.protocol.messages import Quantize
 
@@ -22,6 +23,7 @@ CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
+PACKED_HERE = ("int8", "int4")  # on a CPU
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
 
 
@@ -57,8 +59,7 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         )
     _check_installed(quantize, device)
     stored = config.get_text_config(decoder=True).dtype or torch.float32
-    chosen = _nf4(dtype) if quantize == "nf4" else _int8() if quantize == "int8" else _int4(dtype, device)
-    method = _package(quantize, device) or quantize
+    method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
     return Quantization(method, {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
 
 
@@ -110,14 +111,12 @@ def own_method(config: Any) -> str:
 
 def multiply_on_cpu(model: Any) -> None:
     """Let a model with int8 weights on a CPU multiply as ``int8_rows`` does, its head too."""
-    from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
-
+    for linear in body(model):
+        if hasattr(linear.weight, "qdata"):  # of a checkpoint that torchao made
+            int8_rows.install(linear, linear.weight.qdata, linear.weight.scale.flatten().float())
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
-        quantize_(head, Int8WeightOnlyConfig(), filter_fn=lambda module, name: True)
-    for module in model.modules():
-        if type(module) is nn.Linear and isinstance(module.weight, Int8Tensor):
-            int8_rows.install(module)
+        int8_rows.pack(head)
 
 
 def possible(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -132,7 +131,7 @@ def absent_packages(quantize: str, device: torch.device) -> list[str]:
 
 
 def _package(quantize: str, device: torch.device) -> str:
-    return "" if quantize == "int4" and device.type == "cpu" else PACKAGES.get(quantize, "")
+    return "" if quantize in PACKED_HERE and device.type == "cpu" else PACKAGES.get(quantize, "")
 
 
 def _check_installed(quantize: str, device: torch.device) -> None:
@@ -144,6 +143,17 @@ def _check_installed(quantize: str, device: torch.device) -> None:
             f"{' and '.join(absent)} {verb} not installed.",
             INSTALL[quantize],
         )
+
+
+def _chosen(quantize: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The configuration of the quantizer."""
+    if quantize == "nf4":
+        return _nf4(dtype)
+    if device.type == "cpu":
+        from kvchat.engine.model.packed_quantizer import PackedConfig
+
+        return PackedConfig(quantize)
+    return _int8() if quantize == "int8" else _int4(dtype, device)
 
 
 def _nf4(dtype: torch.dtype) -> Any:
@@ -162,10 +172,6 @@ def _int8() -> Any:
 def _int4(dtype: torch.dtype, device: torch.device) -> Any:
     if refused := _no_int4(device, dtype):
         raise refused
-    if device.type == "cpu":
-        from kvchat.engine.model.int4_quantizer import Int4Config
-
-        return Int4Config()
     from torchao.quantization import Int4WeightOnlyConfig
     from transformers import TorchAoConfig
 

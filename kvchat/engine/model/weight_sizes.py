@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.engine.model import attention_hook, int4_rows
+from kvchat.engine.model import attention_hook, int4_rows, int8_rows
 
-# Bytes a weight takes beside its own bits: torchao's scale and zero point a row, bitsandbytes' scale for 64 weights.
-ROW_BYTES = {"int8": 5}
+# Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
+ROW_BYTES = {"cpu": int8_rows.SCALE_BYTES, "cuda": 5}
 WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
@@ -45,7 +45,8 @@ def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int
     """Bytes of a Linear's weights once it is packed; those of one that does not fit stay."""
     rows, columns = linear.weight.shape
     if quantize != "int4":
-        return int(rows * (columns * WEIGHT_BYTES[quantize] + ROW_BYTES.get(quantize, 0)))
+        of_row = ROW_BYTES[device.type] if quantize == "int8" else 0
+        return int(rows * (columns * WEIGHT_BYTES[quantize] + of_row))
     if device.type == "cpu":
         return int(rows * columns * int4_rows.WEIGHT_BYTES) if int4_rows.fits(linear) else linear.weight.nbytes
     if columns % INT4_GROUP:

@@ -1,4 +1,4 @@
-"""Weights of GGUF files that stay small; packed where torchao is installed."""
+"""Weights of GGUF files that stay small."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_is_no_gguf_file_is_left_as_it_is(tmp_path):
     assert gguf_weights.by_default(ModelLocation("x", tmp_path), torch.bfloat16, GPU) == ""
 
 
-@needs("gguf", "accelerate", "torchao")
+@needs("gguf", "accelerate")
 @pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.01)])
 def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(file_of, model, kind, packed, error):
     """4 bits stay the file's own: the error is that of the scales."""
@@ -92,7 +92,7 @@ def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(file_of, mode
     assert torch.equal(sample_logits(same.model), sample_logits(loaded.model))
 
 
-@needs("gguf", "accelerate", "torchao")
+@needs("gguf", "accelerate")
 def test_the_plan_has_both_sizes_and_says_which_is_loaded(file_of, model):
     made = memory_plan(Load(str(file_of("Q8_0")), "cpu"), 4096, silent)
     loaded = load_model(Load(str(file_of("Q8_0")), "cpu"), silent)
@@ -122,7 +122,7 @@ def test_no_kernel_is_fetched_from_the_hub(file_of, monkeypatch):
 
     monkeypatch.setattr(kernels, "kernelize_ggml_layers", fetched.append)
     monkeypatch.setattr(GgufHfQuantizer, "_process_model_after_weight_loading", finished)
-    loaded = load_model(str(file_of("F16")), "cpu", "auto", silent)
+    loaded = load_model(Load(str(file_of("F16")), "cpu"), silent)
     assert (asked, fetched) == ([True], [])
     assert "The gguf weights were unpacked to float32." in loaded.notes
     kernels.kernelize_ggml_layers("others still may")
@@ -132,7 +132,7 @@ def test_no_kernel_is_fetched_from_the_hub(file_of, monkeypatch):
 @needs("gguf", "accelerate")
 def test_a_plan_gives_up_only_bits_that_the_file_has(file_of):
     def given_up(kind, quantize):
-        made = memory_plan(str(file_of(kind)), "cpu", "auto", 64, {}, silent)
+        made = memory_plan(Load(str(file_of(kind)), "cpu"), 64, silent)
         return propose(replace(made, weights={quantize: 1}, by_default=quantize)).gave_up
 
     assert given_up("Q4_0", "int4") == given_up("Q4_0", "int8") == given_up("Q8_0", "int8") == ()
@@ -149,7 +149,7 @@ def test_without_torchao_it_is_unpacked_and_the_package_is_named(file_of, model,
     assert not any("torchao" in note for note in asked_for.notes)
 
 
-@needs("gguf", "accelerate", "torchao")
+@needs("gguf", "accelerate")
 def test_a_large_file_is_unpacked_as_before(file_of):
     loaded = load_model(Load(str(file_of("F16")), "cpu"), silent)
     assert loaded.weights == ""

@@ -1,0 +1,82 @@
+"""Weights of 8 bits on a CPU: products against those of the weights they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kvchat.engine.model import int8_rows
+from kvchat.engine.model.fusion.operations import merge_weights
+from kvchat.engine.model.tolerances import relative_error
+
+BFLOAT16 = torch.finfo(torch.bfloat16).eps
+
+
+def packed(rows: int, columns: int, dtype: torch.dtype = torch.float32, bias: bool = False) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(rows + columns)
+        linear = nn.Linear(columns, rows, bias=bias, dtype=dtype)
+    int8_rows.pack(linear)
+    return linear
+
+
+def unpacked(linear: nn.Linear) -> Tensor:
+    """The weights that a packed Linear stands for."""
+    return linear.weight.double() * linear.scale.double()[:, None]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    tokens=st.integers(0, 5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    bias=st.booleans(),
+)
+def test_products_are_those_of_the_weights_they_stand_for(rows, columns, tokens, dtype, bias):
+    linear = packed(rows, columns, dtype, bias)
+    x = torch.randn(1, tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    added = 0 if linear.bias is None else linear.bias.double()
+    expected = x.double() @ unpacked(linear).T + added
+    with torch.inference_mode():
+        assert linear(x).shape == (1, tokens, rows)
+        torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=8 * BFLOAT16)
+
+
+def test_a_weight_is_off_by_half_a_step_at_most_and_zeros_stay():
+    linear = nn.Linear(64, 16, bias=False)
+    linear.weight.data[3] = 0
+    before = linear.weight.detach().double()
+    int8_rows.pack(linear)
+    assert ((unpacked(linear) - before).abs() <= before.abs().amax(1, keepdim=True) / 254 + 1e-8).all()
+    assert not unpacked(linear)[3].any()
+
+
+def test_more_rows_than_are_quantized_at_once(monkeypatch):
+    whole = packed(100, 64)
+    monkeypatch.setattr(int8_rows, "CHUNK", 48)
+    assert torch.equal(packed(100, 64).weight, whole.weight)
+    assert torch.equal(packed(100, 64).scale, whole.scale)
+
+
+def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it():
+    linears = [packed(rows, 64) for rows in (24, 8, 8)]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    before = [linear(x) for linear in linears]
+    merged = merge_weights(linears)
+    torch.testing.assert_close(merged.multiply(x), torch.cat(before, -1))
+    for linear, product in zip(linears, before, strict=True):
+        assert torch.equal(linear(x), product)
+        assert linear.weight.untyped_storage().data_ptr() == merged.data.untyped_storage().data_ptr()
+
+
+def test_rows_of_a_checkpoint_that_torchao_made():
+    torchao = pytest.importorskip("torchao.quantization")
+    linear = nn.Linear(64, 16)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    expected = linear.weight.dequantize()
+    int8_rows.install(linear, linear.weight.qdata, linear.weight.scale.flatten())
+    assert relative_error(unpacked(linear), expected.double()) < 1e-6
