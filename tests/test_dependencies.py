@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -46,3 +47,27 @@ def test_a_bug_fix_release_may_come(requirement: Requirement) -> None:
     bounds = {one.operator: one.version for one in requirement.specifier}
     assert not bounds.keys() & {"==", "===", "<=", "~="}
     assert bounds.get("<", "").count(".") < 2, "an upper bound names a minor release"
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_what_was_tested_is_let_in_with_its_bug_fixes_and_the_next_minor_release_is_not(name: str) -> None:
+    (asked,) = (one for one in REQUIREMENTS if one.name == name)
+    major, minor, *_ = Version(version(name)).release
+    assert asked.specifier.contains(f"{major}.{minor}.99")
+    newest = next(one.version for one in asked.specifier if one.operator == "<")
+    assert not asked.specifier.contains(f"{newest}.0")
+
+
+@pytest.mark.parametrize("build", ["", "+cpu", "+cu126", "+cu130", "+rocm7.1"])
+def test_any_build_of_torch_serves(build: str) -> None:
+    """A person with a GPU has installed the build for it; pip must not want another."""
+    (torch,) = (one for one in REQUIREMENTS if one.name == "torch")
+    assert torch.specifier.contains(f"{Version(version('torch')).public}{build}")
+    assert torch.url is torch.marker is None
+
+
+def test_no_extra_names_a_torch_of_its_own() -> None:
+    """It could take the place of a CUDA build that is installed."""
+    everyone = {"torch", "torchvision", "torchaudio"}
+    extras = [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
+    assert not everyone & {one.name for one in extras}
