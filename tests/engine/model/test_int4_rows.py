@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -111,6 +112,19 @@ def test_weights_that_had_4_bits_already_keep_their_values(dtype):
     int4_rows.pack(as_others)
     assert relative_error(unpacked(linear), before.float()) < 0.004  # bfloat16 scales
     assert relative_error(unpacked(as_others), before.float()) > 0.01
+
+
+def test_weights_of_a_q4_k_file_keep_their_values():
+    """A scale and a minimum for every 32 of them, as here, each of 6 bits times one of the 256."""
+    quants, draw = pytest.importorskip("gguf.quants"), np.random.default_rng(0)
+    blocks = draw.integers(0, 256, (16, 2, 144), dtype=np.uint8)  # of 256 weights
+    blocks[..., :4] = np.array([0.01, 0.05], np.float16).view(np.uint8)  # the first factors; random ones could be huge
+    before = torch.from_numpy(quants.Q4_K.dequantize_rows(blocks.reshape(16, -1)))
+    linear = nn.Linear(512, 16, bias=False)
+    linear.weight.data = before.clone()
+    int4_rows.pack(linear, of_4_bits=True)
+    assert before.unique().numel() > 1000
+    assert relative_error(unpacked(linear), before) < 0.004  # bfloat16 scales
 
 
 def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it():
