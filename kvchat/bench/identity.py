@@ -30,6 +30,7 @@ VERSIONS = {
     "perplexity": 1,
     "prefill": 1,
     "recall": 1,
+    "resume": 1,
     "sweep": 1,
     "switches": 1,
     "turns": 1,

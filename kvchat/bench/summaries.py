@@ -86,6 +86,13 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("K/V on the device", size("kv_device_bytes")),
         Column("K/V on the host", size("kv_host_bytes")),
     ),
+    "resume": (
+        Column("taken from", lambda row: row["way"]),
+        Column("tokens", figure("tokens")),
+        Column("seconds", figure("seconds", 3)),
+        Column("times as fast as reading", figure("times_read", 1)),
+        Column("K/V", size("kv_host_bytes")),
+    ),
 }
 
 

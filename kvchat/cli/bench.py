@@ -12,7 +12,7 @@ import typer
 
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
-from kvchat.cli import bench_data, bench_report
+from kvchat.cli import bench_data, bench_report, bench_resume
 from kvchat.cli.bench_options import (
     Baselines,
     Budget,
@@ -344,6 +344,7 @@ def paper_command(
     run.done(study.run(settings, run.choice, run.frame, part or (), file_names(text)))
 
 
+app.command("resume")(bench_resume.resume_command)
 app.command("data")(bench_data.data_command)
 app.command("report")(bench_report.report_results)
 app.command("compare")(bench_report.compare_results)

@@ -22,7 +22,7 @@ from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import Released, check_loading, function, kind_of
 from kvchat.engine.inspection import Inspection
 from kvchat.engine.keep.host_dtype import is_rounded, keep_pages
-from kvchat.engine.keep.keeper import Keeper
+from kvchat.engine.keep.keeper import LAST_WRITES_S, Keeper
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.tokens import Tokens
@@ -273,10 +273,13 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """The model on its device, with its tokenizer."""
         return self._model
 
-    def close(self) -> None:
-        """Free the memory of the model and of its K/V; the session is of no use afterwards. May be called again."""
+    def close(self, writing_s: float = LAST_WRITES_S) -> None:
+        """Free the memory of the model and of its K/V, which is first written to disk where it is kept there.
+
+        The session is of no use afterwards. May be called again.
+        """
         if "_keeper" in vars(self):
-            self._keeper.close()
+            self._keeper.close(writing_s)
         self._loop.one.close()
         self._loop.release()
         self.release()

@@ -96,10 +96,10 @@ class Keeper:
         """Stop writing: what is stored is about to change."""
         self._writer.interrupt()
 
-    def close(self) -> None:
-        """Write what is left, for a moment at most, and free the rest."""
+    def close(self, seconds: float = LAST_WRITES_S) -> None:
+        """Write what is left, for so long at most, and free the rest."""
         if not self._loop.one.is_forked:
-            self._writer.finish(LAST_WRITES_S)
+            self._writer.finish(seconds)
         self._parked.clear()
 
     def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Generator[Event, None, None]:

@@ -1,0 +1,45 @@
+"""A conversation taken up again: its rows and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvchat.bench import resume
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.resume import Settings
+from kvchat.bench.summaries import tables
+from kvchat.cli.main import app
+from kvchat.errors import DoesNotFitError
+
+
+@pytest.mark.parametrize("mode", ["full", "streaming"])
+def test_it_comes_back_whole_from_memory_and_from_disk(mode):
+    result = resume.run(Settings(200, 2, mode, 64), ModelChoice(device="cpu"))
+    assert [row["way"] for row in result["rows"]] == ["prompt", "memory", "disk"] * 2
+    read, *others = result["summary"]
+    assert read["tokens"] > 200
+    assert read["times_read"] == 1
+    # The user's turn is what was asked for; the answer's beginning behind it is another with the next question.
+    assert all(read["tokens"] - 8 <= row["tokens"] <= read["tokens"] for row in others)
+    assert "| memory |" in tables(result)[0].markdown()
+
+
+def test_the_command():
+    ran = CliRunner().invoke(app, ["bench", "resume", "--tokens", "100", "--rounds", "1", "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert [row["way"] for row in json.loads(ran.stdout)["summary"]] == ["prompt", "memory", "disk"]
+    assert "tokens from disk" in ran.stderr
+
+
+def test_what_was_not_kept_is_said(monkeypatch):
+    monkeypatch.setattr(resume, "ROOM", 1)
+    with pytest.raises(DoesNotFitError, match=r"did not come back from memory.*Nothing of it was kept.*Free memory"):
+        resume.run(Settings(100, 1), ModelChoice(device="cpu"))
+
+
+def test_more_than_the_model_reads_is_refused():
+    with pytest.raises(DoesNotFitError):
+        resume.run(Settings(17_000, 1), ModelChoice(device="cpu"))
