@@ -46,7 +46,7 @@ class Int4Rows(PackedRows):
 
     @property
     def mergeable(self) -> bool:
-        """Whether rows of another matrix can follow these."""
+        """True if rows of another matrix can follow these."""
         return len(self.data) % BLOCK == 0
 
     @classmethod
@@ -66,7 +66,7 @@ def chosen(model: Any) -> Iterator[nn.Linear]:
 
 
 def fits(linear: nn.Linear) -> bool:
-    """Whether the kernel multiplies a Linear of this shape."""
+    """True if the kernel multiplies a Linear of this shape."""
     return linear.out_features % MULTIPLE == 0 and linear.in_features % GROUP == 0
 
 

@@ -28,7 +28,7 @@ class PackedRows(ABC):
 
     @property
     def mergeable(self) -> bool:
-        """Whether rows of another matrix can follow these."""
+        """True if rows of another matrix can follow these."""
         return True
 
     @classmethod
@@ -41,7 +41,7 @@ Weight = Tensor | PackedRows
 
 
 def weight_of(linear: Any) -> Weight:
-    """What multiplies in a Linear."""
+    """The matrix of a Linear, as it multiplies."""
     rows: PackedRows | None = linear.__dict__.get(ROWS)
     return linear.weight if rows is None else rows
 

@@ -112,8 +112,9 @@ def own_method(config: Any) -> str:
 def multiply_on_cpu(model: Any) -> None:
     """Let a model with int8 weights on a CPU multiply as ``int8_rows`` does, its head too."""
     for linear in body(model):
-        if hasattr(linear.weight, "qdata"):  # of a checkpoint that torchao made
-            int8_rows.install(linear, linear.weight.qdata, linear.weight.scale.flatten().float())
+        weight: Any = linear.weight
+        if hasattr(weight, "qdata"):  # of a checkpoint that torchao made
+            int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
         int8_rows.pack(head)
@@ -179,7 +180,7 @@ def _int4(dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _no_int4(device: torch.device, dtype: torch.dtype) -> UsageError | None:
-    """Why int4 is refused; None where it is multiplied."""
+    """The refusal of int4; None where it is multiplied."""
     if device.type == "cpu":
         return None
     if dtype != torch.bfloat16:
