@@ -37,11 +37,10 @@ class Int4Rows(PackedRows):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        # The kernel reads scales as if they were contiguous, and in x's dtype.
-        scales = self.scales.to(x.dtype).contiguous()
+        # In bfloat16: float32 and float16 take the kernel 10 to 40 times as long, and 4 bits of weight round more.
+        rows, scales = x.reshape(-1, x.shape[-1]).bfloat16().contiguous(), self.scales.contiguous()
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.data, GROUP, scales)
-        product = product.view(*x.shape[:-1], len(self.data))
+        product = product.to(x.dtype).view(*x.shape[:-1], len(self.data))
         return product if bias is None else product + bias
 
     @property

@@ -73,9 +73,9 @@ def test_what_is_no_gguf_file_is_left_as_it_is(tmp_path):
 
 
 @needs("gguf", "accelerate")
-@pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.01)])
+@pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.02)])
 def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(file_of, model, kind, packed, error):
-    """4 bits stay the file's own: the error is that of the scales."""
+    """4 bits stay the file's own: the error is that of the scales, and of multiplying in bfloat16."""
     stages: list[str] = []
     loaded = load_model(Load(str(file_of(kind)), "cpu"), stages.append)
     unpacked = load_model(Load(str(file_of(kind)), "cpu", quantize="none"), silent)

@@ -20,6 +20,8 @@ from kvchat.engine.model.packed_rows import weight_of
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.model.weight_sizes import weight_bytes
 
+BFLOAT16 = torch.finfo(torch.bfloat16).eps  # in which the kernel multiplies
+
 
 def packed(rows: int, columns: int, dtype: torch.dtype = torch.float32, bias: bool = False) -> nn.Linear:
     with torch.random.fork_rng():
@@ -64,7 +66,7 @@ def test_products_are_those_of_the_weights_they_stand_for(rows, columns, tokens,
     expected = nn.functional.linear(x.float(), unpacked(linear), None if linear.bias is None else linear.bias.float())
     with torch.inference_mode():
         assert linear(x).shape == (1, tokens, rows)
-        torch.testing.assert_close(linear(x).float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(linear(x).float(), expected, rtol=0, atol=4 * BFLOAT16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -73,9 +75,17 @@ def test_packed_weights_are_those_of_plain_numbers(rows, columns, dtype):
     linear = nn.Linear(columns, rows, bias=False, dtype=dtype)
     expected = in_numbers(linear.weight.detach().float())
     int4_rows.pack(linear)
-    torch.testing.assert_close(unpacked(linear), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(unpacked(linear), expected, rtol=BFLOAT16 / 2, atol=1e-6)
     x = torch.randn(5, columns)
-    torch.testing.assert_close(linear(x), x @ expected.T, rtol=0, atol=1e-5)
+    assert relative_error(linear(x), x @ expected.T) < BFLOAT16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_kernel_is_given_bfloat16(dtype):
+    """In the others it is not vectorized and takes 10 to 40 times as long."""
+    linear, x = packed(16, 64), torch.randn(3, 64).to(dtype)
+    assert torch.equal(linear(x), linear(x.bfloat16().to(dtype)))
+    assert linear(x).dtype == dtype
 
 
 def test_tokens_that_are_not_contiguous():
@@ -168,4 +178,4 @@ def test_a_packed_model_computes_what_one_of_the_same_weights_does():
             int4_rows.pack(model.get_submodule(name))
             linear.weight.data = unpacked(model.get_submodule(name))
     assert int4_rows.unpacked_elements(model) == elements
-    assert relative_error(sample_logits(model), sample_logits(plain)) < 1e-5
+    assert relative_error(sample_logits(model), sample_logits(plain)) < 0.02

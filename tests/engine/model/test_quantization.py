@@ -20,17 +20,15 @@ from kvchat.engine.model.packed_rows import ROWS
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.plan import memory_plan
-from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import bundled_model_dir
-from kvchat.protocol.messages import Load, Sampling, Text, Turn
+from kvchat.protocol.messages import Load
 
 needs_bitsandbytes = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")),
     reason="bitsandbytes is not installed",
 )
 CPU = torch.device("cpu")
-ASKED, GREEDY = (Turn("user", "My cat is called Biscuit."),), Sampling(temperature=0, max_new_tokens=24)
 QUANTIZED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
@@ -273,14 +271,10 @@ def test_on_a_cpu_no_package_is_needed(nothing_installed, folder, quantize):
     assert (loaded.weights, loaded.dtype) == (quantize, torch.bfloat16)
 
 
-def test_greedy_tokens_of_int4_are_those_of_the_weights_they_stand_for(int4):
+def test_int4_is_near_the_weights_it_stands_for(int4):
     plain = load_model(Load("bundled", "cpu", fast=False), silent)
     for name, linear in int4.model.named_modules():
         if isinstance(rows := linear.__dict__.get(ROWS), Int4Rows):
             same = plain.model.get_submodule(name)
             same.weight.data = rows.multiply(torch.eye(same.in_features)).T.contiguous()
-    said = [
-        "".join(event.text for event in Session(each).answer(ASKED, GREEDY) if isinstance(event, Text))
-        for each in (int4, plain)
-    ]
-    assert said[0] == said[1] != ""
+    assert relative_error(sample_logits(int4.model), sample_logits(plain.model)) < 0.02
