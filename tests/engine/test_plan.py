@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -123,7 +122,7 @@ def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
     made = replace(made, modes={**made.modes, "full": ModeNeed(1000, {})}, device_free=1700, host_free=9999)
     assert propose(made).mode == "full"
     for found, install in ((None, "pip install 'kvchat[bnb]'"), (object(), "")):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        monkeypatch.setattr(quantization, "find_spec", lambda name, found=found: found)
         assert propose(made).install == install
         lines = list(plan_lines(replace(made, proposal=propose(made))))
         assert [line for line in lines if "pip install" in line] == ([install] if install else [])

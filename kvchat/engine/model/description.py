@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from logging import CRITICAL, getLogger
 from typing import Any
 
@@ -95,7 +95,7 @@ def _read_config(location: ModelLocation) -> Any:
 def _gguf_config(location: ModelLocation) -> Any:
     from transformers import AutoConfig
 
-    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if absent:
         raise ModelError(
             f"{location.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF

@@ -7,10 +7,10 @@ probe or the numerical self-test. Only safetensors and GGUF are read, and no cod
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     attention_hook.register()
     device = described.device
     packed_here = bool(checkpoint.gguf and quantized.options)
-    in_place = bool(quantized.method) and not packed_here and importlib.util.find_spec("accelerate") is not None
+    in_place = bool(quantized.method) and not packed_here and find_spec("accelerate") is not None
     placement = {"device_map": {"": device}} if in_place else {}
     of_file = gguf_weights.unpacked() if checkpoint.gguf else contextlib.nullcontext(quantized.options)
     try:

@@ -6,9 +6,9 @@ int8 and int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, get_args
 
 import torch
@@ -128,7 +128,7 @@ def possible(device: torch.device, dtype: torch.dtype) -> list[str]:
 def absent_packages(quantize: str, device: torch.device) -> list[str]:
     """The packages that a quantization needs and that are not installed; ``none`` needs none."""
     package = _package(quantize, device)
-    return [name for name in (package, "accelerate") if importlib.util.find_spec(name) is None] if package else []
+    return [name for name in (package, "accelerate") if find_spec(name) is None] if package else []
 
 
 def _package(quantize: str, device: torch.device) -> str:

@@ -73,7 +73,7 @@ def test_a_gguf_file_is_not_quantized_again(file):
 
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(description.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(description, "find_spec", lambda name: None)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"not installed: gguf, accelerate.*pip install 'kvchat\[gguf\]'"):
         load_model(Load(str(tmp_path), "cpu"), silent)

@@ -57,7 +57,7 @@ def declare(folder, quantization_config):
 
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
 
 
 # ---- choices and refusals --------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_a_bitsandbytes_checkpoint_without_bitsandbytes(folder):
 
 @pytest.mark.parametrize(("stored", "share"), [(torch.bfloat16, 0.25), (torch.float32, 0.125), (None, 0.125)])
 def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, share):
-    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(quantization, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(dtype=stored)
     config.get_text_config = lambda decoder: config
     assert quantization.resolve("nf4", config, torch.bfloat16, CPU).share == share
@@ -108,7 +108,7 @@ def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, 
 def test_weights_too_large_even_in_4_bits(monkeypatch):
     from kvchat.engine.model import description
 
-    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(quantization, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(description, "resolve_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
@@ -204,7 +204,7 @@ def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quant
     ],
 )
 def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capability, refusal):
-    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(quantization, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda")
     assert quantization.possible(cuda, dtype) == ["none", "int8", "nf4"]
