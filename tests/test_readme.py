@@ -61,9 +61,10 @@ def test_the_table_of_a_kept_result_says_that_the_code_is_another_since(result, 
     assert re.search(OLDER, tables.table(result))
 
 
-@pytest.mark.parametrize("sentence", ["claim", "asked", "saved"])
-def test_the_front_has_the_sentences_of_the_results(sentence):
-    assert getattr(made(), sentence)() in " ".join(TEXTS[FRONT].split())
+@pytest.mark.parametrize("readme", made().SENTENCES, ids=lambda path: path.parent.name)
+def test_the_readmes_have_the_sentences_of_the_results(readme):
+    text = " ".join(TEXTS[readme].split())
+    assert not [sentence() for sentence in made().SENTENCES[readme] if sentence() not in text]
 
 
 @pytest.mark.parametrize("table", ["summary", "taus"])
