@@ -18,7 +18,6 @@ from typing import Any
 
 from kvchat import units
 from kvchat.bench.frame import load
-from kvchat.bench.identity import outdated
 from kvchat.bench.report import rendered
 from kvchat.tui.actions import ACTIONS
 from kvchat.tui.rebinding import describe_keys
@@ -135,7 +134,7 @@ def summary() -> str:
         for variant in SUMMARIZED
     ]
     heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
-    return "\n\n".join(filter(None, (_table(heads, lines), _age(passkeys) or _age(times))))
+    return _table(heads, lines)
 
 
 def taus() -> str:
@@ -151,7 +150,7 @@ def taus() -> str:
         share = f"{100 * row['corrections'] / every:.0f} %"
         lines.append([row["variant"].partition(":")[2], share, f"{right} of {cases}", f"{row['ms']:.1f} ms"])
     heads = ["with", "heads corrected", f"facts recalled with {budget} tokens", f"a token of {timed[0]['context']:,}"]
-    return "\n\n".join(filter(None, (_table(heads, lines), _beside(times), _age(recall) or _age(times))))
+    return "\n\n".join(filter(None, (_table(heads, lines), _beside(times))))
 
 
 def _beside(times: dict[str, Any]) -> str:
@@ -208,7 +207,7 @@ def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str
 
 
 def report(name: str) -> str:
-    """The tables of a result as ``kvchat bench report`` prints them; a result that is older than the code says so."""
+    """The tables of a result as ``kvchat bench report`` prints them."""
     return rendered([load(RESULTS / f"{name}.json")])
 
 
@@ -248,7 +247,7 @@ def long_run() -> str:
         for r in chosen
     ]
     heads = ["tokens stored", "step", "K/V on the device", "K/V on the host"]
-    return "\n\n".join(filter(None, (_table(heads, rows), _age(result))))
+    return _table(heads, rows)
 
 
 def perplexity() -> str:
@@ -296,11 +295,6 @@ def _copied(row: dict[str, Any]) -> str:
     return units.size(row["kv_device_bytes"]) if row["kv_device_bytes"] else "none"
 
 
-def _age(result: dict[str, Any]) -> str:
-    """Says of a result that it is older than the code that it describes; "" where it is not."""
-    return "*Measured before the code changed; to be measured again.*" if outdated(result) else ""
-
-
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---:") -> str:
     ruler = ["---", *[others] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
@@ -309,7 +303,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "-
 def _environment(result: dict[str, Any]) -> str:
     e = result["environment"]
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    return f"{device}; torch {e['torch']}, transformers {e['transformers']}. {_age(result)}".rstrip()
+    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
 
 
 TABLES = {

@@ -1,7 +1,7 @@
 """What a result is of: by this two results are one measurement, may stand in one report, or are older than the code.
 
-Nothing here depends on a commit. A mode's ``version`` is raised when it reads other tokens than before with the same
-parameters, an experiment's in ``VERSIONS`` when its rows mean something else.
+Nothing here depends on a commit. A mode's ``constants`` and parameters decide which tokens it reads; its ``version`` is
+raised when it reads others for any other reason, an experiment's in ``VERSIONS`` when its rows mean something else.
 """
 
 from __future__ import annotations
@@ -64,14 +64,21 @@ class Experiment:
 
 
 def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
-    """Mode, its version and all its parameters for each variant; ``budget`` is the experiment's own.
+    """Mode, its version, constants and all its parameters for each variant; ``budget`` is the experiment's own.
 
     Raises:
-        UsageError: an unknown mode or parameter, or a value out of range.
+        UsageError: an unknown mode or parameter, a value out of range, or a mode that cannot be imported.
     """
+    from kvchat.kv.modes import implementation  # imports torch, which the command line does without
+
     found = {variant: parsed(variant, budget) for variant in variants}
     return {
-        variant: {"mode": chosen.name, "version": chosen.version, "parameters": chosen.model_dump()}
+        variant: {
+            "mode": chosen.name,
+            "version": chosen.version,
+            "constants": dict(implementation(chosen).constants),
+            "parameters": chosen.model_dump(),
+        }
         for variant, chosen in found.items()
     }
 

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvchat.bench import identity
+from kvchat.bench.frame import load
 from kvchat.bench.identity import SCHEMA, VERSIONS, Experiment, difference, incompatible, methods, outdated
-from kvchat.config.modes import SyncParameters
+from kvchat.config.modes import SyncParameters, parse
+from kvchat.kv.modes import implementation
+
+KEPT = sorted((Path(identity.__file__).parent / "results").glob("*.json"))
 
 
 def result(**changes):
@@ -22,12 +26,29 @@ def test_a_method_is_its_mode_with_all_parameters_and_its_version():
     found = methods(["sync:m=7", "streaming"], budget=256)
     assert found["sync:m=7"]["mode"] == "sync"
     assert found["sync:m=7"]["version"] == SyncParameters.version
+    assert found["sync:m=7"]["constants"]["RING"] == 128
     assert found["sync:m=7"]["parameters"] == SyncParameters(m=7, budget=256).model_dump()
     assert found["streaming"]["parameters"]["budget"] == 256
 
 
 def test_what_was_measured_today_is_not_outdated():
     assert outdated(result()) == ""
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
+def test_no_kept_result_is_older_than_the_code(file):
+    assert outdated(load(file)) == "", "measure it again, or take the change back"
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
+def test_a_kept_result_is_older_once_a_constant_of_a_mode_is_another(file, monkeypatch):
+    kept = load(file)
+    for mode in {method["mode"] for method in kept["methods"].values()} - {"full"}:
+        cls = implementation(parse(mode, {}))
+        for name, value in cls.constants.items():
+            with monkeypatch.context() as patch:
+                patch.setattr(cls, "constants", {**cls.constants, name: "another"})
+                assert f"constants.{name} is" in outdated(kept), f"{mode} had {value}"
 
 
 def test_another_default_another_version_and_another_schema_are_told(monkeypatch):

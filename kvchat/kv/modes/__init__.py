@@ -17,10 +17,15 @@ def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, p
         UsageError: parameters contradict each other, or the implementation cannot be imported.
         DoesNotFitError: the model cannot run in this mode.
     """
-    return _implementation(parameters)(parameters, geometry, traits, preamble)
+    return implementation(parameters)(parameters, geometry, traits, preamble)
 
 
-def _implementation(parameters: ModeParameters) -> type[Mode]:
+def implementation(parameters: ModeParameters) -> type[Mode]:
+    """The class of the mode these parameters belong to; it is imported now.
+
+    Raises:
+        UsageError: it cannot be imported, or is no mode.
+    """
     module, _, name = parameters.implementation.partition(":")
     try:
         mode = getattr(import_module(module), name)

@@ -5,7 +5,7 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -24,6 +24,8 @@ from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.rope import Rotation
 from kvchat.kv.state import KVState
+
+AUTO_BUDGET = {"context_share": 32, "least": 256, "most": 2048}  # a budget that is not given, in tokens
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Mode:
 
     Attributes:
         name: as in the settings.
+        constants: what decides beside the parameters which tokens it reads; part of what a measurement is of.
         recovery_levels: levels of recovery that change something in this mode.
         widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
         sink, window: first and most recent tokens that are always attended.
@@ -147,6 +150,7 @@ class Mode:
     """
 
     name: ClassVar[str]
+    constants: ClassVar[Mapping[str, Any]] = {}
     recovery_levels: ClassVar[tuple[Level, ...]] = ("RR",)
     widens: ClassVar[bool] = False
     sink: int = 0
@@ -285,7 +289,7 @@ def budget_of(parameters: BudgetParameters, context: int) -> int:
     """The budget in tokens: as given, else a 32nd of the context between 256 and 2,048."""
     if parameters.budget is not None:
         return parameters.budget
-    return min(2048, max(256, context // 32))
+    return min(AUTO_BUDGET["most"], max(AUTO_BUDGET["least"], context // AUTO_BUDGET["context_share"]))
 
 
 def refuse_small_budget(name: str, budget: int, sink: int, window: int, more: str = "") -> None:

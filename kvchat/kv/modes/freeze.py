@@ -42,9 +42,9 @@ sampled a token has waited for the same work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,11 +53,19 @@ from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_scores import Scores
-from kvchat.kv.modes.freeze_timers import RULES, Timers, state_bytes
+from kvchat.kv.modes.freeze_timers import (
+    FOLLOWING,
+    MIN_RETURN_SCORE,
+    NAMED_SCORE,
+    RULES,
+    SOUGHT,
+    Timers,
+    state_bytes,
+)
 from kvchat.kv.modes.freeze_timers_cpu import CpuTimers, freeze_loops
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
@@ -75,6 +83,16 @@ class Freeze(Mode):
     """Token slots that irrelevant tokens leave."""
 
     name = "freeze"
+    constants: ClassVar = {
+        "RULES": {profile: asdict(rule) for profile, rule in RULES.items()},
+        "MAJORITY": MAJORITY,
+        "SOUGHT": SOUGHT,
+        "FOLLOWING": FOLLOWING,
+        "MIN_RETURN_SCORE": MIN_RETURN_SCORE,
+        "NAMED_SCORE": NAMED_SCORE,
+        "RECENT": RECENT,
+        "PAGE": PAGE,
+    }
     recovery_levels = LEVELS
     parameters: FreezeParameters
 

@@ -14,7 +14,6 @@ from kvchat.config.modes import FreezeParameters
 from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
 
-SINK = 4
 # What a score of 0 counts for a token that waits under a budget, so that it is not forgotten.
 MIN_RETURN_SCORE = 0.01
 NAMED_SCORE = 1e9  # above all others, until the token is scored
@@ -42,7 +41,7 @@ class Rule:
 
 
 RULES = {
-    "default": Rule(sink=SINK, floor=400, stagger=64, protects=True, same_step=False, recalls=True),
+    "default": Rule(sink=4, floor=400, stagger=64, protects=True, same_step=False, recalls=True),
     "paper": Rule(sink=0, floor=0, stagger=1, protects=False, same_step=True, recalls=False),
 }
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,18 +43,40 @@ from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, budget_of, everything, refuse_small_budget
+from kvchat.kv.modes.base import (
+    AUTO_BUDGET,
+    Mode,
+    ModelTraits,
+    ModeReport,
+    Plan,
+    Step,
+    budget_of,
+    everything,
+    refuse_small_budget,
+)
 from kvchat.kv.modes.page_bounds import PageBounds
+from kvchat.kv.modes.recovery_levels import RECENT, WIDER
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
+
+SINK_PAGES = 1
+QUARTER = 4  # of the budget: the window, and the paper's sinks
 
 
 class Speculative(Mode):
     """Sinks, a window and k retrieved pages per layer and KV head."""
 
     name = "speculative"
+    constants: ClassVar = {
+        "AUTO_BUDGET": AUTO_BUDGET,
+        "SINK_PAGES": SINK_PAGES,
+        "QUARTER": QUARTER,
+        "WIDER": WIDER,
+        "RECENT": RECENT,
+        "PAGE": PAGE,
+    }
     recovery_levels = ("WR", "FR", "RR")
     widens = True
     parameters: SpeculativeParameters
@@ -177,8 +200,8 @@ class Speculative(Mode):
     def _split(self, budget: int) -> tuple[int, int]:
         """Sinks and window of a budget, the rest of which is for pages."""
         p, given = self.geometry.page, self.parameters
-        quarter = max(p, budget // 4 // p * p)
-        sink = quarter if given.profile == "paper" else p
+        quarter = max(p, budget // QUARTER // p * p)
+        sink = quarter if given.profile == "paper" else SINK_PAGES * p
         return (
             min(sink, budget - p) if given.sink is None else given.sink,
             quarter if given.window is None else given.window,

@@ -34,6 +34,8 @@ tokens are loaded and turned once for every half of it and every prompt.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import (
+    AUTO_BUDGET,
     Mode,
     ModelTraits,
     ModeReport,
@@ -56,6 +59,7 @@ from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.kv.state import KVState
 
 MIN_SINK = 4
+SINK_SHARE = 4  # a system prompt is sinks up to a quarter of C
 
 
 def pruned_length(length: Tensor, c: int, r: int, sigma: int, delta: int) -> Tensor:
@@ -73,6 +77,7 @@ class Streaming(Mode):
     """Sinks and a lazily pruned window, one choice for all layers and heads."""
 
     name = "streaming"
+    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "MIN_SINK": MIN_SINK, "SINK_SHARE": SINK_SHARE}
     parameters: StreamingParameters
 
     def __init__(
@@ -204,7 +209,9 @@ class Streaming(Mode):
         """Number of sinks: as given, else the length of the system prompt, from four tokens up to a quarter of C."""
         if self.parameters.sink is not None:
             return self.parameters.sink
-        return max(MIN_SINK, min(self.preamble, self.capacity // 4)) if self.parameters.window is None else MIN_SINK
+        if self.parameters.window is not None:
+            return MIN_SINK
+        return max(MIN_SINK, min(self.preamble, self.capacity // SINK_SHARE))
 
     def _pruned(self, length: Tensor) -> Tensor:
         p = self.parameters

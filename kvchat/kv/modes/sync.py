@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,11 +44,11 @@ from torch import Tensor
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
 from kvchat.kv.attention import Weights, attend
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything, refuse_small_budget
-from kvchat.kv.modes.sync_budget import paper_k, refuse_small_mem
-from kvchat.kv.modes.sync_heads import default_clusters, roles
+from kvchat.kv.modes.sync_budget import FOLLOWER_PART, MEM, default_mem, paper_k, refuse_small_mem
+from kvchat.kv.modes.sync_heads import HEADS_PER_CLUSTER, default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
 
@@ -59,6 +60,15 @@ class Sync(Mode):
     """Representative heads hold everything; followers sinks, a ring, static and dynamic tokens."""
 
     name = "sync"
+    constants: ClassVar = {
+        "SINK": SINK,
+        "RING": RING,
+        "MEM": MEM,
+        "FOLLOWER_PART": FOLLOWER_PART,
+        "HEADS_PER_CLUSTER": HEADS_PER_CLUSTER,
+        "MIN_BUDGET": MIN_BUDGET,
+        "PAGE": PAGE,
+    }
     parameters: SyncParameters
 
     def __init__(self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
@@ -66,7 +76,7 @@ class Sync(Mode):
         self.clusters = self._clusters()
         recent = self._recent()
         self.ring = recent + parameters.m - 1
-        self.mem = self._mem()
+        self.mem = parameters.mem or default_mem(geometry.kv_heads, self.clusters)
         self.k = 0
         self.split = False
         if self.clusters == geometry.kv_heads:
@@ -322,11 +332,6 @@ class Sync(Mode):
         """The ring after an anticipation: at most half of what a small budget allows."""
         p = self.parameters
         return RING if p.budget is None else max(1, min(RING, (p.budget - SINK) // 2 - (p.m - 1)))
-
-    def _mem(self) -> float:
-        """The memory share: as given, else the paper's 50 %, or more so that followers keep a third of the tokens."""
-        heads, leading = self.geometry.kv_heads, self.clusters
-        return self.parameters.mem or max(0.5, (leading + (heads - leading) / 3) / heads)
 
     def _clusters(self) -> int:
         heads, calibration = self.geometry.kv_heads, self.traits.calibration

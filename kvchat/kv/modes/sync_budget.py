@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from kvchat.errors import DoesNotFitError
 
+MEM = 0.5  # of full's K/V, the paper's
+FOLLOWER_PART = 3  # one token of so many a follower keeps at least, where mem is not given
+
+
+def default_mem(kv_heads: int, representatives: int) -> float:
+    """The paper's 50 %, or so much that a follower keeps a third of the tokens."""
+    return max(MEM, (representatives + (kv_heads - representatives) / FOLLOWER_PART) / kv_heads)
+
 
 def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
-    """Tokens per follower so that ``mem`` of a full cache's bytes are used; the rows of the paper's tables fit this.
+    """Tokens per follower if ``mem`` of a full cache held these and all tokens of the representatives, and no more.
+
+    The rows of the paper's tables fit this, but Llama-70B's at 20 %. ``Sync.k_of`` takes off what else is allocated.
 
     Raises:
         DoesNotFitError: the representatives alone take as much.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 RULES = ("retrieval", "centroid")
+HEADS_PER_CLUSTER = 4
 STARTS = 20
 POINTS = 201  # of each head's distribution, from its deciles
 
@@ -55,7 +56,7 @@ class Roles:
 
 def default_clusters(kv_heads: int, architecture: str = "") -> int:
     """Representatives a layer, the paper's choice: 1 for Qwen whatever its size, else a quarter (2 for Llama's 8)."""
-    return 1 if architecture.startswith("qwen") else max(1, kv_heads // 4)
+    return 1 if architecture.startswith("qwen") else max(1, kv_heads // HEADS_PER_CLUSTER)
 
 
 def roles(calibration: Calibration, clusters: int, rule: str) -> list[Roles]:
