@@ -14,8 +14,12 @@ from kvchat.bench.frame import Frame, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
+from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.modes import build
 from kvchat.protocol.messages import Sampling
 
 ROWS = 10
@@ -37,10 +41,11 @@ def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), fr
     A run that goes on reads again what was generated before, as a prompt.
 
     Raises:
-        KvchatError: the model or mode is refused.
+        KvchatError: the model or mode is refused, or its context ends before so many tokens.
     """
     frame, found = frame or Frame(), methods([settings.mode], settings.budget)
     session = choice.open(frame.report)
+    _refuse_beyond_context(session.model, settings)
     session.enter(parsed(settings.mode, settings.budget))
     experiment = Experiment(
         "long-run",
@@ -58,6 +63,17 @@ def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), fr
         _line,
     )
     return frame.finish(result, [{name: row[name] for name in row if name != "ids"} for row in result["rows"]])
+
+
+def _refuse_beyond_context(model: LoadedModel, settings: Settings) -> None:
+    mode = build(parsed(settings.mode, settings.budget), geometry_of(model), traits_of(model))
+    needed = PROMPT + settings.tokens
+    if mode.limited_by_context and needed > model.context:
+        raise DoesNotFitError(
+            "The long run does not fit the model.",
+            f"{needed:,} tokens are needed; {model.name} reads {model.context:,} in {mode.name} mode.",
+            "Take fewer --tokens, or --mode streaming.",
+        )
 
 
 class Generation:

@@ -9,6 +9,7 @@ from kvchat import paths
 from kvchat.bench import plot as plots
 from kvchat.cli.output import echo, note, progress
 from kvchat.config.modes import parse
+from kvchat.errors import UsageError
 from kvchat.protocol.messages import Load
 
 
@@ -27,6 +28,8 @@ def calibrate(
     Raises:
         KvchatError: the model, a text or an option is refused.
     """
+    if out and not out.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
     parse("sync", {"representatives": rule, "clusters": clusters})
     if plot:
         plots.check(plot)

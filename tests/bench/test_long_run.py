@@ -68,5 +68,12 @@ def test_what_lies_beyond_the_context_is_refused_and_the_rest_kept(monkeypatch):
     assert "The context is full" in tables(result)[0].markdown()
 
 
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_more_tokens_than_the_context_are_refused_before_the_first(mode, monkeypatch):
+    monkeypatch.setattr(Session, "prefill", lambda self, ids: pytest.fail("began"))
+    with pytest.raises(DoesNotFitError, match=f"100,000,063 tokens are needed; bundled reads .* in {mode} mode"):
+        long_run.run(Settings(mode, tokens=99_999_999), ModelChoice(device="cpu"))
+
+
 def refuse():
     raise DoesNotFitError("The context is full.")

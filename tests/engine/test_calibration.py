@@ -245,6 +245,15 @@ def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
     assert "text.txt" in saved["measured_on"]
 
 
+def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_not_made(monkeypatch, tmp_path):
+    from kvchat.cli.calibrate import calibrate as command
+
+    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match=r"There is no folder .*nope\. Make it first"):
+        command("bundled", [], None, "retrieval", "cpu", tmp_path / "nope" / "out.json")
+    assert not (tmp_path / "nope").exists()
+
+
 @pytest.mark.parametrize(("clusters", "rule"), [(2, "best"), (0, "retrieval")])
 def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, monkeypatch):
     from kvchat.cli.calibrate import calibrate as command

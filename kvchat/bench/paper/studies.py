@@ -13,6 +13,7 @@ from kvchat.errors import UsageError, did_you_mean
 STUDIES: dict[str, tuple[Study, type]] = {
     module.STUDY.name: (module.STUDY, module.Settings) for module in (asr_kf_egr, lazy_pruning, synckv, freekv)
 }
+DIGITS = 12  # of a size: Python reads no number of thousands
 
 
 def chosen(paper: str, given: Sequence[str]) -> tuple[Study, Any]:
@@ -30,7 +31,9 @@ def chosen(paper: str, given: Sequence[str]) -> tuple[Study, Any]:
         name, _, value = text.partition("=")
         if name not in known:
             raise UsageError(f'{paper} has no size "{name}".', did_you_mean(name, known))
-        if not value.isdecimal() or not int(value):
-            raise UsageError(f'--set "{text}" is refused.', hint="The value must be a whole number above 0.")
+        if not value.isdecimal() or not 0 < len(value.lstrip("0")) <= DIGITS:
+            raise UsageError(
+                f'--set "{text}" is refused.'[:200], hint=f"The value must be a whole number of 1 to {DIGITS} digits."
+            )
         sizes[name] = int(value)
     return study, settings(**sizes)

@@ -7,7 +7,7 @@ A part's rows have ``row``, a label; ``measured`` and ``published``, figures by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from kvchat.bench.walk import Walk
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.model.load import LoadedModel
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
 from kvchat.protocol.messages import Sampling
 
 AGREEMENT = {
@@ -32,6 +32,7 @@ AGREEMENT = {
     "mass covered": "covered",
     "tokens read": "read_mean",
 }
+TOKENS = ("context", "forced", "longest", "prompt_tokens", "tokens")  # sizes that the model's context bounds
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,13 @@ class Study:
         ``texts`` are files to read instead of the shipped books; the first that is long enough is used.
 
         Raises:
-            UsageError: an unknown part; KvchatError: the model cannot be loaded, or every part is refused.
+            UsageError: an unknown part; DoesNotFitError: a size that was given is beyond the model's context;
+            KvchatError: the model cannot be loaded, or every part is refused.
         """
         self.check(only)
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
+        _refuse_beyond_context(settings, model)
         lab = Lab(Walk(model), settings, tuple(texts))
         chosen = [name for name in self.parts if not only or name in only]
         experiment = Experiment(
@@ -128,6 +131,18 @@ class Study:
         cells = [{"part": name} for name in chosen]
         result = frame.measure(experiment, cells, lambda cell: self.parts[cell["part"]].measure(lab), _line)
         return frame.finish(result, result["rows"])
+
+
+def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
+    """Of the study's own sizes one that does not fit a small model costs the parts that need it."""
+    for size in fields(settings):
+        value = getattr(settings, size.name)
+        if size.name in TOKENS and value != size.default and value > model.context:
+            raise DoesNotFitError(
+                f"{size.name} = {value:,} does not fit the model.",
+                f"{model.name} reads {model.context:,} tokens.",
+                f"Give --set {size.name}=N with fewer.",
+            )
 
 
 def _words(part: Part) -> dict[str, str]:

@@ -15,7 +15,7 @@ from kvchat.bench.plot import paper as draw
 from kvchat.bench.summaries import tables
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
-from kvchat.errors import UsageError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.protocol.messages import Load
 
 SIZES = {
@@ -148,7 +148,10 @@ def test_a_short_warm_up_of_every_way_comes_before_the_trials(model, monkeypatch
     [
         (["freekw"], 'Did you mean "freekv"'),
         (["freekv", "--set", "token=3"], 'Did you mean "tokens"'),
-        (["freekv", "--set", "tokens=0"], "whole number above 0"),
+        (["freekv", "--set", "tokens=0"], "whole number of 1 to 12 digits"),
+        (["freekv", "--set", f"tokens={'9' * 5000}"], "whole number of 1 to 12 digits"),
+        (["freekv", "--set", "tokens=1.5"], "whole number of 1 to 12 digits"),
+        (["synckv", "--set", "context=99999999"], "context = 99,999,999 does not fit the model. bundled reads"),
         (["lazy-pruning", "--set", "cap=4"], "cap=4 is refused"),
         (["freekv", "--part", "figure-3"], 'has no part "figure-3"'),
         (["freekv", "--part", "accuracy", "--plot", "x.svg"], "have no picture"),
@@ -156,5 +159,5 @@ def test_a_short_warm_up_of_every_way_comes_before_the_trials(model, monkeypatch
 )
 def test_bad_input_is_refused_before_anything_is_measured(arguments, message):
     ran = CliRunner().invoke(app, ["bench", "paper", *arguments])
-    assert isinstance(ran.exception, UsageError)
+    assert isinstance(ran.exception, UsageError | DoesNotFitError)
     assert message in str(ran.exception)
