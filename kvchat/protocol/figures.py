@@ -15,8 +15,9 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a me
 class Stats:
     """What one answer cost, None where nothing was measured.
 
-    ``read_share`` is the mean over its steps of the share of the stored tokens that was read; ``extras`` are the mode's
-    figures since it was entered.
+    ``read_share`` is the mean over its steps of the share of the stored tokens that was read, ``corrected_share`` that
+    of the head-steps in which a head was corrected. What recall took, and what of it was waited for, is of its last
+    steps in the last mode. ``extras`` are the mode's figures since it was entered.
     """
 
     prompt_tokens: Count = 0
@@ -33,6 +34,12 @@ class Stats:
     recalled_bytes: Count = 0
     recall_hit_rate: float | None = None
     corrections: Count = 0
+    corrected_share: float | None = None
+    recall_ms_p50: float | None = None
+    recall_ms_p95: float | None = None
+    exposed_ms_p50: float | None = None
+    exposed_ms_p95: float | None = None
+    recall_bytes_per_s: float | None = None
     recoveries: Count = 0
     withdrawn_tokens: Count = 0
     switches: tuple[Params, ...] = ()
@@ -193,11 +200,11 @@ class Snapshot:
 
     ``active`` is the mean number of tokens the last step attended to over layers and KV heads. ``ribbon`` is one letter
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
-    (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the last 256 steps' copies,
-    ``exposed_ms_*`` of the time waited for them. ``extras`` are figures of the current mode only, in display order.
-    ``kv_parked_bytes`` are those of other conversations in host memory.
-    ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn of how
-    the engine runs: a few words, a colon, the reason.
+    (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the copies of an answer's
+    last 256 steps, ``exposed_ms_*`` of the time waited for them, ``recall_bytes_per_s`` is the rate since the last
+    snapshot. ``extras`` are figures of the current mode only, in display order. ``kv_parked_bytes`` are those of other
+    conversations in host memory. ``process_bytes`` is the engine's memory on the host. ``prices`` are the other
+    modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
     """
 
     mode: str
@@ -222,6 +229,7 @@ class Snapshot:
     recall_ms_p95: float | None = None
     exposed_ms_p50: float | None = None
     exposed_ms_p95: float | None = None
+    recall_bytes_per_s: float | None = None
     reduced_tokens: Count = 0
     cell_tokens: Annotated[Count, Field(ge=1)] = 32
     ribbon: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""

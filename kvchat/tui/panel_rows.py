@@ -41,6 +41,7 @@ FIGURES = {
         "already there": "of what was chosen, the share that was on the device already: the hit rate",
         "corrections": "choices replaced before attention because the query had turned, since the model was loaded",
         "time p50 / p95": "time to fetch for one token, by a clock around it: the median, and what 95 % stay below",
+        "fetch rate": "the bytes fetched over the time that it took",
         "waited for": "the part of that time that the model had to wait, exposed; the rest was hidden behind its work",
     },
     "memory": {
@@ -125,9 +126,11 @@ def recall_rows(s: Snapshot) -> Rows:
 
 
 def recall_times(s: Snapshot) -> Rows:
-    """The median and the 95th percentile of what recall took for a token, and of what of it was waited for."""
+    """The median and 95th percentile of what recall took for a token and of what was waited for, and its rate."""
     p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
     rows = [("time p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}")]
+    if s.recall_bytes_per_s is not None:
+        rows.append(("fetch rate", figure(s.recall_bytes_per_s / 1e9, "GB/s", 1)))
     if s.exposed_ms_p95 not in (None, s.recall_ms_p95):  # without a GPU nothing is hidden
         rows.append(("waited for", f"{figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}"))
     return rows

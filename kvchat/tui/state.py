@@ -164,9 +164,23 @@ class ChatState:
         parts.append(modes)
         if s.read_share is not None:
             parts.append(f"read {percent(s.read_share)} of {count(s.total_tokens)}")
+        if s.corrected_share is not None:
+            parts.append(f"corrected {percent(s.corrected_share)}")
+        parts += _recall(s)
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)
+
+
+def _recall(s: Stats) -> list[str]:
+    """What fetching took for a token and what of it was waited for, each with the median and the 95th percentile."""
+    if s.recall_ms_p95 is None:
+        return []
+    rate = "" if s.recall_bytes_per_s is None else f" at {figure(s.recall_bytes_per_s / 1e9, 'GB/s', 1)}"
+    parts = [f"fetched in {figure(s.recall_ms_p50, digits=1)} / {figure(s.recall_ms_p95, 'ms', 1)}{rate}"]
+    if s.exposed_ms_p95 != s.recall_ms_p95:  # without a GPU nothing is hidden
+        parts.append(f"waited {figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}")
+    return parts
 
 
 def _footer(message: Message, siblings: list[Message]) -> str:
@@ -179,8 +193,8 @@ def without_conversation(snapshot: Snapshot) -> Snapshot:
     """What of a snapshot holds where the K/V are of another conversation: the machine's, the model's, the mode's."""
     return replace(
         snapshot, active=0.0, total=0, ribbon="", attended="", reduced_tokens=0, extras={}, tokens_per_s=None,
-        ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_ms_p50=None, recall_ms_p95=None,
-        exposed_ms_p50=None, exposed_ms_p95=None,
+        ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_bytes_per_s=None, recall_ms_p50=None,
+        recall_ms_p95=None, exposed_ms_p50=None, exposed_ms_p95=None,
     )  # fmt: skip
 
 
@@ -234,7 +248,7 @@ def summarize(stats: Iterable[Stats]) -> str:
         ("read", percent(_mean([(s.read_share, s.generated_tokens) for s in answers]))),
         ("fetched", size(sum(s.recalled_bytes for s in answers))),
         ("already there", percent(_mean([(s.recall_hit_rate, s.generated_tokens) for s in answers]))),
-        ("corrections", count(sum(s.corrections for s in answers))),
+        ("corrected", percent(_mean([(s.corrected_share, s.generated_tokens) for s in answers]))),
     ]
     return "\n".join(f"{label:<14}{value:>14}" for label, value in rows)
 

@@ -42,7 +42,7 @@ TOTAL = 14203
 SNAPSHOT = Snapshot(
     "speculative", PARAMS, 512.0, TOTAL, 40960, 96 * MiB, 2 * GiB, 7 * GiB, 3 * GiB, 8 * GiB, 9 * GiB,
     Gpu("NVIDIA GeForce RTX 4070", 9 * GiB, 12 * GiB, 8 * GiB, 45, 61, 123.4), 58.2, 0.41, 784 * 1024, 310 * MiB, 0.94,
-    191, 0.8, 1.8, 0.1, 0.3, ribbon=ribbon(TOTAL, "speculative"), attended="9" + "0123" * 110 + "999",
+    191, 0.8, 1.8, 0.1, 0.3, 9.4e9, ribbon=ribbon(TOTAL, "speculative"), attended="9" + "0123" * 110 + "999",
     extras={"pages a step": 1.5, "heads corrected": "21%"}, prices=(Price("full", 2 * GiB, 2 * GiB, 0.21),),
 )  # fmt: skip
 READ = tuple((TOTAL,) * 8 if not layer else tuple(256 + 64 * head for head in range(8)) for layer in range(36))
@@ -51,6 +51,7 @@ DETAILS = Details(
 )
 STATS = Stats(
     14140, 14000, 63, TOTAL, 512.0, 0.04, 0.41, 900.0, 58.2, 96 * MiB, 2 * GiB, 310 * MiB, 0.94, 191,
+    0.21, 0.8, 1.8, 0.1, 0.3, 9.4e9,
 )  # fmt: skip
 
 

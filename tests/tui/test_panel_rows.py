@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvchat.config.modes import registered
 from kvchat.protocol.figures import Gpu, Price, Snapshot
 from kvchat.tui.panel_rows import (
@@ -66,6 +68,8 @@ def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
     assert "on the device" in rows
     fetching = snapshot(total=1, step_bytes=2**20, recall_ms_p50=6.0)
     assert as_dict(context_rows(fetching))["fetched a token"] == "1.0 MiB · 6.0 ms"
+    assert as_dict(recall_rows(replace(fetching, recall_bytes_per_s=2.04e9)))["fetch rate"] == "2.0 GB/s"
+    assert "fetch rate" not in as_dict(recall_rows(fetching))
 
 
 def test_missing_readings_are_never_zero():
@@ -89,7 +93,7 @@ def test_without_a_gpu_one_line_says_so():
 def test_every_label_is_explained():
     full = snapshot(
         params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
-        recall_ms_p95=2.0, gpu=Gpu("H200"), kv_parked_bytes=1, prices=(Price("freeze"),),
+        recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200"), kv_parked_bytes=1, prices=(Price("freeze"),),
     )  # fmt: skip
     shown = [context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}

@@ -58,6 +58,22 @@ def test_a_long_answer_counts_more_than_a_short_one():
     assert rows["speed"] == "10.1 tok/s"
     assert rows["read"] == "11 %"
     assert rows["already there"] == "100 %"
+    assert rows["corrected"] == "n/a"
+    corrected = [Stats(generated_tokens=10, corrected_share=1.0), Stats(generated_tokens=30, corrected_share=0.2)]
+    assert summarize(corrected).split("\n")[-1].split() == ["corrected", "40", "%"]
+
+
+def test_a_receipt_tells_the_share_of_corrected_heads():
+    assert "· corrected 97 %" in state().receipt(Finished("eos", "text", Stats(corrected_share=0.97)))
+
+
+def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():
+    stats = Stats(recall_ms_p50=1.24, recall_ms_p95=3.0, exposed_ms_p50=1.24, exposed_ms_p95=3.0)
+    assert state().receipt(Finished("eos", "text", stats)).endswith("fetched in 1.2 / 3.0 ms")
+    hidden = replace(stats, exposed_ms_p50=0.0, exposed_ms_p95=0.4, recall_bytes_per_s=12.3e9)
+    line = state().receipt(Finished("eos", "text", hidden))
+    assert line.endswith("fetched in 1.2 / 3.0 ms at 12.3 GB/s · waited 0.0 / 0.4 ms")
+    assert "fetched" not in state().receipt(Finished("eos", "text", Stats()))
 
 
 def test_answers_are_summed():

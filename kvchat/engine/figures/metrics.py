@@ -34,11 +34,15 @@ class Counts:
     read: float
     steps: int
     moved_bytes: int
+    timed_steps: int
+    recall_s: float
 
     @staticmethod
     def of(kv: KVManager) -> Counts:
-        moved, wanted, corrections, moved_bytes = kv.state.transfer.totals
-        return Counts(moved, wanted, corrections, read_tokens(kv.state), kv.state.steps, moved_bytes)
+        state, timer = kv.state, kv.state.transfer.timer
+        moved, wanted, corrections, moved_bytes = state.transfer.totals
+        read, steps = read_tokens(state), state.steps
+        return Counts(moved, wanted, corrections, read, steps, moved_bytes, timer.timed, timer.seconds)
 
 
 @dataclass
@@ -85,6 +89,7 @@ class MetricsCollector:
         self._last = Counts.of(kv)
         self._step_bytes = 0.0
         self._hit_rate: float | None = None
+        self._recall_rate: float | None = None
         self._beside_bytes = self._beside_corrections = 0
         self._ribbon = Ribbon(kv)
         self._pcie = PcieReading(self._gpu_reader)
@@ -92,6 +97,7 @@ class MetricsCollector:
 
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
         """Begin the figures of an answer."""
+        self._kv.state.transfer.timer.steps.clear()
         self.answer = AnswerMetrics(Counts.of(self._kv), prompt_tokens, reused_tokens)
         return self.answer
 
@@ -99,13 +105,13 @@ class MetricsCollector:
     def beside(self) -> Iterator[None]:
         """Keep what is done inside out of the conversation's figures."""
         timer = self._kv.state.transfer.timer
-        answer, step_bytes, hit_rate, steps = self.answer, self._step_bytes, self._hit_rate, list(timer.steps)
+        kept, steps = (self.answer, self._step_bytes, self._hit_rate, self._recall_rate), list(timer.steps)
         before = Counts.of(self._kv)
         self._note_steps(before)
         try:
             yield
         finally:
-            self.answer, self._step_bytes, self._hit_rate = answer, step_bytes, hit_rate
+            self.answer, self._step_bytes, self._hit_rate, self._recall_rate = kept
             self._last = Counts.of(self._kv)
             self._beside_bytes += self._last.moved_bytes - before.moved_bytes
             self._beside_corrections += self._last.corrections - before.corrections
@@ -114,7 +120,8 @@ class MetricsCollector:
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
         """Note a switch, perhaps in the middle of an answer: what recall took before it is not of this mode."""
-        self._last, self._step_bytes, self._hit_rate = Counts.of(self._kv), 0.0, None
+        self._last, self._step_bytes = Counts.of(self._kv), 0.0
+        self._hit_rate = self._recall_rate = None
         self._kv.state.transfer.timer.steps.clear()
         if self.answer:
             at = len(self.answer.token_times)
@@ -125,7 +132,9 @@ class MetricsCollector:
         kv, now, before = self._kv, Counts.of(self._kv), answer.before
         new_tokens = answer.prompt_tokens - answer.reused_tokens
         prefill_s = answer.prefilled - answer.began if answer.prefilled else None
-        steps = now.steps - before.steps
+        steps, corrections = now.steps - before.steps, now.corrections - before.corrections
+        report = kv.mode.report()
+        head_steps = 0 if answer.switches else steps * report.correctable
         return Stats(
             prompt_tokens=answer.prompt_tokens,
             reused_tokens=answer.reused_tokens,
@@ -140,11 +149,14 @@ class MetricsCollector:
             kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             recalled_bytes=now.moved_bytes - before.moved_bytes,
             recall_hit_rate=_hit_rate(before, now),
-            corrections=now.corrections - before.corrections,
+            recall_bytes_per_s=_recall_rate(before, now),
+            corrections=corrections,
+            corrected_share=corrections / head_steps if head_steps else None,
+            **self._recall_times(),
             recoveries=answer.recoveries,
             withdrawn_tokens=answer.withdrawn,
             switches=tuple(answer.switches),
-            extras=kv.mode.report().stats,
+            extras=report.stats,
         )
 
     def snapshot(self, reduced_tokens: int) -> Snapshot:
@@ -154,9 +166,6 @@ class MetricsCollector:
         self._note_steps(now)
         report = kv.mode.report()
         cell, letters, shares = self._ribbon.cells(counts, report)
-        recalls = kv.state.transfer.timer.steps
-        p50, p95 = _percentiles_ms([step.total for step in recalls])
-        exposed_p50, exposed_p95 = _percentiles_ms([step.exposed for step in recalls])
         cuda = kv.state.device.type == "cuda"
         return Snapshot(
             mode=kv.mode.name,
@@ -176,11 +185,9 @@ class MetricsCollector:
             step_bytes=self._step_bytes,
             recalled_bytes=now.moved_bytes - self._beside_bytes,
             recall_hit_rate=self._hit_rate,
+            recall_bytes_per_s=self._recall_rate,
             corrections=now.corrections - self._beside_corrections,
-            recall_ms_p50=p50,
-            recall_ms_p95=p95,
-            exposed_ms_p50=exposed_p50,
-            exposed_ms_p95=exposed_p95,
+            **self._recall_times(),
             reduced_tokens=reduced_tokens,
             badges=report.badges,
             cell_tokens=cell,
@@ -192,6 +199,18 @@ class MetricsCollector:
     def details(self) -> Details:
         """Tokens read and held by layer and KV head, and the time of recall, as of now."""
         return details(self._kv.state, self._pcie.latest())
+
+    def _recall_times(self) -> Params:
+        """Median and 95th percentile in ms of what recall took for a step, and of what of it was waited for."""
+        recalls = self._kv.state.transfer.timer.steps
+        p50, p95 = _percentiles_ms([step.total for step in recalls])
+        exposed_p50, exposed_p95 = _percentiles_ms([step.exposed for step in recalls])
+        return {
+            "recall_ms_p50": p50,
+            "recall_ms_p95": p95,
+            "exposed_ms_p50": exposed_p50,
+            "exposed_ms_p95": exposed_p95,
+        }
 
     def _recurrent_state(self) -> Params:
         if not self._recurrent.exists:
@@ -216,6 +235,7 @@ class MetricsCollector:
         if steps > 0:
             self._step_bytes = (now.moved_bytes - self._last.moved_bytes) / steps
             self._hit_rate = _hit_rate(self._last, now)
+            self._recall_rate = _recall_rate(self._last, now)
             self._last = now
 
     def _read_gpu(self) -> Gpu | None:
@@ -250,3 +270,10 @@ def _hit_rate(before: Counts, now: Counts) -> float | None:
     wanted = now.wanted - before.wanted
     # More moves than is wanted where what was chosen one step ahead is replaced.
     return max(0.0, 1 - (now.moved - before.moved) / wanted) if wanted else None
+
+
+def _recall_rate(before: Counts, now: Counts) -> float | None:
+    """Bytes per second of recall; steps that were not timed count as those that were."""
+    steps, timed = now.steps - before.steps, now.timed_steps - before.timed_steps
+    moved, seconds = now.moved_bytes - before.moved_bytes, now.recall_s - before.recall_s
+    return moved / steps * timed / seconds if moved and steps and seconds else None

@@ -32,6 +32,7 @@ class Span(NamedTuple):
 class StepTimer:
     """Times the copies of each step; ``steps`` are those of the last 256 that copied.
 
+    ``timed`` counts all steps that were timed, also those that copied nothing, ``seconds`` the time of their copies.
     On a GPU by events that a CUDA graph records again at each replay: every kind of step has its own. They are read
     when the next step begins, if the device is through by then; else that step is left out, because a host that runs
     ahead must not wait for a figure. A CPU copies while the step waits.
@@ -39,8 +40,9 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.steps: deque[RecallTime] = deque(maxlen=STEPS)
+        self.timed, self.seconds = 0, 0.0
         self._events = device.type == "cuda"
-        self._seconds = 0.0
+        self._of_step = 0.0
         self._spans: dict[Hashable, list[Span]] = {}
         self._kind: Hashable = None
         self._queued = False
@@ -65,8 +67,8 @@ class StepTimer:
         """All of a step of this ``kind`` was queued."""
         self._kind, self._queued = kind, self._events
         if not self._events:
-            self._add(RecallTime(self._seconds, self._seconds))
-            self._seconds = 0.0
+            self._add(RecallTime(self._of_step, self._of_step))
+            self._of_step = 0.0
 
     def begin_step(self) -> None:
         """Read the last step's events before this one records them again."""
@@ -77,12 +79,14 @@ class StepTimer:
             self._add(RecallTime(total, min(total, sum(seconds for span, seconds in timed if span.exposed))))
 
     def clear(self) -> None:
-        """Forget everything: another mode begins."""
+        """Forget the last steps: another mode begins."""
         self.steps.clear()
         self._spans.clear()
         self._queued = False
 
     def _add(self, step: RecallTime) -> None:
+        self.timed += 1
+        self.seconds += step.total
         if step.total > 0:
             self.steps.append(step)
 
@@ -91,7 +95,7 @@ class StepTimer:
         if not self._events:
             began = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - began
+            self._of_step += time.perf_counter() - began
             return
         # External: a graph that is being captured makes them events of its own, to be timed after each replay.
         begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in "be")  # type: ignore[no-untyped-call]

@@ -86,7 +86,8 @@ class ModeReport:
     ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
     has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs
     are read counts as on the device, any other as ``absent``. The first ``on_host`` tokens lie on the host alone,
-    though they are read. ``badges`` are warnings that hold now, each with its reason after a colon.
+    though they are read. A step may correct ``correctable`` heads. ``badges`` are warnings that hold now, each with its
+    reason after a colon.
     """
 
     params: dict[str, Any]
@@ -94,6 +95,7 @@ class ModeReport:
     absent: TokenState = TokenState.ON_HOST
     resident_share: float = 1e-9
     on_host: int = 0
+    correctable: int = 0
     badges: tuple[str, ...] = ()
 
 

@@ -195,7 +195,10 @@ class Speculative(Mode):
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
         stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        return ModeReport(self.parameters.model_dump() | chosen, stats | self._turning(), badges=self._badges())
+        heads = self._heads() if self.k else 0
+        return ModeReport(
+            self.parameters.model_dump() | chosen, stats | self._turning(), correctable=heads, badges=self._badges()
+        )
 
     def _split(self, budget: int) -> tuple[int, int]:
         """Sinks and window of a budget, the rest of which is for pages."""
@@ -215,14 +218,17 @@ class Speculative(Mode):
         held = f"sinks and window take {sum(self._split(self.budget))} of the budget of {self.budget} tokens"
         return (f"recalls nothing: {held} and leave no page; from {enough} tokens on it does",)
 
+    def _heads(self) -> int:
+        """KV heads that retrieve."""
+        return (self.geometry.layers - self.first) * self.geometry.kv_heads
+
     def _turning(self) -> dict[str, str | float]:
         """Share of head-steps corrected since the mode was entered, and the mean of C over them."""
         steps = self.state.steps - self._entered_at[0]
         if not (steps and self.k):
             return {}
-        heads = (self.geometry.layers - self.first) * self.geometry.kv_heads
-        corrected = self.state.transfer.totals.corrections - self._entered_at[1]
-        return {"heads corrected": f"{corrected / steps / heads:.0%}", "mean C": round(float(self.cosine) / steps, 3)}
+        corrected = (self.state.transfer.totals.corrections - self._entered_at[1]) / steps / self._heads()
+        return {"heads corrected": f"{corrected:.0%}", "mean C": round(float(self.cosine) / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
         return self._of_others(self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer)))

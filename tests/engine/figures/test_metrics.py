@@ -164,9 +164,26 @@ def test_the_receipt_counts_what_happened(session):
     assert stats.active_tokens <= (stats.total_tokens + 7 * 192) / 8
     assert 0 <= stats.recall_hit_rate <= 1
     assert stats.recalled_bytes >= 0
+    heads = (session.info.layers - 1) * session.info.kv_heads
+    assert stats.corrected_share == pytest.approx(stats.corrections / (len(session.token_ids) * heads), rel=0.2)
+    assert 0 < stats.corrected_share <= 1
+    assert 0 < stats.recall_ms_p50 <= stats.recall_ms_p95
+    assert stats.exposed_ms_p95 == stats.recall_ms_p95
+    assert stats.recall_bytes_per_s > 0
     assert stats.decode_tokens_per_s > 0
     assert stats.prefill_tokens_per_s > 0
     assert stats.ttft_s > 0
+
+
+def test_the_rate_of_recall_is_its_bytes_over_its_time_in_the_steps_that_were_timed(session):
+    filled(session, 640, "speculative", **SPECULATIVE, tau=2.0)
+    assert session.snapshot().recall_bytes_per_s is None
+    before, timer = session.snapshot().recalled_bytes, session._kv.state.transfer.timer
+    for token in range(4):
+        session.step(90 * token)
+    timer.timed, timer.seconds = timer.timed - 3, 0.5  # a host that ran ahead read one of four
+    after = session.snapshot()
+    assert after.recall_bytes_per_s == pytest.approx((after.recalled_bytes - before) / 4 / 0.5, rel=0.02)
 
 
 def test_recalled_bytes_are_the_blocks_that_moved(session):

@@ -71,6 +71,7 @@ def test_a_replayed_graph_is_timed_by_the_events_of_its_kind(timer):
     timer.end_step("copies")  # a replay: no Python ran in between
     timer.begin_step()
     assert [step.total for step in timer.steps] == [pytest.approx(0.003)] * 2
+    assert (timer.timed, timer.seconds) == (3, pytest.approx(0.006))
 
 
 def test_the_host_waits_for_no_figure(timer, monkeypatch):
@@ -81,6 +82,7 @@ def test_the_host_waits_for_no_figure(timer, monkeypatch):
     monkeypatch.setattr(Clock, "done", True)
     timer.begin_step()
     assert not timer.steps, "the events may belong to a later step by now"
+    assert timer.timed == 0
 
 
 def test_another_mode_begins_anew(timer):
