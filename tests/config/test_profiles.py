@@ -160,6 +160,16 @@ def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml: Ins
     assert all(budgets.values()), budgets
 
 
+@pytest.mark.parametrize("memory", [1.0, 5.0, 7.0, 10.0, 14.0, 20.0])
+def test_freeze_is_bounded_wherever_full_does_not_fit(nvml: Install, memory: float) -> None:
+    nvml(Device("Some GPU", memory, "8.6", 4, 16))
+    kv = resolved().settings.kv
+    assert kv.mode != "full"
+    assert kv.freeze.budget
+    of_an_8b_model = 128 * 1024  # bytes a token: 32 layers, 8 KV heads of 128, 16 bits
+    assert kv.freeze.budget * of_an_8b_model <= memory * 2**30 / 4
+
+
 def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
     assert resolved().origins == {}
     nvml(RTX)
