@@ -11,7 +11,7 @@ from kvchat.bench.identity import VERSIONS, outdated
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.paper import asr_kf_egr, lazy_pruning
 from kvchat.bench.paper.studies import STUDIES, chosen
-from kvchat.bench.plot import paper as draw
+from kvchat.bench.plot.paper import paper as draw
 from kvchat.bench.summaries import tables
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
