@@ -12,7 +12,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvchat.errors import KvchatError
+from kvchat.config.validation_errors import refused_by_pydantic
+from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
 
 CHAT = "chat"
@@ -43,6 +44,10 @@ class Commands(TyperGroup):
         try:
             with _made_visible():
                 return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if (refused := refused_by_pydantic(error.__cause__)) is None:
+                raise
+            raise _refusal(error, *refused) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
             raise typer.Exit(0) from None
@@ -68,3 +73,9 @@ def _made_visible() -> Iterator[None]:
     except typer.TyperException as error:
         error.message = visible(error.message)
         raise
+
+
+def _refusal(error: typer.BadParameter, value: object, wanted: str) -> UsageError:
+    """The value of an option or argument that typer had pydantic refuse, in kvchat's words."""
+    named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
+    return UsageError(f'{named} "{value}" is refused.', f"It must be {wanted}.", "`-h` describes the options.")

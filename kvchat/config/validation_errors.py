@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false"}
 
 
 def reason(model: type[BaseModel], details: ErrorDetails) -> str:
@@ -24,6 +27,17 @@ def reason(model: type[BaseModel], details: ErrorDetails) -> str:
     if field and len(details["loc"]) > 1 and _section(field).model_config.get("extra") == "allow":
         return "it must be a text that is not empty"  # a name of the person's in an open section
     return f"it must be {expected(field)}" if field else "it must be a table"
+
+
+def refused_by_pydantic(error: BaseException | None) -> tuple[object, str] | None:
+    """A value that no field describes, and what it must be: the bound or the kind; None of any other error."""
+    if not isinstance(error, ValidationError):
+        return None
+    details = error.errors()[0]
+    context = details.get("ctx", {})
+    bounds = [f"{words} {context[name]:g}" for name, words in BOUNDS.items() if name in context]
+    kinds = [words for begins, words in KINDS.items() if details["type"].startswith(begins)]
+    return details["input"], [*bounds, *kinds, "another value"][0]
 
 
 def field_at(model: type[BaseModel], key: Sequence[int | str]) -> FieldInfo | None:

@@ -51,6 +51,22 @@ def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], 
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["bench", "recall", "--length", "3"], '--length "3" is refused. It must be at least 16.'),
+        (["bench", "recall", "--depth", "x"], '--depth "x" is refused. It must be a number.'),
+        (["bench", "decode", "--rounds", "1.5"], '--rounds "1.5" is refused. It must be a whole number.'),
+        (["calibrate", "--corrections", "3"], '--corrections "3" is refused. It must be at most 1.'),
+        (["plan", "--context", "x"], '--context "x" is refused. It must be a whole number.'),
+    ],
+)
+def test_an_option_is_refused_in_kvchats_words(run: Run, arguments: list[str], refused: str) -> None:
+    outcome = run(*arguments)
+    assert outcome.code == 2
+    assert outcome.err == f"kvchat: {refused} `-h` describes the options.\n"
+
+
 def test_bytes_that_are_not_utf8_are_refused(run: Run, started: list[AppConfig]) -> None:
     assert run("Sch\udcf6n ist das").err.startswith("kvchat: The prompt is not UTF-8. Byte 3 is 0xf6.")
 
