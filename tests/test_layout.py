@@ -22,6 +22,7 @@ EXCEPTIONS = {
     "test_plugin_mode": "a KV mode of another package",
     "test_readme": "the README",
     "test_style": "lint, format and types",
+    "test_sweeps_script": ".ci/sweeps",
     "test_wheel": "the built package",
     "test_words": "the words of the whole package",
     "engine/model/test_architectures": "every supported architecture, through the whole model package",
