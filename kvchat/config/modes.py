@@ -85,9 +85,11 @@ class FullParameters(ModeParameters):
 
 
 class PaperParameters(ModeParameters):
-    """Modes of a paper: with ``profile="paper"`` the defaults are those ``published``."""
+    """Modes of a paper: with ``profile="paper"`` the defaults are those ``published``, each ``unless`` a parameter is
+    given that says the same in other words."""
 
     published: ClassVar[Mapping[str, Any]]
+    unless: ClassVar[Mapping[str, str]] = {}
 
     profile: Literal["default", "paper"] = "default"
     """paper: the values of the mode's paper where nothing else is given"""
@@ -95,8 +97,10 @@ class PaperParameters(ModeParameters):
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, given: Any) -> Any:
-        is_published = isinstance(given, dict) and given.get("profile") == "paper"
-        return {**cls.published, **given} if is_published else given
+        if not isinstance(given, dict) or given.get("profile") != "paper":
+            return given
+        values = {name: value for name, value in cls.published.items() if given.get(cls.unless.get(name)) is None}
+        return {**values, **given}
 
 
 class BudgetParameters(ModeParameters):
@@ -110,7 +114,8 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "streaming"
     title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
     implementation: ClassVar[str] = "kvchat.kv.modes.streaming:Streaming"
-    published: ClassVar[Mapping[str, Any]] = {"sink": 4, "R": 32, "sigma": 16, "delta": 32}
+    published: ClassVar[Mapping[str, Any]] = {"budget": 2048, "sink": 4, "B": 0, "R": 32, "sigma": 16, "delta": 32}
+    unless: ClassVar[Mapping[str, str]] = {"budget": "window"}
     figures: ClassVar[Mapping[str, str]] = {
         "cached": "tokens that are kept: the sinks, and what no prune has dropped yet",
         "dropped": "tokens between the sinks and what is kept: out of reach here, but stored for other modes",
@@ -137,7 +142,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
     version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
-    published: ClassVar[Mapping[str, Any]] = {"tau": 0.9}
+    published: ClassVar[Mapping[str, Any]] = {"budget": 2048, "tau": 0.9, "first_full": True}
     figures: ClassVar[Mapping[str, str]] = {
         "pages per head": "pages of 32 tokens that each KV head chooses for a token, beside sinks and window",
         "candidate pages": "stored pages that it chooses them from",
@@ -161,7 +166,7 @@ class FreezeParameters(PaperParameters):
     title: ClassVar[str] = "irrelevant tokens leave for growing times and return (ASR-KF-EGR)"
     version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
-    published: ClassVar[Mapping[str, Any]] = {"score": "always", "recovery": False}
+    published: ClassVar[Mapping[str, Any]] = {"score": "always", "tau": 0.5, "k": 2.0, "K": 32, "recovery": False}
     figures: ClassVar[Mapping[str, str]] = {
         "frozen now": "tokens that have left the device until their timers run out, the same in all layers and heads",
         "mean timer": "steps that a frozen token still has to wait, in the mean",
@@ -188,7 +193,8 @@ class SyncParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "sync"
     title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
     implementation: ClassVar[str] = "kvchat.kv.modes.sync:Sync"
-    published: ClassVar[Mapping[str, Any]] = {"representatives": "centroid", "rho": 0.5, "m": 5}
+    published: ClassVar[Mapping[str, Any]] = {"mem": 0.5, "representatives": "centroid", "rho": 0.5, "m": 5}
+    unless: ClassVar[Mapping[str, str]] = {"mem": "budget"}
     figures: ClassVar[Mapping[str, str]] = {
         "representative heads": "KV heads that see everything and choose for the others, layer by layer",
         "measured on": "the text by which they were found",

@@ -41,30 +41,34 @@ def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], message
     assert caught.value.hint or "Known: " in caught.value.detail
 
 
-def test_the_papers_freeze_has_defaults_of_its_own() -> None:
-    paper = modes.parse("freeze", {"profile": "paper"})
-    assert paper.model_dump() == modes.parse("freeze", {}).model_dump() | {
-        "profile": "paper",
-        "score": "always",
-        "recovery": False,
-    }
-    assert modes.parse("freeze", {"profile": "paper", "score": "raw"}).model_dump()["score"] == "raw"
-
-
 @pytest.mark.parametrize(
     ("mode", "published"),
     [
-        ("streaming", {"sink": 4, "R": 32, "sigma": 16, "delta": 32}),
-        ("speculative", {"tau": 0.9}),
-        ("sync", {"representatives": "centroid", "rho": 0.5, "m": 5}),
+        # Section 3.4: "(S, W, R, sigma, delta) = (4, 2044, 32, 16, 32) (so C = 2048, H = 2064)".
+        ("streaming", {"sink": 4, "budget": 2048, "B": 0, "R": 32, "sigma": 16, "delta": 32}),
+        # Sections 5.1 and 5.2: B = 2048, the first layer is not compressed, tau = 0.9 for long generation.
+        ("speculative", {"tau": 0.9, "budget": 2048, "first_full": True}),
+        # Section 5.1: Mem% to 50 %, m = 5, rho = 0.5; 4.1: the head closest to the centroid.
+        ("sync", {"representatives": "centroid", "mem": 0.5, "rho": 0.5, "m": 5}),
+        # Section 4.1: K = 32, tau = 0.50, k = 2.0; 3.6: recovery is future work.
+        ("freeze", {"k": 2.0, "tau": 0.5, "K": 32, "score": "always", "recovery": False}),
     ],
 )
 def test_every_paper_has_its_values_and_what_is_given_wins(mode, published):
     paper = modes.parse(mode, {"profile": "paper"}).model_dump()
     assert paper == modes.parse(mode, {}).model_dump() | published | {"profile": "paper"}
     name = next(iter(published))
-    other = {"sink": 8, "tau": 0.5, "representatives": "retrieval"}[name]
+    other = {"sink": 8, "tau": 0.5, "representatives": "retrieval", "k": 1.0}[name]
     assert modes.parse(mode, {"profile": "paper", name: other}).model_dump() == paper | {name: other}
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "left_out"), [("streaming", {"window": 100}, "budget"), ("sync", {"budget": 256}, "mem")]
+)
+def test_a_published_value_is_left_out_where_another_parameter_says_the_same(mode, given, left_out):
+    paper = modes.parse(mode, {"profile": "paper", **given}).model_dump()
+    assert paper[left_out] is None
+    assert modes.parse(mode, paper).model_dump() == paper
 
 
 def test_only_the_budget_means_the_same_in_every_mode() -> None:

@@ -16,6 +16,7 @@ ROWS = {
     "freeze-raw": ("freeze", {"profile": "paper", "score": "raw", "K": 12, "tau": 4.0, "k": 0.7}),
     "freeze-budget": ("freeze", {"K": 12, "budget": 70, "k": 0.7}),
     "sync": ("sync", {"budget": 80, "m": 3}),
+    "sync-paper": ("sync", {"budget": 80, "profile": "paper", "representatives": "retrieval", "m": 3}),
     "sync-two": ("sync", {"budget": 70, "m": 4, "rho": 0.3, "clusters": 2}),
     "sync-resident": ("sync", {"budget": 80, "m": 5, "offload": False}),
     "sync-dynamic": ("sync", {"budget": 64, "m": 1, "rho": 0.0}),

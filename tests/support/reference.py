@@ -185,12 +185,13 @@ class SyncReference(FullReference):
 
     def enter(self, num_reachable: int) -> None:
         self.t, self.used = 0, {}
+        self.sinks = 0 if self.p["profile"] == "paper" else SYNC_SINK
         geometry = self.run.toy.geometry
         heads, clusters = geometry.kv_heads, self.p["clusters"]
-        self.window = max(1, min(128, (self.p["budget"] - SYNC_SINK) // 2 - (self.p["m"] - 1)))
+        self.window = max(1, min(128, (self.p["budget"] - self.sinks) // 2 - (self.p["m"] - 1)))
         self.k = self.p["budget"] - (self.window + self.p["m"] - 1)
-        self.dynamic_share = min(self.k - SYNC_SINK, self.k - math.ceil(Decimal(str(self.p["rho"])) * self.k))
-        self.region = geometry.round_up(self.k - SYNC_SINK + self.dynamic_share)
+        self.dynamic_share = min(self.k - self.sinks, self.k - math.ceil(Decimal(str(self.p["rho"])) * self.k))
+        self.region = geometry.round_up(self.k - self.sinks + self.dynamic_share)
         retrieval = calibration(geometry).retrieval
         self.groups = {
             layer: {
@@ -210,7 +211,7 @@ class SyncReference(FullReference):
         for leader, members in self.groups[layer].items():
             static, dynamic = self.sets[layer][leader]
             for head in members:
-                mask[head, : SYNC_SINK if head != leader else now + 1] = True
+                mask[head, : self.sinks if head != leader else now + 1] = True
                 mask[head, [*static, *dynamic]] = True
                 mask[head, max(0, self.kept_from[layer]) :] = True
         if self.t % self.p["m"] == 0:
@@ -221,13 +222,13 @@ class SyncReference(FullReference):
         return mask
 
     def _first(self, layer: int, leader: int) -> tuple[list[int], list[int]]:
-        best = self._ranked(layer, leader, self.run.query[layer])[: self.k - SYNC_SINK]
-        share = self.k - SYNC_SINK - self.dynamic_share
+        best = self._ranked(layer, leader, self.run.query[layer])[: self.k - self.sinks]
+        share = self.k - self.sinks - self.dynamic_share
         return best[:share], best[share:]
 
     def _admitted(self, ranked: list[int], static: list[int], dynamic: list[int]) -> list[int]:
         """Return the best tokens; those to be recalled are limited by the free slots."""
-        wanted = ranked[: self.k - SYNC_SINK - len(static)]
+        wanted = ranked[: self.k - self.sinks - len(static)]
         fetched = [x for x in wanted if x not in dynamic][: self.region - len(static) - len(dynamic)]
         return [x for x in wanted if x in dynamic or x in fetched]
 
@@ -235,14 +236,14 @@ class SyncReference(FullReference):
         """Tokens between the sinks and the next step's ring and in its sight, by the last token's attention."""
         toy, total = self.run.toy, len(self.run.ids)
         spec, group = toy.specs[layer], toy.geometry.group
-        sight = total - (spec.window or total)
+        sight = total - spec.window if spec.window else -1
         last, keys = total - self.window, self.run.keys[layer]
-        if last < SYNC_SINK:
+        if last < self.sinks:
             return []
         mask = torch.arange(total) >= sight
         every = mask.expand(toy.geometry.kv_heads, total)
         weights = softmax(query, keys, every, spec)[leader * group : (leader + 1) * group].amax(0)
-        may = {x for x in range(SYNC_SINK, last + 1) if x > sight and x not in self.run.pins}
+        may = {x for x in range(self.sinks, last + 1) if x > sight and x not in self.run.pins}
         return [x for x in weights.argsort(descending=True).tolist() if x in may]
 
 

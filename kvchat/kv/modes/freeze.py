@@ -8,6 +8,7 @@ frozen for ``floor(sqrt(c) / k)`` steps: it gives up its slot. ``freeze_timers``
 come out exactly if every token outside the window is flagged at every step (``score="always"``), c counts all flags
 and a timer falls in the step that sets it. Eq. 2's mean |q.k| (``score="raw"``) is of order 10 to 100, so that the
 paper's tau = 0.5 would flag nothing. What a frozen token knows is then found by chance only: see the measurements.
+Pinned messages and a budget, also of a GPU's profile, are no part of it and hold where they are given.
 
 The default profile departs from it; what each departure is for and costs:
     * Recall while frozen. The paper restores a token when its timer runs out, not when it is needed, and so loses facts

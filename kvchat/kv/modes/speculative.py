@@ -12,9 +12,9 @@ Departures and decisions:
     * Nothing waits for whether a head was flagged: page scores of all heads are made before attention at every step,
       where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
     * S is one page and W a quarter of the budget by default; the paper takes S = W = 128 of 2,048 for long prompts, 512
-      and tau = 0.9 for long answers (``profile=paper``). What the sinks beyond a page hold is retrieved where it
-      matters (``kvchat bench sweep``: at 256 and 512 tokens a quarter for sinks costs a third more KL divergence and
-      finds fewer facts).
+      and tau = 0.9 for long answers (``profile=paper``, a quarter each of another budget). What the sinks beyond a page
+      hold is retrieved where it matters (``kvchat bench sweep``: at 256 and 512 tokens a quarter for sinks costs a
+      third more KL divergence and finds fewer facts).
     * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
       figures "heads corrected" and "mean C", and ``kvchat calibrate``.
     * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
@@ -25,6 +25,9 @@ Departures and decisions:
     * Scores are scaled by the layer's attention scale (``selection.page_scores``).
     * The window holds at least one page, so that candidates are always complete.
     * A page whose tokens are all pinned (or sinks) is chosen last: they are read anyway, and it would open nothing.
+
+With ``profile=paper`` the values are the paper's and all of these stay: but for the edge of the window the sets are the
+same, the others decide when and how work is done.
 
 Shapes: per layer tables ``[H, k*p + S + W]``; bounds ``[layers, H, page, 2*d_k]``. The first layer is full by default.
 Costs: a step scores all pages (2*d_k elements a page and head), and recalls only (page, head) blocks that changed.

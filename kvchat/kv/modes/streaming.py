@@ -22,10 +22,11 @@ Departures:
     * Pinned messages are kept between sinks and recents, beyond the budget. In compacted geometry a kept token lies as
       many positions behind the recents as tokens are kept between: each is rotated by what was dropped after it.
 
-Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, R = 32, sigma = 16 and
-delta = 32 (section 3.4; of its experiments no values are published). The paper has sigma < R; here a prune between two
-tokens drops delta, smoothly, and sigma bounds only what a long prompt leaves. In the long run attention reads C + 48 to
-C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
+Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, W = 2,044, R = 32,
+sigma = 16 and delta = 32 (section 3.4; of its experiments no values are published). With it the departures stay: where
+the paper says something they attend to the same tokens at the same distances. The paper has sigma < R; here a prune
+between two tokens drops delta, smoothly, and sigma bounds only what a long prompt leaves. In the long run attention
+reads C + 48 to C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
 Shapes: one table ``[1, 1, S + P + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S, P pinned.
 Costs: a step adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled. Beyond the context the C kept

@@ -11,13 +11,14 @@ Departures and decisions:
       it only at an anticipation, where it may be chosen: the ring is w = 128 tokens long after one (less where a small
       budget leaves less than twice as much) and w + m - 1 before the next, so no token is out of reach for want of an
       anticipation.
-    * The first 4 tokens are always among the static ones, of which they take 4.
+    * The first 4 tokens are always among the static ones, of which they take 4 (none with ``profile=paper``).
     * k follows from ``budget``, else from ``mem`` and the tokens stored when a turn's decoding begins. The paper's Mem%
       counts k tokens a follower and all tokens of a representative, which its tables' rows fit but Llama-70B's at 20 %;
       here it counts all that is allocated, ring and double buffer too. It is 50 % unless followers then kept less than
-      a third of the tokens (as with 2 KV heads).
+      a third of the tokens (as with 2 KV heads). ``profile=paper`` counts as the paper, so that more is allocated, and
+      refuses 50 % where representatives alone take it.
     * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
-    * Representatives are the best retrievers of their clusters; the paper's are the centroid's (``profile=paper``).
+    * Representatives are the best retrievers of their clusters, with ``profile=paper`` the centroid's as in the paper.
     * Clusters by 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000); another text can
       be given to ``kvchat calibrate``. By the paper's rule the representative then differs in half of the layers of
       the bundled model, by retrieval in none.
@@ -25,6 +26,9 @@ Departures and decisions:
     * Fetched tokens go to slots that are not read, as many as there are dynamic tokens: the paper's double
       buffer, without copying what stays. Where static tokens were fewer than their share there are more dynamic ones;
       of those, what finds no free slot waits for the next anticipation.
+
+With ``profile=paper`` there remain the ring, the sets by cluster (the paper's two places contradict each other), the
+calibration's texts, the maxima over a group, of which the paper says nothing, and the fetched tokens' slots.
 
 Without a calibration, with one KV head or with all heads representatives it does what full does, and reports so.
 
@@ -73,6 +77,7 @@ class Sync(Mode):
 
     def __init__(self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
         super().__init__(parameters, geometry, traits, preamble)
+        self._sinks = 0 if parameters.profile == "paper" else SINK
         self.clusters = self._clusters()
         recent = self._recent()
         self.ring = recent + parameters.m - 1
@@ -82,12 +87,12 @@ class Sync(Mode):
         if self.clusters == geometry.kv_heads:
             return
         if parameters.budget is not None:
-            refuse_small_budget(self.name, parameters.budget, SINK, self.ring, " (window is w + m - 1)")
+            refuse_small_budget(self.name, parameters.budget, self._sinks, self.ring, " (window is w + m - 1)")
         else:
             refuse_small_mem(self.mem, geometry.kv_heads, self.clusters)
         if traits.calibration is not None:
             self.split = True
-            self.sink, self.window = SINK, recent
+            self.sink, self.window = self._sinks, recent
             self._pin_to_sinks()
             self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
         self.needs_calibration = not self.split
@@ -124,13 +129,14 @@ class Sync(Mode):
             k = p.budget - self.ring
         else:
             per_follower = paper_k(self.mem, tokens, self.geometry.kv_heads, self.clusters)
-            # Slots come in whole pages, twice: the region's and all of a head's.
-            k = max(MIN_BUDGET, int((per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)))
-        return max(SINK, k)
+            if p.profile == "default":  # slots come in whole pages, twice: the region's and all of a head's
+                per_follower = (per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)
+            k = max(MIN_BUDGET, int(per_follower))
+        return max(self._sinks, k)
 
     def _most(self, capacity: int) -> int:
         """The highest k of a turn with room for ``capacity`` tokens, no more than can lie outside the ring."""
-        return max(SINK, min(self.k_of(capacity), capacity + 1 - self._recent()))
+        return max(self._sinks, min(self.k_of(capacity), capacity + 1 - self._recent()))
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
@@ -157,12 +163,12 @@ class Sync(Mode):
         candidates = max(0, state.total + 1 - self.window - self.sink - chosen_anyway)
         self.t = 0
         self.k = self.k_of(state.total)
-        self.static = min(self.k - SINK - self._dynamic_share(self.k), candidates)
+        self.static = min(self.k - self._sinks - self._dynamic_share(self.k), candidates)
         self.held = self.held.new_empty((self.geometry.layers, self.clusters, 0))
         self._widen_held()
         if candidates:
             for layer in range(len(self.held)):
-                room = min(self.k - SINK, self.held.shape[2])
+                room = min(self.k - self._sinks, self.held.shape[2])
                 chosen = self._best(self._rank(layer, self._last_weights(layer).amax(1), last), room)
                 self.held[layer, :, : chosen.shape[1]] = chosen
         self._load(rest, last)
@@ -227,7 +233,7 @@ class Sync(Mode):
         ranked = self._rank(layer, best, last)
         ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
         before = self.held[layer, :, self.static :]
-        wanted = self._best(ranked, min(self.k - SINK - self.static, before.shape[1]))
+        wanted = self._best(ranked, min(self.k - self._sinks - self.static, before.shape[1]))
         placed = assign_token_slots(wanted, before, ranked.shape[1])
         self.overlap[0].add_(((placed == before) & (placed >= 0)).sum())
         self.overlap[1].add_((placed >= 0).sum())
@@ -318,11 +324,11 @@ class Sync(Mode):
 
     def _dynamic_share(self, k: int) -> int:
         """floor((1 - rho) * k), exactly for rho as it was written."""
-        return min(k - SINK, int((1 - Fraction(str(self.parameters.rho))) * k))
+        return min(k - self._sinks, int((1 - Fraction(str(self.parameters.rho))) * k))
 
     def _region(self, k: int) -> int:
         """Slots for static and, twice, dynamic tokens."""
-        return k - SINK + self._dynamic_share(k)
+        return k - self._sinks + self._dynamic_share(k)
 
     def _width(self, k: int) -> int:
         """``_region`` in whole pages."""
@@ -331,7 +337,7 @@ class Sync(Mode):
     def _recent(self) -> int:
         """The ring after an anticipation: at most half of what a small budget allows."""
         p = self.parameters
-        return RING if p.budget is None else max(1, min(RING, (p.budget - SINK) // 2 - (p.m - 1)))
+        return RING if p.budget is None else max(1, min(RING, (p.budget - self._sinks) // 2 - (p.m - 1)))
 
     def _clusters(self) -> int:
         heads, calibration = self.geometry.kv_heads, self.traits.calibration

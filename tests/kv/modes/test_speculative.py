@@ -70,6 +70,8 @@ def test_a_small_budget_that_still_reads_everything_warns_of_nothing():
 def test_the_paper_shares_it_out_as_a_quarter_each_for_sinks_and_window():
     mode = Run(toy(("plain", "plain")), "speculative", budget=512, profile="paper").kv.mode
     assert (mode.sink, mode.window, mode.k) == (128, 128, 8)
+    published = Run(toy(("plain", "plain")), "speculative", profile="paper").kv.mode
+    assert (published.sink, published.window, published.k, published.first) == (512, 512, 32, 1)
 
 
 @pytest.mark.parametrize("on_a_gpu", [False, True])

@@ -100,6 +100,20 @@ def test_the_default_leaves_followers_a_third_of_the_tokens(heads, mem):
     assert paper_k(mode.mem, 300, heads, mode.clusters) == pytest.approx(100)
 
 
+@pytest.mark.parametrize("heads", [4, 8])
+def test_as_published_a_follower_holds_the_papers_k_without_sinks_of_its_own(heads):
+    mode = mode_of(heads, clusters=heads // 4, profile="paper")
+    assert mode.k_of(30_000) == int(paper_k(0.5, 30_000, heads, heads // 4)) == 10_000
+    assert (mode.sink, mode._dynamic_share(101)) == (0, 50)
+    assert mode.k_of(30_000) > mode_of(heads, clusters=heads // 4, mem=0.5).k_of(30_000)
+
+
+def test_as_published_half_of_two_heads_is_refused():
+    with pytest.raises(DoesNotFitError, match="takes 50% already"):
+        mode_of(2, clusters=1, profile="paper")
+    assert mode_of(2, clusters=1, profile="paper", mem=0.8).mem == 0.8
+
+
 @pytest.mark.parametrize(("rho", "k", "dynamic"), [(0.8, 100, 20), (0.5, 101, 50), (0.9, 70, 7), (0.0, 9, 5)])
 def test_the_dynamic_share_is_what_the_fraction_says(rho, k, dynamic):
     """In floating point (1 - 0.8) * 100 is below 20 (audit, 8)."""
