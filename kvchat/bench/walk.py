@@ -16,6 +16,7 @@ from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import inspect
 from kvchat.kv.modes import build
+from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.sync_heads import Calibration
 
 
@@ -120,6 +121,16 @@ class Walk:
             keys, _ = self._state.host.dense(layer, self.total)
             shares = dense_attention.weights(self._state.query[layer][:, None], keys, spec)[:, 0]
             return shares.view(len(keys), -1, self.total)
+
+    def products(self) -> Tensor:
+        """|q·k| of the last token with each stored one, mean over layers and heads (ASR-KF-EGR, Eq. 2), ``[total]``."""
+        found = Scores("raw", 0, torch.arange(self.total, device=self.model.device))
+        with torch.inference_mode():
+            for layer, spec in enumerate(self._state.specs):
+                assert spec is not None
+                keys, _ = self._state.host.dense(layer, self.total)
+                found.add_products(self._state.query[layer], keys, spec, self._state.position)
+            return found.result()
 
     def covered(self) -> Tensor:
         """The share of all attention that falls on what was read, ``[layers, H]``: 1 where everything was."""

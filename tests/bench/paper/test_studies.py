@@ -11,8 +11,10 @@ from kvchat.bench.identity import VERSIONS, outdated
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.paper import asr_kf_egr, lazy_pruning
 from kvchat.bench.paper.studies import STUDIES, chosen
+from kvchat.bench.paper.study import Lab, forced
 from kvchat.bench.plot.paper import paper as draw
 from kvchat.bench.summaries import tables
+from kvchat.bench.walk import Walk
 from kvchat.cli.main import app
 from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, UsageError
@@ -72,6 +74,28 @@ def test_the_papers_freezing_keeps_less_active_than_full(results):
     assert paper["active at the end"] < 70
     published = {row["row"]: row["published"] for row in results["asr-kf-egr"]["summary"] if row["part"] == "table-1"}
     assert published["freeze:profile=paper,K=32,k=2"]["active at the end"] == 170
+
+
+def test_tau_is_taken_from_what_the_text_scores_where_the_published_one_flags_nothing(model):
+    lab = Lab(Walk(model), asr_kf_egr.Settings(context=300, forced=40, tokens=90))
+    shares, taus = zip(*asr_kf_egr._thresholds(lab), strict=True)
+    assert shares[0] == "tau that flags 10%"
+    assert list(taus) == sorted(taus)
+    assert taus[0] > asr_kf_egr.THRESHOLD, "which flags nothing"
+    decoded, asked = forced(lab), asr_kf_egr._open_prompt(lab)
+    active = [
+        asr_kf_egr._sensitive(lab, "", asr_kf_egr._by_threshold(tau), decoded, asked)["measured"]
+        for tau in (asr_kf_egr.THRESHOLD, taus[-1])
+    ]
+    assert [row["KL"] > 0 for row in active] == [False, True]
+    assert active[1]["active, mean"] < active[0]["active, mean"]
+
+
+def test_a_prompt_is_timed_where_it_was_read_before(results):
+    rows = measured(results["synckv"], "table-3")
+    assert all(row["prefill, s"] > 0 for row in rows.values())
+    published = [row["published"]["prefill, s"] for row in results["synckv"]["summary"] if row["part"] == "table-3"]
+    assert published == [2.45, 2.19, 2.43, 2.63, 2.45, 2.52, 2.51]
 
 
 def test_more_heads_are_corrected_the_higher_tau_is(results):
