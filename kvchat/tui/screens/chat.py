@@ -243,9 +243,9 @@ class ChatScreen(ShownChat):
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         self.controller.peek(message.start, message.end)
 
-    def on_ribbon_picked(self, message: Ribbon.Picked) -> None:
+    async def on_ribbon_picked(self, message: Ribbon.Picked) -> None:
         id = self.controller.state.message_at(message.position)
-        if id is None or not self._transcript.go_to(id):
+        if id is None or not await self._transcript.go_to(id):
             self.toast(f"Token {count(message.position)} is in no message shown here.")
 
     # ---- helpers ---------------------------------------------------------------------------------

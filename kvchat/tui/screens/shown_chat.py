@@ -27,8 +27,9 @@ from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
-from kvchat.tui.widgets.answer import Answer, past_message
+from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
+from kvchat.tui.widgets.chapter import past
 from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.conversation_column import ConversationColumn
 from kvchat.tui.widgets.gutter import Gutter
@@ -60,8 +61,7 @@ class ShownChat(Screen[None]):
         if below is None:
             self.query_one(Ribbon).clear()
             self.query_one(Timeline).clear()
-        widgets: list[Widget] = [past_message(message, footer) for message, footer in messages]
-        await self._transcript.replace_below(below, widgets or ([] if below else [self._welcome()]))
+        await self._transcript.replace_below(below, past(messages) or ([] if below else [self._welcome()]))
 
     def show_footer(self, message: Message, footer: str) -> None:
         self._transcript.show_footer(message.id, footer)

@@ -5,20 +5,22 @@ It lies over the messages' margin and is drawn by the Line API: a new snapshot r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 from rich.segment import Segment
 from textual.containers import VerticalScroll
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
 from kvchat.tui.visibility import Mark
+from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 
 SHADES = "░▒▓█"
 BLANK = " "
-NO_MESSAGE = "note"  # in place of the id of what is no message
 
 
 def shade(mark: Mark) -> str:
@@ -29,7 +31,7 @@ def shade(mark: Mark) -> str:
 
 
 class Gutter(Widget):
-    """One column at the left edge of a transcript."""
+    """One column at the left edge of a transcript, which says by ``places`` where its messages are."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"gutter--{name}" for name in CLASSES.values()}
     DEFAULT_CSS = """
@@ -42,9 +44,11 @@ class Gutter(Widget):
     Gutter > .gutter--lost { color: $ribbon-lost; }
     """
 
-    def __init__(self, transcript: VerticalScroll) -> None:
+    def __init__(
+        self, transcript: VerticalScroll, places: Callable[[], Iterable[tuple[Question | Answer, Region]]]
+    ) -> None:
         super().__init__()
-        self._transcript = transcript
+        self._transcript, self._places = transcript, places
         self._marks: Mapping[str, Mark] = {}
         self._rows: list[Mark | None] = []
 
@@ -62,10 +66,9 @@ class Gutter(Widget):
     def _draw(self) -> None:
         rows: list[Mark | None] = [None] * self.size.height
         top = round(self._transcript.scroll_y)
-        for child in self._transcript.children if self._marks else ():
-            mark = self._marks.get(getattr(child, "message", NO_MESSAGE))
+        for message, place in self._places() if self._marks else ():
+            mark = self._marks.get(message.message)
             if mark is not None:
-                place = child.virtual_region
                 for y in range(max(place.y - top, 0), min(place.bottom - top, len(rows))):
                     rows[y] = mark
         if rows != self._rows:

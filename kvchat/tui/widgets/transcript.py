@@ -1,18 +1,20 @@
 """The transcript: owns the messages, keeps the newest in sight and only some of them alive.
 
 Every layout visits every mounted widget (25 answers with a table are 600 widgets and 90 ms), and there are up to 20
-layouts a second while an answer streams. So answers far from the reader are collapsed to one widget each.
+layouts a second while an answer streams. So answers far from the reader are collapsed to one widget each, and what was
+said before the conversation was opened is in chapters, of which those far from the reader are folded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
+from textual.geometry import Region
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
@@ -20,6 +22,7 @@ from textual.widgets import Static
 from kvchat.tui.actions import bindings
 from kvchat.tui.visibility import UNFINISHED
 from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.chapter import Chapter
 from kvchat.tui.widgets.gutter import Gutter
 from kvchat.tui.widgets.messages import Question
 
@@ -36,7 +39,7 @@ class Transcript(VerticalScroll):
 
     DEFAULT_CSS = """
     Transcript { height: 1fr; scrollbar-size-vertical: 1; padding: 0 0 1 0; background: $background; }
-    Transcript > .chosen { background: $boost; outline-left: outer $accent; }
+    Transcript .chosen { background: $boost; outline-left: outer $accent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("transcript")
 
@@ -50,6 +53,7 @@ class Transcript(VerticalScroll):
         super().__init__(id=id)
         self._left_at: float | None = None
         self._chosen: Question | Answer | None = None
+        self._sought: Question | Answer | None = None  # in a chapter just unfolded, to be chosen when it has a place
 
     @property
     def chosen(self) -> str | None:
@@ -66,21 +70,38 @@ class Transcript(VerticalScroll):
             self.scroll_to_widget(message, animate=False)
         self.refresh_bindings()
 
-    def go_to(self, id: str) -> bool:
+    async def go_to(self, id: str) -> bool:
         """Choose a message by its id and take the focus; whether it is here. One in progress has no id yet."""
         if id == UNFINISHED:
             self.jump_to_end()
             return True
-        for child in self.children:
-            if isinstance(child, Question | Answer) and child.message == id:
+        for chapter in self._chapters():
+            if chapter.has(id):
+                self.scroll_to_widget(chapter, animate=False, immediate=True)
+                self._count_below()  # the reader is there: one far from him is folded again
+                await chapter.set_folded(False)
+        for message, _ in self.places():
+            if message.message == id:
                 self.focus()
-                self.choose(child)
+                if message.virtual_region.height:
+                    self.choose(message)
+                else:
+                    self._sought = message
                 return True
         return False
 
+    def places(self) -> Iterator[tuple[Question | Answer, Region]]:
+        """The messages but for those in folded chapters, oldest first, and where they lie in what is scrolled."""
+        for child in self.children:
+            if isinstance(child, Chapter):
+                offset = child.virtual_region.offset
+                yield from ((message, message.virtual_region.translate(offset)) for message in child.widgets())
+            elif isinstance(child, Question | Answer):
+                yield child, child.virtual_region
+
     def action_choose(self, step: int) -> None:
         """Choose the message ``step`` further on; at first the last one."""
-        messages = [child for child in self.children if isinstance(child, Question | Answer) and child.message]
+        messages = [message for message, _ in self.places() if message.message]
         if not messages:
             return
         if self._chosen in messages:
@@ -118,22 +139,26 @@ class Transcript(VerticalScroll):
     async def replace_below(self, message: str | None, widgets: Sequence[Widget]) -> None:
         """Put ``widgets`` in place of all below the widget of a message; None: of all there is."""
         self.choose(None)
-        above = [index for index, child in enumerate(self.children) if getattr(child, "message", None) == message]
+        kept, added = self._kept(message) if message else 0, list(widgets)
+        if message and kept < len(self.children) and isinstance(chapter := self.children[kept], Chapter):
+            added = [chapter.up_to(message), *added]
         with self.app.batch_update():
-            await self.remove_children(self.children[above[-1] + 1 :] if message and above else self.children)
-            await self.mount_all(widgets)
+            await self.remove_children(self.children[kept:])
+            await self.mount_all(added)
         self.jump_to_end()
         self.call_after_refresh(self.settle)
 
     def show_footer(self, message: str, footer: str) -> None:
         """Show another footer under a message, by its id."""
-        for child in self.children:
-            if isinstance(child, Question | Answer) and child.message == message:
-                child.show_footer(footer)
+        for chapter in self._chapters():
+            chapter.show_footer(message, footer)
+        for shown, _ in self.places():
+            if shown.message == message:
+                shown.show_footer(footer)
 
     def answers(self) -> list[Answer]:
-        """All answers, oldest first."""
-        return [child for child in self.children if isinstance(child, Answer)]
+        """The answers but for those in folded chapters, oldest first."""
+        return [message for message, _ in self.places() if isinstance(message, Answer)]
 
     def jump_to_end(self) -> None:
         """Show the newest and follow it again."""
@@ -141,14 +166,27 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def settle(self) -> None:
-        """After a new message or scrolling: count what is out of sight, collapse and revive answers."""
+        """After a new message or scrolling: count what is out of sight; collapse and revive answers, fold chapters."""
         self._count_below()
-        answers = self.answers()
-        live = recent(answers)
-        for answer in answers[: len(answers) - live]:
-            await answer.set_collapsed(self._left_at is None or not self._near(answer))
-        for answer in answers[len(answers) - live :]:
+        answers = [(message, place) for message, place in self.places() if isinstance(message, Answer)]
+        live = recent([answer for answer, _ in answers])
+        for answer, place in answers[: len(answers) - live]:
+            await answer.set_collapsed(self._left_at is None or not self._is_near(place))
+        for answer, _ in answers[len(answers) - live :]:
             await answer.set_collapsed(False)
+        for chapter in self._chapters():
+            place, is_chosen = chapter.virtual_region, bool(self.chosen and chapter.has(self.chosen))
+            if place.height:  # the last layout has seen it
+                await chapter.set_folded(not is_chosen and not self._is_near(place))
+
+    def on_chapter_grew(self, message: Chapter.Grew) -> None:
+        """Keep what is read at its place; the messages unfolded have a place after the next refresh."""
+        if message.chapter.virtual_region.y < self.scroll_y and self._left_at is not None:
+            self.scroll_to(y=self.scroll_y + message.rows, animate=False, immediate=True)
+        sought, self._sought = self._sought, None
+        if sought is not None and sought.is_attached:
+            self.choose(sought)
+        self.call_after_refresh(self.settle)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """Settle after the reader or the end has moved."""
@@ -169,10 +207,24 @@ class Transcript(VerticalScroll):
         new = 0 if self._left_at is None else max(round(self.max_scroll_y - self._left_at), 0)
         self.post_message(self.Below(new))
 
-    def _near(self, answer: Answer) -> bool:
-        top, height = self.scroll_y - self.size.height, 3 * self.size.height
-        region = answer.virtual_region
-        return region.bottom > top and region.y < top + height
+    def _is_near(self, place: Region) -> bool:
+        """Whether it is less than a screen from the reader, who is at the end or on the way there until he left it."""
+        seen = self.max_scroll_y if self._left_at is None else self.scroll_y
+        top, height = seen - self.size.height, 3 * self.size.height
+        return place.bottom > top and place.y < top + height
+
+    def _chapters(self) -> list[Chapter]:
+        return [child for child in self.children if isinstance(child, Chapter)]
+
+    def _kept(self, message: str) -> int:
+        """How many children stand above a chapter that has the message, or end with it."""
+        for index in reversed(range(len(self.children))):
+            child = self.children[index]
+            if isinstance(child, Chapter) and child.has(message):
+                return index
+            if getattr(child, "message", None) == message:
+                return index + 1
+        return 0
 
 
 def recent(answers: Sequence[Answer]) -> int:
@@ -214,7 +266,7 @@ class TranscriptPane(Vertical):
     def compose(self) -> ComposeResult:
         transcript = Transcript()
         yield transcript
-        yield Gutter(transcript)
+        yield Gutter(transcript, transcript.places)
         yield NewLines()
 
     def on_transcript_below(self, message: Transcript.Below) -> None:

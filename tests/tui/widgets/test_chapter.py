@@ -1,0 +1,100 @@
+"""A conversation of many messages: few widgets, the same messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from support.app_driver import drawn, press, texts, wait_for
+
+from kvchat.conversations.conversation import Message
+from kvchat.tui.app import KvchatApp
+from kvchat.tui.state import Footed
+from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.chapter import LENGTH, NEWEST, Chapter, past
+from kvchat.tui.widgets.messages import Question
+from kvchat.tui.widgets.transcript import Transcript
+
+MANY = 120
+
+
+def said(count: int = MANY) -> list[Footed]:
+    """Questions ``q0``, ``q2`` and their answers ``a1``, ``a3``, which is also what they say, some times."""
+    roles = ("user", "assistant")
+    ids = [f"{'qa'[number % 2]}{number}" for number in range(count)]
+    return [
+        (Message(id=id, parent=None, role=roles[number % 2], text=f"{id}. " + "word " * 60, ending="eos"), "footer")
+        for number, id in enumerate(ids)
+    ]
+
+
+async def opened(app: KvchatApp, messages: Sequence[Footed] = ()) -> Transcript:
+    """Show messages and wait for the last."""
+    await app.chat.show_messages(messages or said(), None)
+    transcript = app.chat.query_one(Transcript)
+    await wait_for(lambda: f"a{MANY - 1}." in drawn(app) and transcript.is_vertical_scroll_end)
+    return transcript
+
+
+def ids(transcript: Transcript) -> list[str]:
+    return [message.message for message, _ in transcript.places()]
+
+
+def chapters(transcript: Transcript) -> list[Chapter]:
+    return list(transcript.query_children(Chapter))
+
+
+def test_the_newest_have_widgets_of_their_own():
+    assert {type(widget) for widget in past(said(NEWEST + LENGTH))} == {Question, Answer}
+    first, second, *newest = past(said(NEWEST + LENGTH + 1))
+    assert [type(widget) for widget in (first, second)] == [Chapter, Chapter]
+    assert ([message.id for message, _ in first.said], len(second.said), len(newest)) == (["q0"], LENGTH, NEWEST)
+
+
+async def test_chapters_are_unfolded_where_they_are_read(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        transcript = await opened(app)
+        first, *_ = chapters(transcript)
+        assert first.folded
+        assert len(ids(transcript)) <= NEWEST + 2 * LENGTH
+        transcript.scroll_home(animate=False)
+        await until(lambda: "❯ q0." in drawn(app) and ids(transcript)[:2] == ["q0", "a1"])
+        await until(lambda: transcript.query_children(Chapter).last().folded)
+        press(app, "ctrl+end")
+        await until(lambda: f"a{MANY - 1}." in drawn(app) and first.folded)
+
+
+async def test_what_is_read_keeps_its_place_when_a_chapter_above_changes_its_height(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        long = Message(id="q100", parent=None, role="user", text="line\n" * 60)  # shortened in a widget of its own
+        transcript = await opened(app, [*said()[:100], (long, ""), *said()[101:]])
+        last, read = chapters(transcript)[-1], transcript.query_children(Question).first()
+        height = last.size.height
+        transcript.scroll_to_widget(read, animate=False, top=True, immediate=True)
+        place = read.virtual_region.y - transcript.scroll_y
+        await until(lambda: last.styles.height.is_auto and last.size.height < height - 40)
+        await until(lambda: read.virtual_region.y - transcript.scroll_y == place)
+
+
+async def test_a_message_of_a_folded_chapter_can_be_gone_to(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        transcript = await opened(app)
+        assert await transcript.go_to("q20")
+        await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
+        assert not await transcript.go_to("elsewhere")
+
+
+async def test_a_branch_can_begin_in_a_folded_chapter(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        transcript = await opened(app)
+        await app.chat.show_messages([(Message(id="other", parent=None, role="user", text="another"), "")], "a21")
+        await until(lambda: {"another", "a21."} <= set(drawn(app).split()))
+        await until(lambda: ids(transcript)[-2:] == ["a21", "other"])
+        assert texts(app.chat.query(Question))[-1].startswith("❯ another")
+
+
+async def test_a_footer_of_a_folded_chapter_is_kept(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        transcript = await opened(app)
+        app.chat.show_footer(said()[0][0], "pinned")
+        transcript.scroll_home(animate=False)
+        await until(lambda: "pinned" in drawn(app))
