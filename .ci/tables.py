@@ -208,7 +208,8 @@ def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str
 
 def report(name: str) -> str:
     """The tables of a result as ``kvchat bench report`` prints them."""
-    return rendered([load(RESULTS / f"{name}.json")])
+    file = RESULTS / f"{name}.json"
+    return rendered([load(file)]) if file.exists() else "*Not measured yet.*"
 
 
 def inside() -> str:

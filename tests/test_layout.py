@@ -17,6 +17,7 @@ TEST_FILES = [path for path in FILES if path.name.startswith("test_")]
 EXCEPTIONS = {
     "test_dependencies": "what pyproject.toml asks for",
     "test_gpu_script": ".ci/gpu",
+    "test_long_chat_script": ".ci/long_chat.py",
     "test_imports": "the layers of the whole package",
     "test_layout": "the tests themselves",
     "test_plugin_mode": "a KV mode of another package",

@@ -87,7 +87,7 @@ def _pairs(before: Sequence[Row], after: Sequence[Row]) -> dict[str, tuple[Row, 
 
 
 COORDINATES = (
-    *("part", "row", "variant", "told", "asked"),
+    *("part", "row", "variant", "told", "asked", "size", "action"),
     *("task", "tokens", "depth", "turn", "context", "change_rate", "stored"),
 )
 

@@ -80,6 +80,18 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("95 %", interval("recall_interval")),
         Column("tokens read", figure("read_mean")),
     ),
+    "long-chat": (
+        Column("what", lambda row: row["action"]),
+        Column("terminal", lambda row: row["size"]),
+        Column("times", figure("times")),
+        Column("median", figure("p50", 0, "ms")),
+        Column("95 %", figure("p95", 0, "ms")),
+        Column("longest", figure("longest", 0, "ms")),
+        Column("computed, median", figure("computed", 0, "ms")),
+        Column("95 %", figure("computed_p95", 0, "ms")),
+        Column("others' share", share("others")),
+        Column("memory at most", size("peak_bytes")),
+    ),
     "long-run": (
         Column("tokens stored", figure("stored")),
         Column("step", figure("ms", 1, "ms")),
@@ -214,11 +226,13 @@ def _ratios(row: Row) -> str:
 
 
 def _measured(result: Result) -> str:
-    """Command, model and machine."""
+    """Command, model if there is one, and machine."""
     model, e = result["model"], result["environment"]
+    command = f"`{result['command']}`; " if result.get("command") else ""
+    if not model:
+        return f"{command}{e['processor']}, {e['cores']} cores; Python {e['python']}, textual {e['textual']}."
     weights = f"{model['name']} in {model['dtype']}" + (f", {model['weights']}" if model["weights"] else "")
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    command = f"`{result['command']}`; " if result.get("command") else ""
     return f"{command}{weights}; {device}; torch {e['torch']}, transformers {e['transformers']}."
 
 

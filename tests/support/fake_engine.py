@@ -1,8 +1,8 @@
 """An engine without a model: speaks the protocol on stdin and stdout, scripted by the prompt.
 
 ``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
-stopped, ``hold`` answers one word and waits for a command, ``waver`` takes some words back; any other prompt gets
-``ANSWER``. Budget 64 is refused.
+stopped, ``prose`` the same in paragraphs, ``hold`` answers one word and waits for a command, ``waver`` takes some
+words back; any other prompt gets ``ANSWER``. Budget 64 is refused.
 ``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
 a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times;
 ``FAKE_BADGES`` are its badges, with ``|`` between them; into the file ``FAKE_LEDGER`` it writes when it said each word.
@@ -67,6 +67,7 @@ def interest(amount, months):
 That is all there is to it.
 """
 WORDS = ("the", "window", "moves", "and", "older", "pages", "rest", "on", "the", "host")
+PARAGRAPH = 50  # words
 READ = str.maketrans("SWDRHFX", "9999000")
 MODES = ("full", "freeze", "streaming", "sync", "speculative")
 BUDGETED = {"budget": 512, "sink": 16, "window": 64}
@@ -198,7 +199,7 @@ class FakeEngine:
 
     def between_tokens(self, prompt: str) -> bool:
         """Handle what was sent meanwhile; False after ``Stop``."""
-        wait = {"slow": 0.01, "hold": 3600.0}.get(prompt, 0.0)
+        wait = {"slow": 0.01, "prose": 0.01, "hold": 3600.0}.get(prompt, 0.0)
         try:
             command = self.commands.get(timeout=wait) if wait else self.commands.get_nowait()
         except queue.Empty:
@@ -278,8 +279,9 @@ def ribbon(total: int, mode: str) -> str:
 
 def pieces(prompt: str) -> Iterator[str]:
     """The answer's tokens."""
-    if prompt in ("slow", "hold"):
-        yield from (f"{WORDS[i % 10]} " for i in range(10_000))
+    if prompt in ("slow", "hold", "prose"):
+        ends = {PARAGRAPH - 1: "\n\n"} if prompt == "prose" else {}
+        yield from (f"{WORDS[i % 10]}{ends.get(i % PARAGRAPH, ' ')}" for i in range(10_000))
     else:
         yield from re.findall(r"\s*\S+", ANSWER)
 

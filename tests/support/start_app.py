@@ -1,4 +1,7 @@
-"""The application over a fake engine, as a program: ``start_app.py FOLDER ENGINE``, its files in FOLDER."""
+"""The application over a fake engine, as a program: ``start_app.py FOLDER ENGINE``, its files in FOLDER.
+
+A third word, ``resume``, goes on with the latest conversation.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ if __name__ == "__main__":
                 history_file=folder / "history",
                 database=folder / "chats.db",
                 engine_command=(sys.executable, sys.argv[2]),
+                resume="resume" in sys.argv[3:],
             )
         )
     )
