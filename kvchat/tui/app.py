@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rich.segment import Segments
+from textual import constants
 from textual.app import App
 from textual.binding import BindingType
 from textual.color import BLACK
@@ -50,7 +51,12 @@ ENDING = (
 
 
 def run(config: AppConfig) -> int:
-    """Run the application until the user leaves; the exit code. No engine outlives it."""
+    """Run the application until the user leaves; the exit code. No engine outlives it.
+
+    Raises:
+        UsageError: Textual's variables name colors or a driver that there are not.
+    """
+    themes.color_system()
     app = KvchatApp(config)
     try:
         garbage.postpone_full_collections()
@@ -97,8 +103,19 @@ class KvchatApp(App[None]):
         return themes.RIBBON_DEFAULTS
 
     def get_driver_class(self) -> type[Driver]:
-        """The driver of this platform, which survives bytes that are not UTF-8."""
-        return decode_leniently(super().get_driver_class())
+        """The driver of this platform or of TEXTUAL_DRIVER, which survives bytes that are not UTF-8.
+
+        Raises:
+            UsageError: there is no such driver.
+        """
+        try:
+            return decode_leniently(super().get_driver_class())
+        except (ImportError, AttributeError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"TEXTUAL_DRIVER is {constants.DRIVER!r}.",
+                f"It names no driver of Textual's: {error}.",
+                "Give module:Class, or unset it for this platform's own.",
+            ) from None
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's filters, the one for control characters, and dim text that can be read with every theme."""

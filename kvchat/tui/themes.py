@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tomli
-from rich.console import Console
+from rich.console import COLOR_SYSTEMS, Console
 from textual.color import Color, ColorParseError
 from textual.theme import BUILTIN_THEMES, Theme
 
@@ -17,6 +19,7 @@ from kvchat.paths import bundled_themes_dir
 
 DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"
+COLORS_VARIABLE, DETECTED = "TEXTUAL_COLOR_SYSTEM", "auto"
 DIM = 0.75  # how much of its color dim text keeps; terminals differ, and many make it too faint to read
 # What a theme that leaves them out gets: readable on dark and light.
 RIBBON_DEFAULTS = {
@@ -34,9 +37,29 @@ _COLORS = {"primary", "secondary", "warning", "error", "success", "accent", "for
 }
 
 
+def color_system() -> Any:
+    """The colors asked for by TEXTUAL_COLOR_SYSTEM, where Textual says how many a terminal shows.
+
+    Raises:
+        UsageError: there are none of this name.
+    """
+    asked = os.environ.get(COLORS_VARIABLE, DETECTED)
+    if asked not in (DETECTED, *COLOR_SYSTEMS):
+        raise UsageError(
+            f"{COLORS_VARIABLE} is {asked!r}.",
+            f"It can be {DETECTED}, {', '.join(COLOR_SYSTEMS)}.",
+            did_you_mean(asked, COLOR_SYSTEMS) or "Without it the terminal's own are found.",
+        )
+    return asked
+
+
 def suited() -> str:
-    """The theme where none was chosen: a terminal of sixteen colors, and who wants none (NO_COLOR), get their own."""
-    terminal = Console(force_terminal=True)
+    """The theme where none was chosen: a terminal of sixteen colors, and who wants none (NO_COLOR), get their own.
+
+    Raises:
+        UsageError: TEXTUAL_COLOR_SYSTEM names no colors.
+    """
+    terminal = Console(force_terminal=True, color_system=color_system())
     return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 

@@ -83,14 +83,23 @@ async def test_an_own_theme_of_the_terminals_colors_needs_no_variables(running, 
         ("xterm-256color", {}, DEFAULT),
         ("xterm", {"COLORTERM": "truecolor"}, DEFAULT),
         ("xterm-256color", {"NO_COLOR": "1"}, ANSI),
+        ("xterm-256color", {"TEXTUAL_COLOR_SYSTEM": "standard"}, ANSI),
+        ("xterm", {"TEXTUAL_COLOR_SYSTEM": "truecolor"}, DEFAULT),
     ],
 )
 def test_a_terminal_of_few_colors_gets_its_own_theme(monkeypatch, term, others, name):
-    for variable in ("COLORTERM", "NO_COLOR"):
+    for variable in ("COLORTERM", "NO_COLOR", "TEXTUAL_COLOR_SYSTEM"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in {"TERM": term, **others}.items():
         monkeypatch.setenv(variable, value)
     assert suited() == name
+
+
+def test_colors_that_there_are_not_are_refused(monkeypatch):
+    monkeypatch.setenv("TEXTUAL_COLOR_SYSTEM", "truecolors")
+    with pytest.raises(UsageError, match="truecolors") as refused:
+        suited()
+    assert 'Did you mean "truecolor"?' in refused.value.hint
 
 
 async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
