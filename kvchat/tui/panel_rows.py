@@ -20,6 +20,7 @@ FIGURES = {
         "over the budget": "tokens read beyond it: some modes read everything in their first layer, or keep some slack",
         "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
         "copied to read": "K/V that this mode holds a second time, side by side; full mode reads what is stored itself",
+        "saved there": "what full mode would hold on the device beyond what this mode holds now",
         "fetched a token": "copied from host to device for one token, and the median time that took",
         "of the context": "stored tokens, as a share of what the model can attend to",
         "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
@@ -41,7 +42,8 @@ FIGURES = {
         "already there": "of what was chosen, the share that was on the device already: the hit rate",
         "corrections": "choices replaced before attention because the query had turned, since the model was loaded",
         "time p50 / p95": "time to fetch for one token, by a clock around it: the median, and what 95 % stay below",
-        "fetch rate": "the bytes fetched over the time that it took",
+        "fetch rate": "the bytes fetched over the time that it took, and the share of the link's rate where that was"
+        " measured (kvchat bench decode --save-profile)",
         "waited for": "the part of that time that the model had to wait, exposed; the rest was hidden behind its work",
     },
     "memory": {
@@ -109,6 +111,7 @@ def context_rows(s: Snapshot) -> Rows:
         rows.append(("over the budget", f"{count(s.active - budget)} tok"))
     if has_gpu(s):
         rows.append(("on the device", f"{size(s.kv_device_bytes)} of {size(s.kv_host_bytes)}"))
+        rows += [("saved there", f"{size(saved)} against full")] if (saved := saved_bytes(s)) > 0 else []
     else:
         rows.append(("copied to read", size(s.kv_device_bytes) if s.kv_device_bytes else "nothing"))
     took = f" · {figure(s.recall_ms_p50, 'ms', 1)}" if s.recall_ms_p50 is not None else ""
@@ -117,20 +120,27 @@ def context_rows(s: Snapshot) -> Rows:
     return [*rows, ("reduced context", f"{count(s.reduced_tokens)} tok")] if s.reduced_tokens else rows
 
 
-def recall_rows(s: Snapshot) -> Rows:
-    """Recall from host to device in more detail."""
+def saved_bytes(s: Snapshot) -> int:
+    """What full mode would hold on the device beyond what is held now; 0 where the engine does not tell."""
+    full = next((price.device_bytes for price in s.prices if price.mode == "full" and not price.refusal), 0)
+    return max(full - s.kv_device_bytes, 0)
+
+
+def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
+    """Recall from host to device in more detail, beside the measured rate of the link."""
     rows = [("in all", size(s.recalled_bytes)), ("already there", percent(s.recall_hit_rate))]
     if s.corrections:  # one mode alone corrects
         rows.append(("corrections", count(s.corrections)))
-    return rows + recall_times(s)
+    return rows + recall_times(s, link_bytes_per_s)
 
 
-def recall_times(s: Snapshot) -> Rows:
+def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
     """The median and 95th percentile of what recall took for a token and of what was waited for, and its rate."""
     p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
     rows = [("time p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}")]
     if s.recall_bytes_per_s is not None:
-        rows.append(("fetch rate", figure(s.recall_bytes_per_s / 1e9, "GB/s", 1)))
+        share = f" · {percent(s.recall_bytes_per_s / link_bytes_per_s)}" if link_bytes_per_s else ""
+        rows.append(("fetch rate", figure(s.recall_bytes_per_s / 1e9, "GB/s", 1) + share))
     if s.exposed_ms_p95 not in (None, s.recall_ms_p95):  # without a GPU nothing is hidden
         rows.append(("waited for", f"{figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}"))
     return rows

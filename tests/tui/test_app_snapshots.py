@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.app_driver import press, prompt
+from support.app_driver import opened, press, prompt, wait_for
 from support.fake_engine import ANSWER, ribbon
 from support.fake_view import FakeClient
 from support.patience import PATIENCE_S
@@ -25,12 +26,15 @@ from kvchat.conversations.store import MARK, Summary
 from kvchat.protocol.comparing import Compared, Variant
 from kvchat.protocol.details import Details, RecallBin
 from kvchat.protocol.figures import Agreement, Gpu, Price, Run, Snapshot, Stats
-from kvchat.protocol.messages import Failed, Finished, Load, Loaded, Started, Switched, Text
+from kvchat.protocol.messages import Failed, Finished, Load, Loaded, NeedleHidden, Started, Switched, Text, Turn
+from kvchat.protocol.replaying import Replayed
 from kvchat.tui import app as application
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.gpu_history import GpuHistory, Moment
 from kvchat.tui.screens import models
+from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.widgets import panels
+from kvchat.tui.widgets.bars import ModeBar
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 GiB, MiB = 2**30, 2**20
@@ -87,12 +91,17 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids="{0[0]}x{0[1]}".format)
+SMALL, MIDDLE, LARGE = SIZES = ((80, 24), (120, 40), (200, 60))
+
+
+@pytest.mark.parametrize("size", SIZES, ids="{0[0]}x{0[1]}".format)
 async def test_the_screens_are_as_they_were(still, size):
     config, update = still
     app, different = KvchatApp(replace(config, load=Load("Qwen/Qwen3-4B"))), []
 
-    async def see(name: str) -> None:
+    async def see(name: str, at: Sequence[tuple[int, int]] = SIZES) -> None:
+        if size not in at:
+            return
         file = SNAPSHOTS / f"{name}-{size[0]}x{size[1]}.txt"
         patience_s = SETTLED_S if any(different) else PATIENCE_S  # it fails already
         different.append(await difference(app, file, update, patience_s))
@@ -117,6 +126,18 @@ async def test_the_screens_are_as_they_were(still, size):
         press(app, "escape")
         await failed(app)
         await see("error")
+        await out_of_memory(app)
+        await see("ways-out", (SMALL, LARGE))
+        await needle(app)
+        await see("needle", (SMALL, LARGE))
+        press(app, "escape")
+        press(app, "f9")
+        await wait_for(lambda: opened(app, ConversationsScreen))
+        press(app, *"cat")
+        await see("search", (SMALL, LARGE))
+        press(app, "escape")
+        await replayed(app)
+        await see("replay", (SMALL, LARGE))
     assert not any(different), "\n\n".join(filter(None, different))
 
 
@@ -194,3 +215,39 @@ async def failed(app: KvchatApp) -> None:
         Failed("The prompt is too long.", "It has 50,000 tokens.", "Shorten it.", "DoesNotFitError")
     )
     prompt(app).load_text("")
+
+
+async def out_of_memory(app: KvchatApp) -> None:
+    """In the middle of an answer."""
+    chat = app.controller
+    await chat.ask("Go on.")
+    await chat.handle(Started(TOTAL, TOTAL - 20))
+    await chat.handle(Text("The window moves,", 4))
+    detail = "9.1 GiB of 8.0 GiB are needed."
+    await chat.handle(Failed("Memory ran out while decoding.", detail, "The text is kept.", "OutOfMemoryError"))
+
+
+async def needle(app: KvchatApp) -> None:
+    comparisons = app.controller.comparisons
+    comparisons.search_needle(2000)
+    await app.controller.handle(NeedleHidden((Turn("user", "What is the passkey?"),), "74829", 24))
+    share = {"full": 1.0, "freeze": 0.6, "streaming": 0.1, "sync": 0.4, "speculative": 0.2}
+    runs = tuple(
+        Run(
+            mode,
+            {},
+            ("It ", "is ", "lost." if mode == "streaming" else "74829."),
+            "eos",
+            replace(STATS, read_share=read),
+        )
+        for mode, read in share.items()
+    )
+    await app.controller.handle(Compared(runs, 2012))
+
+
+async def replayed(app: KvchatApp) -> None:
+    """As ``kvchat replay`` shows a recording that is over."""
+    app.controller.replay.name = "demo.jsonl"
+    app.chat.query_one(ModeBar).is_recording = True
+    app.chat.refresh_bindings()
+    await app.controller.handle(Replayed(62.0))

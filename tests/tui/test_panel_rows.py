@@ -62,14 +62,28 @@ def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
     assert context_rows(snapshot()) == [("reads", "nothing stored yet")]
 
 
+def test_what_the_mode_saves_is_against_what_full_would_hold():
+    prices = (Price("freeze", 1, 5 * 2**30), Price("full", 2**30, 2 * 2**30))
+    shown = snapshot(total=2048, kv_device_bytes=2**29, gpu=Gpu("H200"), prices=prices)
+    assert as_dict(context_rows(shown))["saved there"] == "1.5 GiB against full"
+    refused = Price("full", 2**30, 2 * 2**30, refusal="no room")
+    for other in ({"gpu": None}, {"prices": ()}, {"prices": (refused,)}, {"kv_device_bytes": 2**32}):
+        assert "saved there" not in as_dict(context_rows(replace(shown, **other)))
+
+
+def test_the_fetch_rate_stands_beside_the_rate_of_the_link():
+    shown = snapshot(recall_bytes_per_s=2.04e9)
+    assert as_dict(recall_rows(shown))["fetch rate"] == "2.0 GB/s"
+    assert as_dict(recall_rows(shown, 20e9))["fetch rate"] == "2.0 GB/s · 10 %"
+    assert "fetch rate" not in as_dict(recall_rows(snapshot(step_bytes=2**20), 20e9))
+
+
 def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
     rows = as_dict(context_rows(snapshot(params={"budget": 512}, active=1737.0, total=10439, gpu=Gpu("H200"))))
     assert rows["over the budget"] == "1,225 tok"
     assert "on the device" in rows
     fetching = snapshot(total=1, step_bytes=2**20, recall_ms_p50=6.0)
     assert as_dict(context_rows(fetching))["fetched a token"] == "1.0 MiB · 6.0 ms"
-    assert as_dict(recall_rows(replace(fetching, recall_bytes_per_s=2.04e9)))["fetch rate"] == "2.0 GB/s"
-    assert "fetch rate" not in as_dict(recall_rows(fetching))
 
 
 def test_missing_readings_are_never_zero():
@@ -93,7 +107,8 @@ def test_without_a_gpu_one_line_says_so():
 def test_every_label_is_explained():
     full = snapshot(
         params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
-        recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200"), kv_parked_bytes=1, prices=(Price("freeze"),),
+        recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200"), kv_parked_bytes=1,
+        prices=(Price("freeze"), Price("full", 1, 1)),
     )  # fmt: skip
     shown = [context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}

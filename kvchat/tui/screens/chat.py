@@ -71,7 +71,7 @@ class ChatScreen(ShownChat):
         with Horizontal(id="body"):
             yield ConversationColumn()
             yield TranscriptPane()
-            yield KvColumn()
+            yield KvColumn(self.controller.models.in_use.link_bytes_per_s)
             yield DetailColumn()
         yield Ribbon()
         yield StatusBar()

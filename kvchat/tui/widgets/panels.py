@@ -101,6 +101,7 @@ class KvColumn(VerticalScroll):
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
     With the focus a cursor walks the rows of both columns, and the lines at the end say what the chosen one means.
+    ``link_bytes_per_s`` is the link's measured rate.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("panels")
@@ -112,6 +113,10 @@ class KvColumn(VerticalScroll):
     KvColumn > #meaning { display: none; dock: bottom; height: auto; padding: 0 1; background: $panel; }
     KvColumn:focus > #meaning { display: block; }
     """
+
+    def __init__(self, link_bytes_per_s: float | None = None) -> None:
+        super().__init__()
+        self._link = link_bytes_per_s
 
     def compose(self) -> ComposeResult:
         yield Badges()
@@ -141,7 +146,7 @@ class KvColumn(VerticalScroll):
         self.query_one("#context-rows", Rowed).rows = context_rows(s)
         # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
         self.query_one("#own-rows", Rowed).rows = [row for row in extra_rows(s.extras) if row != ("recovery", CALM)]
-        self.query_one("#recall-rows", Rowed).rows = recall_rows(s)
+        self.query_one("#recall-rows", Rowed).rows = recall_rows(s, self._link)
         self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
         if s.total:
             self.query_one(Timeline).add(s.active, s.total)

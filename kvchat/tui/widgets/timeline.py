@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
 from kvchat.tui.panel_rows import READ_OF_STORED
-from kvchat.units import BARS
+from kvchat.units import BARS, count
 
 STORED, MARK = "░", "▾"
 MAX_POINTS = 2048
-NAMES = ("read", "stored", "mark")
+LABELED = 4  # rows from which on there is room to say how high the hills are
+NAMES = ("read", "stored", "mark", "label")
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,22 @@ def column(point: Point, top: float, height: int) -> list[str]:
     return rows
 
 
+def labels(point: Point, height: int) -> list[str]:
+    """What the axes are, above the hill where it is still low, and the two tops of the newest step."""
+    tops = [f"{STORED} {count(point.stored)} stored", f"{BARS[-1]} {count(point.read)} read"]
+    return ["tokens, oldest to newest", *(tops if height >= LABELED else [])]
+
+
 class Timeline(Widget):
     """From the first stored token at the left to the newest at the right, as high as what is stored."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"timeline--read", "timeline--stored", "timeline--mark"}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"timeline--{name}" for name in NAMES}
     DEFAULT_CSS = """
     Timeline { height: 6; }
     Timeline > .timeline--read { color: $ribbon-device; }
     Timeline > .timeline--stored { color: $ribbon-host; }
     Timeline > .timeline--mark { color: $ribbon-tick; }
+    Timeline > .timeline--label { color: $text-muted; }
     """
 
     def __init__(self, id: str | None = None) -> None:
@@ -99,7 +108,10 @@ class Timeline(Widget):
     def render_line(self, y: int) -> Strip:
         base = self.rich_style
         styles = {name: base + self.get_component_rich_style(f"timeline--{name}", partial=True) for name in NAMES}
-        strip = Strip([Segment(glyphs[y], styles[_name(glyphs[y])]) for glyphs in self._drawn()])
+        drawn = self._drawn()
+        texts = labels(self.points[-1], self.size.height) if drawn else []
+        letters = (texts[y] if y < len(texts) else "").ljust(len(drawn))
+        strip = Strip([_segment(glyphs[y], letter, styles) for glyphs, letter in zip(drawn, letters, strict=False)])
         return strip.simplify().adjust_cell_length(self.size.width, base)
 
     def _drawn(self) -> list[list[str]]:
@@ -113,5 +125,8 @@ class Timeline(Widget):
         return self._columns
 
 
-def _name(glyph: str) -> str:
-    return {STORED: "stored", MARK: "mark", " ": "stored"}.get(glyph, "read")
+def _segment(glyph: str, letter: str, styles: Mapping[str, Style]) -> Segment:
+    """What is drawn in a cell: a label's letter where the plot is empty."""
+    if glyph != " ":
+        return Segment(glyph, styles[{STORED: "stored", MARK: "mark"}.get(glyph, "read")])
+    return Segment(letter, styles[{STORED: "stored", BARS[-1]: "read"}.get(letter, "label")])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from textual.app import App, ComposeResult
+
+from kvchat.tui.themes import RIBBON_DEFAULTS
 from kvchat.tui.widgets.timeline import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
 
 
@@ -38,3 +41,34 @@ def test_a_conversation_cut_back_forgets_later_steps_and_memory_is_bounded():
         timeline.add(1, total)
     assert len(timeline.points) <= MAX_POINTS
     assert timeline.points[-1].stored == 3 * MAX_POINTS - 1
+
+
+class Shown(App[None]):
+    """A timeline of five rows."""
+
+    CSS = "Timeline { height: 5; }"
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return RIBBON_DEFAULTS
+
+    def compose(self) -> ComposeResult:
+        yield Timeline()
+
+
+async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
+    app = Shown()
+    async with app.run_test(size=(40, 10)):
+        timeline = app.query_one(Timeline)
+        assert not any(timeline.render_line(y).text.strip() for y in range(5))
+        timeline.add(400, 300)
+        timeline.mark()
+        timeline.add(400, 400)
+        timeline.add(512, 14203)
+        rows = [timeline.render_line(y).text for y in range(5)]
+        assert rows[0] == "t▾kens, oldest to newest                "
+        assert rows[1].startswith("░ 14,203 stored  ")
+        assert rows[2].startswith("█ 512 read  ")
+        assert rows[4].endswith(STORED * 10 + "▁") or set(rows[4][2:]) <= set("▁▂░")
+        timeline.styles.height = 3
+        app.screen._refresh_layout()
+        assert "stored" not in timeline.render_line(1).text
