@@ -55,7 +55,7 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
     needed = weights.elements * _item_bytes(weights.dtype, dtype, there)
     by_choice = {"none": needed, **{name: int(weights.elements * item) for name, item in QUANTIZED.items()}}
     if there.device == "cpu" or dtype in ("auto", "bfloat16"):
-        by_choice["int4"] = int(weights.elements * INT4[there.device])
+        by_choice["int4"] = int(weights.elements * INT4[there.device.partition(":")[0]])
     if found.kind != "GGUF":
         return _first(by_choice, usable)
     del by_choice["nf4"]  # is not made of one

@@ -30,10 +30,12 @@ def reason(model: type[BaseModel], details: ErrorDetails) -> str:
 
 
 def refused_by_pydantic(error: BaseException | None) -> tuple[object, str] | None:
-    """A value that no field describes, and what it must be: the bound or the kind; None of any other error."""
-    if not isinstance(error, ValidationError):
+    """A value that no field describes, and what it must be: the bound or the kind; None of any other error.
+
+    A validator's own ``ValueError``, as typer's of a word that is no choice, is one that says it all.
+    """
+    if not isinstance(error, ValidationError) or (details := error.errors()[0])["type"] == "value_error":
         return None
-    details = error.errors()[0]
     context = details.get("ctx", {})
     bounds = [f"{words} {context[name]:g}" for name, words in BOUNDS.items() if name in context]
     kinds = [words for begins, words in KINDS.items() if details["type"].startswith(begins)]

@@ -21,7 +21,7 @@ class Entered:
 @pytest.mark.parametrize(
     ("variant", "named"),
     [
-        ("freeze:profile=paper", {"profile", "score", "recovery"}),  # the profile itself names two
+        ("freeze:profile=paper", {"profile", "score", "recovery", "tau", "k", "K"}),  # by the profile itself
         ("sync:budget=140", {"budget"}),
         ("full", set()),
     ],

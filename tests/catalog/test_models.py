@@ -100,7 +100,7 @@ def test_what_was_typed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (("bfloat16", ""), "auto", Room("cpu", 40 * GiB), Fit(32 * GiB, "none")),
         (("bfloat16", ""), "auto", Room("cpu", 20 * GiB), Fit(32 * GiB, "int8")),
-        (("bfloat16", ""), "auto", Room("cuda", 20 * GiB), Fit(16 * GiB, "none")),
+        (("bfloat16", ""), "auto", Room("cuda:0", 20 * GiB), Fit(16 * GiB, "none")),
         (("bfloat16", ""), "auto", Room("cuda", 8 * GiB), Fit(16 * GiB, "nf4")),
         (("bfloat16", ""), "float32", Room("cuda", 4 * GiB), Fit(32 * GiB, None)),
         (("int8", "gptq"), "auto", Room("cuda", 6 * GiB), Fit(5 * GiB, "none")),

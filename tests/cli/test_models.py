@@ -33,7 +33,7 @@ def test_each_model_has_its_size_its_type_and_whether_it_fits(run: Run) -> None:
     assert outcome.out.splitlines() == [
         "bundled       bundled   32.0 MiB  bfloat16  fits, takes 64.0 MiB",
         "org/large     hub        6.0 GiB  bfloat16  int8 fits, takes 12.0 GiB without it",
-        "/m/huge.gguf  GGUF      50.0 GiB  Q4_K      too large, takes 396 GiB",
+        "/m/huge.gguf  GGUF      50.0 GiB  Q4_K      too large, takes 61.9 GiB",
         "/m/broken     folder   Its config.json cannot be read.",
     ]
     assert outcome.err.startswith("kvchat: 8.0 GiB of this machine's memory are free.")

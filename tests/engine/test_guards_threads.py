@@ -18,7 +18,7 @@ from kvchat.protocol.comparing import Variant
 from kvchat.protocol.messages import Sampling, Turn
 
 PROMPT = range(100, 300)
-STEPS = 12  # of each thread
+STEPS = 5  # of each thread
 PARAMS = {"streaming": {"budget": 128}, "speculative": {"budget": 128}, "sync": {"budget": 128}}
 HELLO = (Turn("user", "Hello! My name is Maria."),)
 GREEDY = Sampling(temperature=0, max_new_tokens=6)

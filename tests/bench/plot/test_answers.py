@@ -31,5 +31,6 @@ def test_answers_are_drawn_with_their_shares(tmp_path, experiment):
     assert all(any(part in text for text in texts) for part in shown), texts
 
 
-def test_every_experiment_has_a_picture():
-    assert {*plot.DRAWN} == {name for name in VERSIONS if not name.startswith("paper ")}
+def test_every_experiment_of_more_than_a_few_times_has_a_picture():
+    few = {"resume", "long-chat"}
+    assert {*plot.DRAWN} == {name for name in VERSIONS if not name.startswith("paper ")} - few

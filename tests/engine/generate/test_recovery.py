@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.loads import entering
 
 from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.recovery import RecoveryMonitor, measure
@@ -59,7 +60,7 @@ def spikes(*starts: int) -> set[int]:
 
 
 def test_each_level_comes_in_its_turn(small_model):
-    session = Scripted(small_model, "freeze", EAGER).script(spikes(40, 70, 100, 130))
+    session = Scripted(small_model, entering("freeze", EAGER)).script(spikes(40, 70, 100, 130))
     events, text = run(session)
     assert levels(events) == ["SR", "WR", "FR", "RR"]
     assert all(event.signal == "entropy" and event.value > 3 for event in events if isinstance(event, Recovered))
@@ -77,7 +78,7 @@ def test_each_level_comes_in_its_turn(small_model):
 
 
 def test_a_full_reset_reads_everything_for_a_while(small_model):
-    session = Scripted(small_model, "freeze", EAGER).script(spikes(40, 60, 80))
+    session = Scripted(small_model, entering("freeze", EAGER)).script(spikes(40, 60, 80))
     run(session)
     assert not any(session.all_read[20:42])
     assert all(session.all_read[82:146])
@@ -87,9 +88,9 @@ def test_a_full_reset_reads_everything_for_a_while(small_model):
 def test_the_rewalk_takes_another_way(small_model):
     """Tokens before the withdrawn ones stay, and the seed determines all of it."""
     sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=110)
-    first = Scripted(small_model, "full", {"recovery": True}).script(range(50, 400))
-    second = Scripted(small_model, "full", {"recovery": True}).script(range(50, 400))
-    plain = Scripted(small_model, "full", {}).script(range(50, 400))
+    first = Scripted(small_model, entering("full", {"recovery": True})).script(range(50, 400))
+    second = Scripted(small_model, entering("full", {"recovery": True})).script(range(50, 400))
+    plain = Scripted(small_model, entering("full", {})).script(range(50, 400))
     assert levels(run(first, sampling)[0]) == levels(run(second, sampling)[0]) == ["RR"]
     run(plain, sampling)
     assert first.token_ids == second.token_ids
@@ -99,22 +100,22 @@ def test_the_rewalk_takes_another_way(small_model):
 
 def test_off_by_a_setting_and_where_nothing_would_change(small_model):
     unsure, drawn = spikes(40, 50), replace(RANDOM, max_new_tokens=60)
-    assert levels(run(Scripted(small_model, "freeze", {"recovery": False}).script(unsure), drawn)[0]) == []
-    assert levels(run(Scripted(small_model, "streaming", {}).script(unsure), drawn)[0]) == []
+    assert levels(run(Scripted(small_model, entering("freeze", {"recovery": False})).script(unsure), drawn)[0]) == []
+    assert levels(run(Scripted(small_model, entering("streaming", {})).script(unsure), drawn)[0]) == []
     greedy = replace(drawn, temperature=0)
-    assert levels(run(Scripted(small_model, "full", {"recovery": True}).script(unsure), greedy)[0]) == []
+    assert levels(run(Scripted(small_model, entering("full", {"recovery": True})).script(unsure), greedy)[0]) == []
 
 
 def test_a_finished_answer_is_not_taken_back(small_model):
     """The rewalk is due with the last token."""
-    session = Scripted(small_model, "full", {"recovery": True}).script(spikes(40))
+    session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
     assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=42))[0]) == []
-    session = Scripted(small_model, "full", {"recovery": True}).script(spikes(40))
+    session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
     assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=43))[0]) == ["RR"]
 
 
 def test_speculative_widens_its_budget_for_a_while(small_model):
-    session = Scripted(small_model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40, 60))
+    session = Scripted(small_model, entering("speculative", {"budget": 128, "recovery": True})).script(spikes(40, 60))
     budgets = {}
 
     def between(generated: int) -> None:
@@ -126,7 +127,7 @@ def test_speculative_widens_its_budget_for_a_while(small_model):
 
 
 def test_a_mode_entered_meanwhile_stays(small_model):
-    session = Scripted(small_model, "speculative", {"budget": 128, "recovery": True}).script(spikes(40))
+    session = Scripted(small_model, entering("speculative", {"budget": 128, "recovery": True})).script(spikes(40))
 
     def between(generated: int) -> None:
         if generated == 60:
@@ -184,6 +185,6 @@ def test_without_recovery_nothing_is_held_back():
 
 
 def test_the_conversation_kept_inside_has_no_withdrawn_text(small_model):
-    session = Scripted(small_model, "full", {"recovery": True}).script(spikes(40))
+    session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
     text = "".join(session.chat("Hello.", Sampling(temperature=1.0, seed=1, max_new_tokens=80)))
     assert text == small_model.tokenizer.decode(session.token_ids)
