@@ -23,10 +23,10 @@ def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
     kv, slots = runner.kv, runner.kv.state.slots[-1]
     changed = round(rate * 6)
     for token in range(8):
-        before, moved = slots.pages.clone(), int(kv.state.transfer.totals[0])
+        before, moved = slots.pages.clone(), kv.state.transfer.totals.moved
         runner.step(token)
         assert ((slots.pages != before).sum(-1) == changed).all()
-        assert int(kv.state.transfer.totals[0]) - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
+        assert kv.state.transfer.totals.moved - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
         ordered = slots.pages.sort(-1).values
         assert (ordered[..., 1:] > ordered[..., :-1]).all(), "no page twice"
         check_integrity(kv.state)
@@ -38,9 +38,9 @@ def test_corrections_move_nothing_more(tiny_shape):
     )
     runner = filled(tiny_shape, mode, 900)
     runner.step(1)
-    moved = int(runner.kv.state.transfer.totals[0])
+    moved = runner.kv.state.transfer.totals.moved
     runner.step(2)
-    assert int(runner.kv.state.transfer.totals[0]) - moved == 3 * 3 * 2 * 32
+    assert runner.kv.state.transfer.totals.moved - moved == 3 * 3 * 2 * 32
     # With tau = 2 nothing is chosen ahead: what lies there is what the last token was to read.
     assert (runner.kv.state.slots[-1].pages == mode._pages_at(runner.kv.state.position - 1)).all()
 

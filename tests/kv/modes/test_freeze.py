@@ -98,7 +98,7 @@ def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stag
                 run.step()
                 run.check()
                 read.append(run.active())
-            moved, wanted, _ = run.kv.state.transfer.totals.tolist()
+            moved, wanted, *_ = run.kv.state.transfer.totals
             returned = int(run.kv.mode.thawed) * LAYERS * HEADS
             counted[keeps] = read, wanted, returned, moved
     kept, copied = counted[True], counted[False]

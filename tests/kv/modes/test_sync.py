@@ -29,9 +29,9 @@ def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params):
 
 
 def moved_in_a_step(run: Run) -> int:
-    before = int(run.kv.state.transfer.totals[0])
+    before = run.kv.state.transfer.totals.moved
     run.step()
-    return int(run.kv.state.transfer.totals[0]) - before
+    return run.kv.state.transfer.totals.moved - before
 
 
 # ---- budgets
@@ -215,7 +215,7 @@ def test_overlap_is_counted_from_one_anticipation_to_the_next():
     kept, chosen = mode.overlap.tolist()
     assert chosen == 2 * (mode.k_of(10**6) - 4 - mode.static)
     assert mode.report().stats["set overlap"] == f"{kept / chosen:.0%}"
-    assert 3 * (chosen - kept) == int(run.kv.state.transfer.totals[0])
+    assert 3 * (chosen - kept) == run.kv.state.transfer.totals.moved
 
 
 # ---- without offload
@@ -230,7 +230,7 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
         for layer in range(3):
             assert torch.equal(*(attended(run.kv.state, layer) for run in runs))
-    assert int(runs[1].kv.state.transfer.totals[0]) == 0
+    assert runs[1].kv.state.transfer.totals.moved == 0
     assert runs[1].kv.device_bytes > 2 * runs[0].kv.device_bytes
     assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"
     assert [run.kv.mode.report().badges for run in runs] == [
