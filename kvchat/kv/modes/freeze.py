@@ -31,8 +31,8 @@ The default profile departs from it; what each departure is for and costs:
     * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently.
     * One choice for all layers and heads, as Eq. 2 averages over heads and says nothing of layers.
 
-A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. An answer
-that is asked for again begins with the timers of its prompt's end. Pinned messages never freeze, in any profile.
+A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. Pinned
+messages never freeze, in any profile.
 
 Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step read of the last ``RESIZE_INTERVAL``.
 Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens. It
@@ -112,7 +112,6 @@ class Freeze(Mode):
         self._peak = 0
         self._looked_at = 0
         self._has_new_query = False
-        self._read_from = 0
 
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
@@ -145,10 +144,7 @@ class Freeze(Mode):
     # ---- between steps
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        if not self._has_new_query:
-            self._timers.restore(self.state.steps)
-            self._timers.go_back(start)
-            self._has_new_query, self._read_from = True, start
+        self._has_new_query = True
         if self.rule.recalls:
             self.bounds.compute(layer, start, keys)
 
@@ -156,12 +152,7 @@ class Freeze(Mode):
         total, timers = self.state.total, self._timers
         timers.restore(self.state.steps)
         timers.reserve(total)
-        if self._has_new_query:
-            timers.go_back(total)  # a fill that raised may have changed them
-            if total - self._read_from > 1:  # one alone is no prompt: where an answer is truncated it is read again
-                timers.keep_prompt(total)
-        else:
-            timers.truncate(total)
+        timers.truncate(total)
         timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)

@@ -61,7 +61,7 @@ class Timers:
 
     ``detections`` begins at minus the token's offset, which staggers the first freezes; ``timer`` is the number of
     steps to stay away, 0 or less where the budget keeps a token away; ``since`` the position at which it left;
-    ``score`` its last one; ``index`` its position. ``hold [1]`` is the number of steps in which nothing may freeze.
+    ``score`` its last one; ``index`` its position. ``hold`` (0-d) is the number of steps in which nothing may freeze.
     """
 
     detections: Tensor
@@ -84,9 +84,9 @@ class Timers:
         self._pin_mask: Tensor | None = None
         self.device = device
         self.headroom = headroom
-        self.hold = torch.zeros(1, dtype=torch.int32, device=device)
+        self.hold = torch.zeros((), dtype=torch.int32, device=device)
         self.capacity = 0
-        self._kept_at = self._prompt_tokens = -1
+        self._kept_at = -1
         self._allocate(grown(0, headroom))
 
     def buffers(self) -> list[Tensor]:
@@ -120,19 +120,6 @@ class Timers:
         self.detections[tokens:] = self._offsets(self.capacity + 1)[tokens:]
         self.frozen[max(0, tokens - self.parameters.K) :] = False
         self.score[tokens:] = 0
-        self._prompt_tokens = min(self._prompt_tokens, tokens)
-
-    def keep_prompt(self, tokens: int) -> None:
-        """Remember the states at the end of a prompt of all ``tokens``, 17 bytes each on the host."""
-        self._prompt = [state[:tokens].to("cpu", copy=True) for state in self.states()]
-        self._prompt_tokens = tokens
-
-    def go_back(self, tokens: int) -> None:
-        """Truncate; where the first ``tokens`` end in the last prompt their states are those that they had there."""
-        self.truncate(tokens)
-        if tokens == self._prompt_tokens:
-            for kept, state in zip(self._prompt, self.states(), strict=True):
-                state[:tokens] = kept[:tokens]
 
     def pin(self, tokens: Tensor | None, budget: int | None) -> None:
         """Keep the tokens of a mask from freezing; its last entry, False, is for all later ones. Set the ``budget``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -222,10 +221,10 @@ def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, comp
         one.prefill(200)
         one.step(60)
     total, failed = run.kv.total, 0
-    before = [tensor[:total].clone() for tensor in run.kv.mode.timers.states()]
+    before = [tensor[:total].clone() if tensor.dim() else tensor.clone() for tensor in run.kv.mode.timers.states()]
     while fails(run, failed + 1):
         failed += 1
-        now = [tensor[:total] for tensor in run.kv.mode.timers.states()]
+        now = [tensor[:total] if tensor.dim() else tensor for tensor in run.kv.mode.timers.states()]
         assert all(map(torch.equal, now, before)), failed
     count["failures of memory"] += failed
     assert failed > 60
@@ -235,37 +234,3 @@ def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, comp
         other.step()
         assert run.active() == other.active()
     run.check()
-
-
-@pytest.mark.parametrize("fails_at", [0, 1])
-@pytest.mark.parametrize("params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}])
-def test_a_prompt_that_is_read_again_finds_the_timers_that_it_found(params, fails_at):
-    """An answer that failed, or was asked for again, read other tokens: the timers of the first one went on."""
-    with ruled(**EARLY):
-        run = FreezeRun(strength=1.0, **params)
-    run.prefill(200)
-    run.step(40)
-    drawn = run.random.get_state()
-
-    def answered(new: int) -> set[int]:
-        """What the 20th token of an answer reads; of the prompt of 290 tokens the last ``new`` are read again."""
-        run.random.set_state(drawn)
-        run.prefill(new)
-        run.step(20)
-        run.check()
-        return run.active()
-
-    def forget(tokens: int) -> None:
-        with suppress(*NO_MEMORY), MemoryRunsOut(fails_at):
-            run.truncate(tokens)
-        run.keys = [keys[:, :tokens] for keys in run.keys]
-
-    first = answered(50)
-    forget(289)
-    last = answered(1)
-    run.relax("FR")
-    run.step(30)
-    forget(289)
-    assert answered(1) == last
-    forget(240)
-    assert answered(50) == first
