@@ -16,7 +16,10 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.manager import KVManager
-from kvchat.kv.modes import build
+from kvchat.kv.modes import (
+    build,
+    freeze,  # noqa: F401  # takes its constants before a rule is changed
+)
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.freeze_timers import RULES
 
