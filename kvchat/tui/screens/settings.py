@@ -200,14 +200,15 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
         found = self._found()
         before = self._highlighted
         self._listed = {dotted(one.key): one for one in found}
-        options = self.query_one("#list", OptionList)
-        options.clear_options()
+        rows: list[Option] = []
         section: Key = ()
         for setting in found:
             if setting.key[:-1] != section:
                 section = setting.key[:-1]
-                options.add_option(Option(Content.styled(f"[{dotted(section)}]", "dim"), disabled=True))
-            options.add_option(Option(line(setting), dotted(setting.key)))
+                rows.append(Option(Content.styled(f"[{dotted(section)}]", "dim"), disabled=True))
+            rows.append(Option(line(setting), dotted(setting.key)))
+        options = self.query_one("#list", OptionList)
+        options.set_options(rows)  # together: each alone has the list laid out anew
         if found:
             kept = before is not None and dotted(before.key) in self._listed
             options.highlighted = options.get_option_index(dotted(before.key if before and kept else found[0].key))
