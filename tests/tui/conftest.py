@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from support import start_app
+from support import quick_stylesheets, start_app
 from support.app_driver import prompt, wait_for
 from support.fake_view import FakeClient, FakeView
 from support.patience import PATIENCE_S
@@ -17,12 +17,14 @@ from textual.notifications import Notification
 from textual.pilot import Pilot
 
 from kvchat.protocol.messages import Loaded
+from kvchat.tui import key_order
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.prompt import Prompt
 
+quick_stylesheets.install()
 FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))
 LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
 
@@ -76,8 +78,10 @@ async def chat(config: AppConfig) -> AsyncIterator[Chat]:
 def running(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> Running:
     """``async with running(size=...) as (app, pilot, until)``; waits for the engine unless ``ready=False``.
 
-    What is told in passing stays: on a busy machine it would be gone before the test has looked.
+    What is told in passing stays: on a busy machine it would be gone before the test has looked. A key waits for those
+    before it however long they take.
     """
+    monkeypatch.setattr(key_order, "LONGEST_S", PATIENCE_S)
     monkeypatch.setattr(Notification, "time_left", PATIENCE_S)
 
     @asynccontextmanager
