@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, Required, cast, get_args, get_type_hints
 
@@ -45,12 +45,12 @@ def decode_command(body: bytes) -> Command:
     Raises:
         ValueError: the bytes are no JSON object of a command's type with its fields of the right types.
     """
-    return cast("Command", _decode(body, _COMMANDS))
+    return cast("Command", _decode(body, _adapter(Command)))
 
 
 def decode_event(body: bytes) -> Event:
     """The event in ``body``, as ``decode_command``."""
-    return cast("Event", _decode(body, _EVENTS))
+    return cast("Event", _decode(body, _adapter(Event)))
 
 
 def read(stream: BinaryIO) -> bytes | None:
@@ -106,6 +106,7 @@ def _wire_form(cls: type) -> Any:
     return cast("Any", TypedDict)(cls.__name__, {"type": Literal[cls.__name__], **fields})
 
 
+@cache  # each takes as long as importing the messages, and a process reads one of the two
 def _adapter(messages: Any) -> TypeAdapter[dict[str, Any]]:
     """Checks strictly, also the dataclasses inside: the sender is kvchat, and a text for a number is a mistake."""
     forms: Any = reduce(or_, map(_wire_form, get_args(messages)))
@@ -113,6 +114,3 @@ def _adapter(messages: Any) -> TypeAdapter[dict[str, Any]]:
         Annotated[forms, Field(discriminator="type")],
         config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False),
     )
-
-
-_COMMANDS, _EVENTS = _adapter(Command), _adapter(Event)
