@@ -60,7 +60,7 @@ def run(
     )
 
 
-@pytest.mark.parametrize("command", [["modes"], ["doctor"], ["config", "show"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["modes"], ["keys"], ["config", "show"]], ids=" ".join)
 def test_an_ascii_locale_gets_question_marks(command: list[str]) -> None:
     result = run(*command, **PLAIN)
     assert result.returncode == 0, result.stderr

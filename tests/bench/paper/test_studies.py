@@ -29,7 +29,7 @@ SIZES = {
     ),
     "lazy-pruning": (["cap=40", "long=48", "short=12", "trials=1"], ["table-1", "table-2"]),
 }
-EXPLANATION_TOKENS = 120
+EXPLANATION_TOKENS = 80
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.gguf_files import write_model
 from kvchat.engine.model import gguf_weights, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.fusion.swap import sample_logits
-from kvchat.engine.model.load import load_model
+from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.plan import memory_plan, propose
@@ -47,6 +48,18 @@ def file_of(model, tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="module")
+def read(file_of):
+    """The model of such a file, and the stages of loading it; a file is read once as each says."""
+
+    @cache
+    def loaded(kind: str, quantize: str = "auto") -> tuple[LoadedModel, list[str]]:
+        stages: list[str] = []
+        return load_model(Load(str(file_of(kind)), "cpu", quantize=quantize), stages.append), stages
+
+    return loaded
+
+
 @needs("gguf")
 @pytest.mark.parametrize(
     ("kind", "in_4_bits", "in_8_bits"),
@@ -74,11 +87,10 @@ def test_what_is_no_gguf_file_is_left_as_it_is(tmp_path):
 
 @needs("gguf", "accelerate")
 @pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.02)])
-def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(file_of, model, kind, packed, error):
+def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(read, file_of, model, kind, packed, error):
     """4 bits stay the file's own: the error is that of the scales, and of multiplying in bfloat16."""
-    stages: list[str] = []
-    loaded = load_model(Load(str(file_of(kind)), "cpu"), stages.append)
-    unpacked = load_model(Load(str(file_of(kind)), "cpu", quantize="none"), silent)
+    loaded, stages = read(kind)
+    unpacked, _ = read(kind, "none")
     assert loaded.weights == packed
     assert loaded.weight_bytes < 0.5 * model.weight_bytes
     said = next(stage for stage in stages if stage.startswith("Loading the weights"))
@@ -88,19 +100,18 @@ def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(file_of, mode
     assert not any("were unpacked" in note for note in loaded.notes)
     assert selftest(loaded.model) < 0.02
     assert relative_error(sample_logits(loaded.model), sample_logits(unpacked.model)) < error
-    same = load_model(Load(str(file_of(kind)), "cpu", quantize=packed), silent)
+    same, _ = read(kind, packed)
     assert torch.equal(sample_logits(same.model), sample_logits(loaded.model))
 
 
 @needs("gguf", "accelerate")
-def test_the_plan_has_both_sizes_and_says_which_is_loaded(file_of, model):
+def test_the_plan_has_both_sizes_and_says_which_is_loaded(read, file_of, model):
     made = memory_plan(Load(str(file_of("Q8_0")), "cpu"), 4096, silent)
-    loaded = load_model(Load(str(file_of("Q8_0")), "cpu"), silent)
     assert made.by_default == "int8"
     assert made.weights == {
         "none": pytest.approx(model.weight_bytes, rel=0.01),
-        "int8": pytest.approx(loaded.weight_bytes, rel=0.01),
-        "int4": pytest.approx(load_model(Load(str(file_of("Q8_0")), "cpu", quantize="int4"), silent).weight_bytes),
+        "int8": pytest.approx(read("Q8_0")[0].weight_bytes, rel=0.01),
+        "int4": pytest.approx(read("Q8_0", "int4")[0].weight_bytes),
     }
     assert any(line.startswith("weights, int8, by default") for line in plan_lines(made))
     assert made.proposal.quantize == "int8"
@@ -140,17 +151,17 @@ def test_a_plan_gives_up_only_bits_that_the_file_has(file_of):
 
 
 @needs("gguf", "accelerate")
-def test_without_torchao_it_is_unpacked_and_the_package_is_named(file_of, model, monkeypatch):
+def test_without_torchao_it_is_unpacked_and_the_package_is_named(read, file_of, model, monkeypatch):
     monkeypatch.setattr(quantization, "absent_packages", lambda quantize, device: ["torchao"])
     loaded = load_model(Load(str(file_of("Q8_0")), "cpu"), silent)
     assert (loaded.weights, loaded.weight_bytes) == ("", pytest.approx(model.weight_bytes, rel=0.01))
     assert "With torchao its weights would stay small, in int8: pip install 'kvchat[ao]'." in loaded.notes
-    asked_for = load_model(Load(str(file_of("Q8_0")), "cpu", quantize="none"), silent)
+    asked_for, _ = read("Q8_0", "none")
     assert not any("torchao" in note for note in asked_for.notes)
 
 
 @needs("gguf", "accelerate")
-def test_a_large_file_is_unpacked_as_before(file_of):
-    loaded = load_model(Load(str(file_of("F16")), "cpu"), silent)
+def test_a_large_file_is_unpacked_as_before(read):
+    loaded, _ = read("F16")
     assert loaded.weights == ""
     assert "The gguf weights were unpacked to float32." in loaded.notes

@@ -37,9 +37,9 @@ def test_sets_and_outputs_are_the_references(row):
     kinds = ("plain", "window") if row in FIRST.values() else ("plain", "sinks")
     run = with_kernels(Run(toy(kinds, d_k=20, d_v=24, page=8, seed=3), mode, **params))
     run.prefill(100, chunk=60)
-    run.step(18)
+    run.step(10)
     run.prefill(30)
-    run.step(4)
+    run.step(2)
     run.check()
     moves = mode not in ("full", "streaming")
     assert (run.kv.state.transfer.totals.moved > 0) == moves
