@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 # Before torch is imported: the workers of `pytest -n auto` would otherwise fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes are started, each would compile kvchat
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Device files of the NVIDIA driver on Linux and in WSL.
