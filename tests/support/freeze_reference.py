@@ -43,6 +43,8 @@ class Simulation:
     c: dict[int, int] = field(default_factory=dict)
     d: dict[int, int] = field(default_factory=dict)
     score: dict[int, float] = field(default_factory=dict)
+    prompt_end: int = 0
+    at_prompt_end: tuple[dict[int, Any], ...] = ()
 
     def __post_init__(self) -> None:
         self.rule = RULES[self.p["profile"]]
@@ -64,11 +66,21 @@ class Simulation:
         self._limit(waiting, theirs)
 
     def enter(self, total: int, named: Set[int], theirs: Set[int]) -> None:
-        """Start from ``total`` stored tokens, after a prompt whose last query named the tokens ``named``."""
-        self.total = total
+        """Start from ``total`` stored tokens, after a prompt whose last query named the tokens ``named``.
+
+        Where only the last token of a prompt was read again all is as it was when the prompt had been read.
+        """
+        new, self.total = total - self.total, total
         self.c = {j: c for j, c in self.c.items() if j < total}
         self.score = {j: s for j, s in self.score.items() if j < total}
-        self.d = {j: n for j, n in self.d.items() if j < total - self.p["K"] and j not in self.pins}
+        self.d = {j: n for j, n in self.d.items() if j < total - self.p["K"]}
+        if total < self.prompt_end - 1:
+            self.prompt_end = 0
+        if new > 1:
+            self.prompt_end, self.at_prompt_end = total, (dict(self.c), dict(self.score), dict(self.d))
+        elif new == 1 and total == self.prompt_end:
+            self.c, self.score, self.d = map(dict, self.at_prompt_end)
+        self.d = {j: n for j, n in self.d.items() if j not in self.pins}
         self._name(named)
         self._limit({}, theirs)
 

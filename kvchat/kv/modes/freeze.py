@@ -31,8 +31,8 @@ The default profile departs from it; what each departure is for and costs:
     * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently.
     * One choice for all layers and heads, as Eq. 2 averages over heads and says nothing of layers.
 
-A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. Pinned
-messages never freeze, in any profile.
+A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. An answer
+that is asked for again begins with the timers of its prompt's end. Pinned messages never freeze, in any profile.
 
 Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step read of the last ``RESIZE_INTERVAL``.
 Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens. It
@@ -112,6 +112,7 @@ class Freeze(Mode):
         self._peak = 0
         self._looked_at = 0
         self._has_new_query = False
+        self._read_from = 0
 
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
@@ -144,7 +145,8 @@ class Freeze(Mode):
     # ---- between steps
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        self._has_new_query = True
+        if not self._has_new_query:
+            self._has_new_query, self._read_from = True, start
         if self.rule.recalls:
             self.bounds.compute(layer, start, keys)
 
@@ -153,6 +155,8 @@ class Freeze(Mode):
         timers.restore(self.state.steps)
         timers.reserve(total)
         timers.truncate(total)
+        if self._has_new_query:
+            timers.begin_answer(total, is_new=total - self._read_from > 1)
         timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)

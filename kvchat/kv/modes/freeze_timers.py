@@ -87,6 +87,7 @@ class Timers:
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
         self.capacity = 0
         self._kept_at = -1
+        self._prompt_end, self._at_prompt_end = 0, list[Tensor]()
         self._allocate(grown(0, headroom))
 
     def buffers(self) -> list[Tensor]:
@@ -120,6 +121,20 @@ class Timers:
         self.detections[tokens:] = self._offsets(self.capacity + 1)[tokens:]
         self.frozen[max(0, tokens - self.parameters.K) :] = False
         self.score[tokens:] = 0
+        if tokens < self._prompt_end - 1:
+            self._prompt_end = 0
+
+    def begin_answer(self, tokens: int, is_new: bool) -> None:
+        """Keep the states at the end of a prompt of all ``tokens``, 17 bytes each on the host, if it ``is_new``.
+
+        One whose last token alone was read again, as where its answer is asked for again, gets the kept ones.
+        """
+        states = [state.view(-1)[:tokens] for state in self.states()]
+        if is_new:
+            self._prompt_end, self._at_prompt_end = tokens, [state.to("cpu", copy=True) for state in states]
+        elif tokens == self._prompt_end:
+            for kept, state in zip(self._at_prompt_end, states, strict=True):
+                state.copy_(kept)
 
     def pin(self, tokens: Tensor | None, budget: int | None) -> None:
         """Keep the tokens of a mask from freezing; its last entry, False, is for all later ones. Set the ``budget``."""

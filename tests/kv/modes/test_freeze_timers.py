@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -234,3 +235,49 @@ def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, comp
         other.step()
         assert run.active() == other.active()
     run.check()
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+@pytest.mark.parametrize("params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}])
+def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
+    """The timers of the first one went on."""
+    with ruled(**EARLY):
+        run = FreezeRun(strength=1.0, **params)
+    run.prefill(200)
+    run.step(40)
+    drawn = run.random.get_state()
+
+    def answered(new: int) -> set[int]:
+        """What the 20th token of an answer reads; of the prompt of 290 tokens the last ``new`` are read now."""
+        run.random.set_state(drawn)
+        run.prefill(new)
+        run.step(20)
+        run.check()
+        return run.active()
+
+    answered(50)
+    forget(run, 289, fails_at)
+    first = answered(1)
+    run.relax("FR")
+    run.step(30)
+    forget(run, 289, fails_at)
+    assert answered(1) == first
+
+
+def test_what_another_prompt_begins_with_is_not_what_the_last_one_had():
+    with ruled(**EARLY):
+        run = FreezeRun(strength=1.0)
+    run.prefill(290)
+    run.step(60)
+    left = run.active()
+    assert left != set(range(350))
+    run.truncate(280)
+    run.step(9)
+    run.prefill(1)
+    assert run.active() != set(range(290))
+
+
+def forget(run: FreezeRun, tokens: int, fails_at: int) -> None:
+    with suppress(*NO_MEMORY), MemoryRunsOut(fails_at):
+        run.truncate(tokens)
+    run.keys = [keys[:, :tokens] for keys in run.keys]
