@@ -1,4 +1,4 @@
-"""When and how much of a growing Markdown text is parsed: the cost of ``Markdown.append`` decides.
+"""How much of a growing Markdown text is parsed: the cost of ``Markdown.append`` decides.
 
 Textual re-parses the last block on every append: 5 ms in prose, but 49 ms in a fence of 300 tokens and 141 ms in a
 table of 60 rows. So an open fence or table stays plain text until it closes.
@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import re
 
-SHORTEST_S = 0.05
-LONGEST_S = 0.4
 _BEGINNING = re.compile(r"`{0,2}|~{0,2}|[-*+]|#{1,6}|\d{1,9}[.)]?")
-
-
-def interval(cost_s: float) -> float:
-    """Seconds until the next flush after one that took ``cost_s``: at most a fifth of the time is spent parsing."""
-    return min(max(4 * cost_s, SHORTEST_S), LONGEST_S)
 
 
 def closed_end(text: str, inside_line: bool) -> int:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.message import Message as WidgetMessage
-from textual.timer import Timer
 from textual.widgets import Static
 
 from kvchat.conversations.conversation import Message
 from kvchat.foreign_text import visible
-from kvchat.tui.answering import flush, thinking
+from kvchat.tui.answering import thinking
+from kvchat.tui.pacing import Paced
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.plain_text import PlainText
 
@@ -54,9 +53,8 @@ class Answer(Vertical):
         self.collapsed = False
         self.finished = False
         self.weight = 1
-        self._is_behind = False
         self._drawing = asyncio.Lock()
-        self._timer: Timer | None = None
+        self._paced = Paced(self, self._grow)
 
     def compose(self) -> ComposeResult:
         thought, said = thinking.split(visible(self.text))
@@ -83,11 +81,9 @@ class Answer(Vertical):
             self._show_tail(words, waiting=True)
 
     def feed(self, text: str) -> None:
-        """Append text; the next flush draws it."""
+        """Append text; it is drawn soon."""
         self.text += text
-        self._is_behind = True
-        if self._timer is None:
-            self._timer = self.set_timer(flush.SHORTEST_S, self._flush)
+        self._paced.ask()
 
     async def withdraw(self, chars: int) -> str:
         """Remove the last ``chars`` characters, also from the screen, and return them."""
@@ -112,8 +108,6 @@ class Answer(Vertical):
     async def finish(self, message: Message, footer: str) -> None:
         """Show the complete answer, parsed once more as one text, with the line ``footer`` under it."""
         self._take(message, footer)
-        if self._timer:
-            self._timer.stop()
         thought, said = thinking.split(visible(self.text))
         self._show_thought(thought, is_open=False)
         async with self._drawing:
@@ -149,24 +143,14 @@ class Answer(Vertical):
                 self.styles.height = "auto"
                 self._weigh()
 
-    async def _flush(self) -> None:
-        self._timer = None
-        if self.finished:
-            return
-        begun = perf_counter()
-        await self._draw()
+    async def _grow(self) -> None:
+        if not self.finished:
+            await self._draw()
         if not self.finished:
             self.post_message(self.Grew())
-            self._timer = self.set_timer(flush.interval(perf_counter() - begun), self._again)
-
-    async def _again(self) -> None:
-        self._timer = None
-        if self._is_behind:
-            await self._flush()
 
     async def _draw(self) -> None:
         """Draw what has come since the last time; all, where it does not begin with what is drawn."""
-        self._is_behind = False
         thought, said = thinking.split(visible(self.text))
         self._show_thought(thought, is_open=not said)
         async with self._drawing:
@@ -197,7 +181,8 @@ class Answer(Vertical):
     def _show_tail(self, text: str, waiting: bool = False) -> None:
         for tail in self.query(".tail").results(Static):
             tail.set_class(waiting, "waiting")
-            tail.update(text.rstrip("\n"))
+            if (shown := text.rstrip("\n")) != tail.content:  # an update is a new layout
+                tail.update(shown)
             tail.display = bool(text.strip())
 
 

@@ -117,6 +117,8 @@ class KvColumn(VerticalScroll):
     def __init__(self, link_bytes_per_s: float | None = None) -> None:
         super().__init__()
         self._link = link_bytes_per_s
+        self._chosen: Rowed | None = None
+        self._meaning = ""
 
     def compose(self) -> ComposeResult:
         yield Badges()
@@ -150,7 +152,7 @@ class KvColumn(VerticalScroll):
         self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
         if s.total:
             self.query_one(Timeline).add(s.active, s.total)
-        for block in self.screen.query(Rowed):
+        for block in self.query(Rowed):
             block.mode = s.mode
         self._explain()
 
@@ -168,16 +170,20 @@ class KvColumn(VerticalScroll):
             self._choose(*places[max(0, min(at + step, len(places) - 1))])
 
     def _choose(self, chosen: Rowed | None, row: int | None = None) -> None:
-        for block in self.screen.query(Rowed):
-            block.chosen = row if block is chosen else None
+        if self._chosen is not None:
+            self._chosen.chosen = None
+        self._chosen = chosen
         if chosen is not None:
+            chosen.chosen = row
             chosen.scroll_visible(animate=False)
         self._explain()
 
     def _explain(self) -> None:
         """Say what the chosen row means, which may be another one by now."""
-        texts = [block.explanation(block.chosen) for block in self.screen.query(Rowed)]
-        self.query_one("#meaning", Static).update(visible("".join(texts)))
+        meaning = self._chosen.explanation(self._chosen.chosen) if self._chosen else ""
+        if meaning != self._meaning:  # an update is a new layout
+            self._meaning = meaning
+            self.query_one("#meaning", Static).update(visible(meaning))
 
 
 class DetailColumn(VerticalScroll, can_focus=False):
@@ -226,7 +232,7 @@ class DetailColumn(VerticalScroll, can_focus=False):
         """Draw the mode's own numbers and the details."""
         s, details = state.snapshot, state.details or Details(0)
         own = self.query_one("#extra-rows", Rowed)
-        own.rows = extra_rows(s.extras if s else {})
+        own.mode, own.rows = (s.mode, extra_rows(s.extras)) if s else ("", [])
         own.display = bool(own.rows)
         self.query_one(HeadMap).details = details
         self.query_one(RecallHistogram).show(details.recall, s)

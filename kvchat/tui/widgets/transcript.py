@@ -252,7 +252,7 @@ class NewLines(Static):
     def show(self, lines: int) -> None:
         """Show or hide the chip."""
         self.set_class(lines > 0, "some")
-        self.update(f"▾ {lines} new line{'s' * (lines != 1)} below")
+        self.update(f"▾ {lines} new line{'s' * (lines != 1)} below", layout=False)
 
     def on_click(self) -> None:
         self.post_message(self.Clicked())

@@ -6,15 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvchat.tui.answering.flush import closed_end, interval
+from kvchat.tui.answering.flush import closed_end
 
 FENCE = "before\n```py\nx = 1\n```\nafter\n"
 TABLE = "| a | b |\n|---|---|\n| 1 | 2 |\n\nafter\n"
-
-
-@pytest.mark.parametrize(("cost", "seconds"), [(0.001, 0.05), (0.02, 0.08), (0.05, 0.2), (3.0, 0.4)])
-def test_the_interval_is_four_times_the_cost_within_bounds(cost, seconds):
-    assert interval(cost) == pytest.approx(seconds)
 
 
 def closed_and_tail(text: str) -> tuple[str, str]:
