@@ -111,8 +111,7 @@ class Freeze(Mode):
         self._size = 0
         self._peak = 0
         self._looked_at = 0
-        self._has_new_query = False
-        self._read_from = 0
+        self._read_from: int | None = None  # where the part of a prompt begins that was read since the last fill
 
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
@@ -145,8 +144,8 @@ class Freeze(Mode):
     # ---- between steps
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        if not self._has_new_query:
-            self._has_new_query, self._read_from = True, start
+        if self._read_from is None:
+            self._read_from = start
         if self.rule.recalls:
             self.bounds.compute(layer, start, keys)
 
@@ -155,14 +154,16 @@ class Freeze(Mode):
         timers.restore(self.state.steps)
         timers.reserve(total)
         timers.truncate(total)
-        if self._has_new_query:
+        if self._read_from is not None:
             timers.begin_answer(total, is_new=total - self._read_from > 1)
         timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)
-            if fresh or self._has_new_query:  # after a step that raised it is that of a token which is not stored
+            if (
+                fresh or self._read_from is not None
+            ):  # after a step that raised it is that of a token which is not stored
                 timers.name(self._named(self.state.position - 1))
-        self._has_new_query = False
+        self._read_from = None
         if self.budget is not None:
             timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
         self._bring()
