@@ -12,10 +12,11 @@ from support.grids import WHOLE
 from support.memory_faults import PLACES
 
 ROOT = Path(__file__).parents[2]
-GRAPHS = ["tests/engine/test_cuda.py", "-k"]
-# As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
 # In the long form freeze by the paper's rules, which differ in numbers, and pinned messages in every mode are read too.
-ONE_OF_MANY = "" if WHOLE else " and not (paper or reuse)"
+SHORT = "change_no_bit and dtype0 and not (paper or reuse)", "(8_bit or pinned) and speculative or switches and reuse"
+LONG = "change_no_bit and dtype0", "8_bit and speculative or switches and (reuse or freeze-paper) or pinned"
+GRAPHS, OTHERS = LONG if WHOLE else SHORT
+# As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
 PARTS = {
     "fake device, host pool, prefill, sampling, faults": [
         "tests/fake_cuda/test_fake_cuda.py",
@@ -25,12 +26,8 @@ PARTS = {
         "tests/engine/generate/test_sampler.py",
         "tests/engine/test_session_faults.py",
     ],
-    "graphs": [*GRAPHS, f"change_no_bit and dtype0{ONE_OF_MANY}"],
-    "8-bit pages, switches, pinned messages": [
-        *GRAPHS,
-        f"(8_bit and speculative) or (switches and {'(reuse or freeze-paper)' if WHOLE else 'reuse'})"
-        f" or (pinned{'' if WHOLE else ' and speculative'})",
-    ],
+    "graphs": ["tests/engine/test_cuda.py", "-k", GRAPHS],
+    "8-bit pages, switches, pinned messages": ["tests/engine/test_cuda.py", "-k", OTHERS],
 }
 
 
