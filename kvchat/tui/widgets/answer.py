@@ -13,7 +13,7 @@ from textual.widgets import Static
 from kvchat.conversations.conversation import Message
 from kvchat.foreign_text import visible
 from kvchat.tui.answering import thinking
-from kvchat.tui.pacing import Paced
+from kvchat.tui.answering.pacing import Paced
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.plain_text import PlainText
 

@@ -118,7 +118,6 @@ class KvColumn(VerticalScroll):
         super().__init__()
         self._link = link_bytes_per_s
         self._chosen: Rowed | None = None
-        self._meaning = ""
 
     def compose(self) -> ComposeResult:
         yield Badges()
@@ -180,10 +179,10 @@ class KvColumn(VerticalScroll):
 
     def _explain(self) -> None:
         """Say what the chosen row means, which may be another one by now."""
-        meaning = self._chosen.explanation(self._chosen.chosen) if self._chosen else ""
-        if meaning != self._meaning:  # an update is a new layout
-            self._meaning = meaning
-            self.query_one("#meaning", Static).update(visible(meaning))
+        text = visible(self._chosen.explanation(self._chosen.chosen)) if self._chosen else ""
+        meaning = self.query_one("#meaning", Static)
+        if text != meaning.content:  # an update is a new layout
+            meaning.update(text)
 
 
 class DetailColumn(VerticalScroll, can_focus=False):

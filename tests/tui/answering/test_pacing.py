@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from textual._callback import invoke
 
-from kvchat.tui import pacing
-from kvchat.tui.pacing import LONGEST_S, SHORTEST_S, Paced, interval
+from kvchat.tui.answering import pacing
+from kvchat.tui.answering.pacing import LONGEST_S, SHORTEST_S, Paced, interval
 
 
 @pytest.mark.parametrize(("cost", "seconds"), [(0.001, 0.05), (0.02, 0.08), (0.05, 0.2), (3.0, 0.4)])
