@@ -117,16 +117,23 @@ class Part(NamedTuple):
     values: Callable[[], Tensor]
 
 
-def attend_in_parts(query: Tensor, parts: Sequence[Part], spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-    """``attend`` over ``parts``, one after the other: first the keys of all, then the values. ``[H, G, d_v]``."""
+def attend_in_parts(
+    query: Tensor,
+    parts: Sequence[Part],
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    bias: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``attend`` over ``parts``, one after the other: first the keys of all, then the values."""
     query = query * spec.scaling
     scores = torch.cat([torch.bmm(query, part.keys().transpose(1, 2)) for part in parts], -1)
-    weights = _softmax(_capped(scores, spec), sinks).to(query.dtype)
+    weights = _softmax(_capped(scores, spec) + bias, sinks)
     total, done = torch.zeros((), device=query.device), 0
     for part in parts:
-        total = total + torch.bmm(weights[..., done : done + part.tokens], part.values()).float()
+        share = weights[..., done : done + part.tokens].to(query.dtype)
+        total = total + torch.bmm(share, part.values()).float()
         done += part.tokens
-    return total.to(query.dtype)
+    return total.to(query.dtype), weights
 
 
 class Partial:

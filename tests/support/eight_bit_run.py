@@ -94,6 +94,8 @@ class EightBitRun(Run):
         exact = self.keys[layer], self.values[layer]
         keys, values = (torch.cat((a, b[:, -1:]), 1) for a, b in zip(self.stored[layer], exact, strict=True))
         for slots in self.kv.state.slots_of[layer]:
+            if slots.layout.in_place:
+                continue
             self._note_slots(slots, layer, keys, values)
         self.keys[layer] = keys  # the reference turns a mode's sinks
         seen = attended(self.kv.state, layer)

@@ -44,13 +44,22 @@ def spec(layer: int, windowed: bool) -> AttentionSpec:
 class FreezeRun:
     """A kv in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked."""
 
-    def __init__(self, strength: float = 0.3, windowed: bool = False, seed: int = 0, page: int = 8, **params: Any):
-        self.geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, page)
+    def __init__(
+        self,
+        strength: float = 0.3,
+        windowed: bool = False,
+        seed: int = 0,
+        page: int = 8,
+        unified: bool = False,
+        **params: Any,
+    ):
+        self.geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, page, unified=unified)
         self.random = torch.Generator().manual_seed(seed)
         self.strength, self.windowed = strength, windowed
         self.kv = KVManager(self.geometry, torch.device("cpu"), self.mode(**params))
         self.keys = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
         self.query: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []  # of the last forward's newest token, by layer
         self._wanted: tuple[int, int] | None = None
 
     def mode(self, name: str = "freeze", **params: Any):
@@ -113,7 +122,7 @@ class FreezeRun:
         return {j: sum(sums[j]) / len(sums[j]) if j in sums else 0.0 for j in read}
 
     def _forward(self, n: int) -> None:
-        self.query = []
+        self.query, self.outputs = [], []
         for layer in range(LAYERS):
             q, k, v = (torch.randn(heads, n, D, generator=self.random) for heads in (HEADS * GROUP, HEADS, HEADS))
             k = k * self.strength
@@ -122,4 +131,4 @@ class FreezeRun:
                 q[:GROUP] = 1e4 * self.keys[layer][0, self._wanted[1]]
             self.keys[layer] = torch.cat((self.keys[layer], k), 1)
             self.query.append(q[:, -1].view(HEADS, GROUP, D))
-            self.kv.attention(layer, q, k, v, spec(layer, self.windowed))
+            self.outputs.append(self.kv.attention(layer, q, k, v, spec(layer, self.windowed))[:, -1])

@@ -26,7 +26,8 @@ class Layout:
     the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
     may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (sinks and pages it has
     none) is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
-    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked.
+    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked. An unordered
+    layout ``in_place`` is a table alone, in unified memory: attention reads the tokens it names in the host pool.
     """
 
     first: int
@@ -39,6 +40,7 @@ class Layout:
     unordered: bool = False
     spills: bool = False
     pinned: int = 0
+    in_place: bool = False
 
     def width(self, geometry: Geometry) -> int:
         """KV heads per layer."""
@@ -52,9 +54,9 @@ class Layout:
         """Bytes that ``DeviceSlots`` of this layout allocate."""
         n = self.slots(geometry.page)
         heads = (self.last - self.first) * self.width(geometry)
-        tables = (1 if self.shared else heads) * 2 + self.unordered
+        tables = (1 if self.shared else heads) * 2 + (self.unordered and not self.in_place)
         pages = heads * self.pages * torch.int64.itemsize
-        rows = heads * n * 2 * geometry.row_bytes
+        rows = 0 if self.in_place else heads * n * 2 * geometry.row_bytes
         return rows + pages + tables * n * torch.int32.itemsize
 
 
@@ -66,7 +68,7 @@ class DeviceSlots:
     ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the
     page slots hold (the table says which of their tokens may be read), ``page_blocks [H, k]`` their rows of ``blocks``.
     ``held [n]`` (int32), of an unordered layout only, is what its mode knows to lie in each slot, read or not; the mode
-    clears it where that ends.
+    clears it where that ends. ``in_place`` there is neither ``kv`` nor ``held``; the table is filled from the front.
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
     ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps.
     """
@@ -80,12 +82,13 @@ class DeviceSlots:
         layers, width = layout.last - layout.first, layout.width(geometry)
         tables = (1, 1) if layout.shared else (layers, width)
         self.heads = torch.tensor(layout.heads, device=device) if layout.heads else None
-        self.kv = torch.zeros((layers, 2, width, self.n, geometry.d), dtype=geometry.dtype, device=device)
+        rows = 0 if layout.in_place else self.n
+        self.kv = torch.zeros((layers, 2, width, rows, geometry.d), dtype=geometry.dtype, device=device)
         if device.type == "cpu":
             use_huge_pages(self.kv)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
         self.attended = self.table.clone()
-        self.held = self.table[0, 0, : self.n if layout.unordered else 0].clone()
+        self.held = self.table[0, 0, : rows if layout.unordered else 0].clone()
         self.pages = torch.full((layers, width, layout.pages), EMPTY, dtype=torch.int64, device=device)
         blocks = torch.arange(width, device=device)[:, None] * (self.n // geometry.page)
         self.page_blocks = blocks + torch.arange(layout.pages, device=device)
@@ -149,7 +152,8 @@ class DeviceSlots:
 
     def free_slot(self) -> Tensor:
         """The index ``[1]`` of an empty slot in an unordered layout; of any slot if all are taken."""
-        return (self.table[0, 0] == EMPTY).to(torch.int32).topk(1).indices
+        empty = self.table[0, 0] == EMPTY
+        return (~empty).sum().view(1) if self.layout.in_place else empty.to(torch.int32).topk(1).indices
 
     def assign(self, position: Tensor) -> None:
         """Give the new token (0-d int64 ``position``) its slot in every table; the token that was there is released."""
@@ -163,7 +167,7 @@ class DeviceSlots:
 
     def write(self, layer: int, kv: Tensor) -> None:
         """Write the new token's ``kv [2, kv_heads, d]`` to its slot, where there are any."""
-        if self.n:
+        if self.kv.shape[3]:
             self.rows(layer).index_copy_(0, self._write_rows, self.pick(layer, kv, 1).flatten(0, 1))
 
     def open_pages(self, layers: slice, first: int, last: Tensor) -> None:
@@ -209,7 +213,8 @@ class DeviceSlots:
         held, read = (
             (table[0, 0] == EMPTY).to(torch.int8).argsort(stable=True)[:n] for table in (self.table, self.attended)
         )
-        other.kv[:, :, :, :n] = self.kv.index_select(3, held)
+        if not layout.in_place:
+            other.kv[:, :, :, :n] = self.kv.index_select(3, held)
         other.table[..., :n] = self.table[..., held]
         other.attended[..., :n] = self.attended[..., read]
         other.read_pairs = self.read_pairs

@@ -62,6 +62,7 @@ class Plan:
         slots = sum(
             (layout.last - layout.first) * layout.width(g) * min(tokens, layout.slots(g.page))
             for layout in self.layouts
+            if not layout.in_place
         )
         return slots * 2 * g.row_bytes
 

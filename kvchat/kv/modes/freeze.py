@@ -34,7 +34,8 @@ The default profile departs from it; what each departure is for and costs:
 A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. An answer
 that is asked for again begins with the timers of its prompt's end. Pinned messages never freeze, in any profile.
 
-Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step read of the last ``RESIZE_INTERVAL``.
+Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step read of the last ``RESIZE_INTERVAL``. In unified
+memory (a CPU) it is a table alone: attention reads the tokens that it names where they are stored, nothing moves.
 Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens. It
 begins by reading one number from the device, how many tokens it will read, so that all of them have slots; whoever
 sampled a token has waited for the same work.
@@ -73,7 +74,8 @@ from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.state import KVState
 
 MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named
-RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
+RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back; a table alone costs nothing
+RESIZE_INTERVAL_IN_PLACE = 8
 MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
 SPARE, SPARE_ON_CPU = 8, 32
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
@@ -121,7 +123,7 @@ class Freeze(Mode):
     def plan(self, capacity: int) -> Plan:
         g = self.geometry
         size = self._size or min(capacity, self.budget or capacity)
-        layouts = [Layout(0, g.layers, sink=0, window=size, unordered=True)]
+        layouts = [Layout(0, g.layers, sink=0, window=size, unordered=True, in_place=g.unified)]
         bounds = g.pages(capacity) * g.layers * g.kv_heads * 2 * g.d_k * g.dtype.itemsize if self.rule.recalls else 0
         return Plan(layouts, state_bytes(capacity) + bounds)
 
@@ -188,6 +190,9 @@ class Freeze(Mode):
         self.slots.held.fill_(EMPTY)
         self._fit(self._timers.awake(self.state.total) + 1)
         slots = self.slots
+        if slots.layout.in_place:
+            self._timers.list_awake(self.state.total, slots.table[0, 0])
+            return
         table = slots.table[0, 0].clone()
         table.masked_fill_((table != EMPTY) & frozen[table.long()], EMPTY)
         missing = ~frozen[: self.state.total]
@@ -203,7 +208,8 @@ class Freeze(Mode):
         n, steps = self.slots.n, self.state.steps
         spare = self._peak // (SPARE_ON_CPU if self.state.ops.reads_back else SPARE)
         size = self.geometry.round_up(self._peak + max(MIN_ROOM, spare, self.geometry.headroom // ROOM_SHARE))
-        due = steps - self._looked_at >= RESIZE_INTERVAL
+        interval = RESIZE_INTERVAL_IN_PLACE if self.slots.layout.in_place else RESIZE_INTERVAL
+        due = steps - self._looked_at >= interval
         if due:
             self._peak, self._looked_at = needed, steps
         if needed > n or (due and size < SHRINK * n):
@@ -227,15 +233,17 @@ class Freeze(Mode):
         self._return(position)
         super().forward_begin(position)
         self._scores = Scores(self.parameters.score, self.sink, self.slots.table[0, 0])
+        self._keys = list[Tensor]()
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+        self._keys.append(key)
         return self.parameters.score == "prob_rel"
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         if weights:
             self._scores.add_shares(weights[0], spec, self.state.position)
         else:
-            self._scores.add_products(query, self.slots.keys(layer), spec, self.state.position)
+            self._scores.add_products(query, self.state.ops.keys(self.slots, layer), spec, self.state.position)
 
     def forward_end(self, position: Tensor) -> None:
         table, timers = self.slots.table[0, 0], self._timers
@@ -244,8 +252,9 @@ class Freeze(Mode):
             self._widen_bounds(position)
             named = self._named(position)
         timers.observe(position, table, self._scores.result(), self.state.pinned, named)
-        # Rounded pages come from the host.
-        timers.close(table, self.slots.held, keeps=self.state.host.rounded_share is None)
+        if not self.slots.layout.in_place:  # rounded pages come from the host
+            timers.keep_in_slots(table, self.slots.held, keeps=self.state.host.rounded_share is None)
+        timers.close(table)
 
     def _return(self, position: Tensor) -> None:
         """Let the tokens be read that are not frozen; ``prepare_step`` made room for all.
@@ -253,13 +262,14 @@ class Freeze(Mode):
         Many return after a step or two: those whose slot was not reused are read there again, the others are copied.
         """
         slots, timers, table = self.slots, self._timers, self.slots.table[0, 0]
-        reopened, absent, most = timers.reopen(position, table, slots.held)
-        self.thawed += reopened
-        if most:
+        if slots.layout.in_place:
+            self.thawed += timers.list_awake(self.state.total, table)
+        else:
+            reopened, absent, most = timers.reopen(position, table, slots.held)
             taken, positions = absent.to(torch.int32).topk(most)
             taken = taken > 0
             self.state.transfer.load_into_free(slots, positions, timers.reused(table, slots.held, most), taken)
-            self.thawed += taken.sum()
+            self.thawed += reopened + taken.sum()
         layers = slots.layout.last - slots.layout.first
         self.state.transfer.count_wanted((slots.table != EMPTY).sum() * (layers * self.geometry.kv_heads))
 
@@ -284,11 +294,7 @@ class Freeze(Mode):
 
     def _widen_bounds(self, position: Tensor) -> None:
         """Let the bounds cover the new token's keys, of all layers at once."""
-        if loops := self._loops():
-            kv, slot = self.slots.kv.numpy(), int(self.slots.current_slot)
-            loops.widen(kv, slot, int(position) // self.geometry.page, self.bounds.data.numpy())
-            return
-        keys = self.slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, self.slots.current_slot)
+        keys = torch.stack(self._keys).unsqueeze(2)
         page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
         row = torch.maximum(self.bounds.data.index_select(2, page), torch.cat((keys, -keys), -1))
         self.bounds.data.index_copy_(2, page, row)

@@ -159,7 +159,18 @@ class Timers:
         if self.budget is not None:
             self.limit(position + 1, pinned, waiting)
 
-    def reopen(self, position: Tensor, table: Tensor, held: Tensor) -> tuple[Tensor | int, Tensor, int]:
+    def list_awake(self, total: int, table: Tensor) -> int:
+        """Let ``table [n]`` name those of ``total`` tokens that are not frozen, in order; return how many are new.
+
+        Waits for the device.
+        """
+        tokens = (~self.frozen[:total]).nonzero().flatten()
+        new = len(tokens) - int((table != EMPTY).sum())
+        table.fill_(EMPTY)
+        table[: len(tokens)] = tokens.to(torch.int32)
+        return new
+
+    def reopen(self, position: Tensor, table: Tensor, held: Tensor) -> tuple[Tensor, Tensor, int]:
         """Put the tokens that are not frozen into ``table [n]`` where they lie, in the slots of ``held [n]``.
 
         Returns:
@@ -177,9 +188,12 @@ class Timers:
         away = torch.where(held == EMPTY, FOREVER, self.timer[held.long()].clamp(min=0))
         return away.masked_fill(table != EMPTY, -1).topk(number).indices
 
-    def close(self, table: Tensor, held: Tensor, keeps: bool) -> None:
-        """Take frozen tokens out of ``table [n]``; with ``keeps`` K/V stays in the slots, named by ``held [n]``."""
+    def keep_in_slots(self, table: Tensor, held: Tensor, keeps: bool) -> None:
+        """Name in ``held [n]`` the tokens of ``table [n]`` whose K/V stays there when they freeze, if it does."""
         held.copy_(torch.where(table == EMPTY, held, table) if keeps else torch.full_like(held, EMPTY))
+
+    def close(self, table: Tensor) -> None:
+        """Take frozen tokens out of ``table [n]``."""
         table.masked_fill_((table != EMPTY) & self.frozen[table.long()], EMPTY)
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> tuple[Tensor, Tensor, Tensor]:

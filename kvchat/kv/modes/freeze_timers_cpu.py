@@ -12,33 +12,11 @@ from torch import Tensor
 from kvchat.kv.modes.freeze_timers import FOLLOWING, Timers
 from kvchat.kv.ops import cpu_ops
 
-FEW = 64  # slots that are found by insertion; torch takes 0.4 ms for one of 8,000, most of which are equal
 NONE = torch.zeros(1, dtype=torch.bool)  # of the tokens
 
 
 class CpuTimers(Timers):
     """``Timers`` where reading back costs no wait; without numba the operations are torch's."""
-
-    def reopen(self, position: Tensor, table: Tensor, held: Tensor) -> tuple[Tensor | int, Tensor, int]:
-        if not (loops := freeze_loops()):
-            reopened, absent, _ = super().reopen(position, table, held)
-            return reopened, absent, int(absent.sum())
-        absent = torch.empty_like(self.frozen)
-        reopened, most = loops.reopen(int(position), *_shared((table, held, self.frozen, absent)))
-        return reopened, absent, most
-
-    def reused(self, table: Tensor, held: Tensor, number: int) -> Tensor:
-        if number > FEW or not (loops := freeze_loops()):
-            return super().reused(table, held, number)
-        slots = torch.empty(number, dtype=torch.int64)
-        loops.reused(*_shared((table, held, self.timer, slots)))
-        return slots
-
-    def close(self, table: Tensor, held: Tensor, keeps: bool) -> None:
-        if loops := freeze_loops():
-            loops.close(*_shared((table, held, self.frozen)), keeps)
-        else:
-            super().close(table, held, keeps)
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not (loops := freeze_loops()):

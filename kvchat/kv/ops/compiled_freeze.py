@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.compiled import HAS_THREADS, Array, add_softmax, compiled, find_best, score_pages
+from kvchat.kv.ops.compiled import HAS_THREADS, Array, add_softmax, compiled, score_pages
 
 
 @numba.njit  # type: ignore[untyped-decorator]
@@ -113,18 +113,6 @@ def name(
                     named[token] = True
 
 
-@compiled("void(f4[:, :, :, :, :], i8, i8, f4[:, :, :, ::1])")
-def widen(kv: Array, slot: int, page: int, bounds: Array) -> None:
-    """``Freeze._widen_bounds`` by the key in ``slot`` of ``kv [layers, 2, H, n, d]``, which is of this ``page``."""
-    d = bounds.shape[3] // 2
-    for layer in range(bounds.shape[0]):
-        for head in range(bounds.shape[1]):
-            row = bounds[layer, head, page]
-            for i in range(d):
-                row[i] = max(row[i], kv[layer, 0, head, slot, i])
-                row[d + i] = max(row[d + i], -kv[layer, 0, head, slot, i])
-
-
 @compiled("void(i4[::1], b1[::1], i8, i8, b1[::1])")
 def follow(table: Array, sought: Array, position: int, following: int, named: Array) -> None:
     """Sets ``named [capacity + 1]`` at the ``following`` tokens from each ``sought [n]`` one on, up to ``position``."""
@@ -132,46 +120,3 @@ def follow(table: Array, sought: Array, position: int, following: int, named: Ar
         if sought[slot]:
             for token in range(table[slot], min(table[slot] + following, position + 1)):
                 named[token] = True
-
-
-@compiled("UniTuple(i8, 2)(i8, i4[::1], i4[::1], b1[::1], b1[::1])")
-def reopen(position: int, table: Array, held: Array, frozen: Array, absent: Array) -> tuple[int, int]:
-    """``Timers.reopen``: how many were put into ``table [n]`` where they lie, and how many are ``absent [token]``."""
-    reopened, missing = 0, 0
-    for token in range(len(frozen)):
-        absent[token] = token < position and not frozen[token]
-        missing += absent[token]
-    for slot in range(len(table)):
-        if table[slot] == EMPTY and held[slot] != EMPTY and not frozen[held[slot]]:
-            table[slot] = held[slot]
-            reopened += 1
-        token = table[slot]
-        if token != EMPTY and absent[token]:
-            absent[token] = False
-            missing -= 1
-    return reopened, missing
-
-
-@compiled("void(i4[::1], i4[::1], i4[::1], i8[::1])")
-def reused(table: Array, held: Array, timer: Array, slots: Array) -> None:
-    """``Timers.reused`` into ``slots``, as many as these are."""
-    away = np.empty(len(table), np.float32)
-    for slot in range(len(table)):
-        if table[slot] != EMPTY:
-            away[slot] = -1
-        else:
-            away[slot] = np.inf if held[slot] == EMPTY else max(0, timer[held[slot]])
-    find_best(away, 0, slots, np.empty(len(slots), np.float32))
-
-
-@compiled("void(i4[::1], i4[::1], b1[::1], b1)")
-def close(table: Array, held: Array, frozen: Array, keeps: bool) -> None:
-    """``Timers.close``."""
-    for slot in range(len(table)):
-        token = table[slot]
-        if not keeps:
-            held[slot] = EMPTY
-        elif token != EMPTY:
-            held[slot] = token
-        if token != EMPTY and frozen[token]:
-            table[slot] = EMPTY

@@ -1,12 +1,13 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
-What does not change is skipped. Choosing and moving a layer's pages and the products of attention over many tokens are
-loops that numba compiles (``compiled``), without numba they are torch's. Tensors are shared with numpy, not copied.
+What does not change is skipped. Choosing and moving a layer's pages and the products of attention over many tokens, or
+over scattered ones, are loops that numba compiles (``compiled``, ``compiled_scattered``), without numba they are
+torch's. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
+
+Memory = np.ndarray[Any, Any]
 
 MANY = 2048  # tokens from which on loops are faster on two threads; fewer never ask for numba
 
@@ -40,6 +43,19 @@ def _sums(weights: Tensor, values: Tensor) -> Tensor:
     return sums.sum(1)
 
 
+def _scattered_scores(loops: ModuleType, table: Memory, first: int, query: Tensor, keys: Tensor) -> Tensor:
+    scores = torch.empty((*query.shape[:2], len(table)))
+    loops.scores(query.contiguous().numpy(), _memory(keys), *keys.stride()[:2], table, first, scores.numpy())
+    return scores
+
+
+def _scattered_sums(loops: ModuleType, table: Memory, first: int, weights: Tensor, values: Tensor) -> Tensor:
+    heads, group, n = weights.shape
+    sums = torch.empty((heads, -(-n // loops.TOKENS), group, values.shape[2]))
+    loops.sums(weights.numpy(), _memory(values), *values.stride()[:2], table, first, sums.numpy())
+    return sums.sum(1)
+
+
 class CpuOps(TorchOps):
     """``TorchOps`` that may read back."""
 
@@ -53,15 +69,53 @@ class CpuOps(TorchOps):
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
     ) -> tuple[Tensor, Weights | None]:
+        if slots.layout.in_place:
+            attended, weights = self._attend_in_place(slots, layer, query, spec)
+            return attended, Weights(weights) if needs_weights else None
         if not (slots.layout.spills and self.geometry.unified):
             return super().attend(slots, layer, query, spec, needs_weights)
-        g, end = self.geometry, self._now + 1
+        end = self._now + 1
         first = 0 if spec.window is None else max(0, end - spec.window)
-        keys, values = self.host.by_head(layer)[:, :, first:end].unbind()
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        attended, _ = attend(grouped, keys[..., : g.d_k], values[..., : g.d_v], None, spec, sinks, self.products)
-        slots.read_pairs += g.kv_heads * (end - first)
+        attended, _ = attend(grouped, *self._in_a_row(layer, first, end), None, spec, sinks, self.products)
+        slots.read_pairs += self.geometry.kv_heads * (end - first)
         return attended, None
+
+    def _attend_in_place(
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the tokens that the table names, where they are stored."""
+        table, end = slots.table[0, 0], self._now + 1
+        first = 0 if spec.window is None else max(0, end - spec.window)
+        bias = slots.bias(layer, self.position, spec.window)
+        grouped, sinks = self._of_slots(slots, layer, query, spec)
+        if len(table) >= end and int(table[end - 1]) == end - 1:  # in order from the front: all are read
+            keys, values = self._in_a_row(layer, first, end)
+            attended, weights = attend(grouped, keys, values, None, spec, sinks, self.products)
+            return attended, torch.nn.functional.pad(weights, (first, len(table) - end))
+        keys, values, products = self._scattered(layer, table, first)
+        return attend(grouped, keys, values, bias, spec, sinks, products)
+
+    def _in_a_row(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens from ``first`` up to ``end``."""
+        keys, values = self.host.by_head(layer)[:, :, first:end].unbind()
+        return keys[..., : self.geometry.d_k], values[..., : self.geometry.d_v]
+
+    def _scattered(self, layer: int, table: Tensor, first: int) -> tuple[Tensor, Tensor, Products]:
+        """Keys and values of the tokens in ``table``, from ``first`` on, and what multiplies them."""
+        if self.geometry.dtype != torch.float32 or not (loops := _scattered_loops()):
+            return *self._gathered(layer, table), self.products
+        rows = table.numpy(), first
+        scores, sums = partial(_scattered_scores, loops, *rows), partial(_scattered_sums, loops, *rows)
+        return *self._in_a_row(layer, 0, self._now + 1), Products(scores, sums)
+
+    def _gathered(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of the tokens in ``table``."""
+        keys, values = self._stored(layer, table.clamp(min=0).long(), self._heads[:, None])
+        return keys[..., : self.geometry.d_k], values[..., : self.geometry.d_v]
+
+    def keys(self, slots: DeviceSlots, layer: int) -> Tensor:
+        return self._gathered(layer, slots.table[0, 0])[0] if slots.layout.in_place else super().keys(slots, layer)
 
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
         table = slots.table_of(layer)
@@ -136,14 +190,24 @@ def _attention_loops(rows: Tensor) -> ModuleType | None:
     return loops
 
 
-def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tensor]:
+def _scattered_loops() -> ModuleType | None:
+    """The compiled loops over scattered tokens."""
+    if not (loops := compiled_loops()):
+        return None
+    from kvchat.kv.ops import compiled_scattered
+
+    loops.use_threads(torch.get_num_threads())
+    return compiled_scattered
+
+
+def _by_head(query: Tensor, bounds: Tensor) -> tuple[Memory, Tensor]:
     """``query [H_q, d_k]`` as ``[H, G, d_k]``, and room for its scores of the pages in ``bounds``: ``[H, G, page]``."""
     heads, pages, _ = bounds.shape
     grouped = query.contiguous().view(heads, -1, query.shape[-1])
     return grouped.numpy(), torch.empty((heads, grouped.shape[1], pages))
 
 
-def _memory(rows: Tensor) -> np.ndarray[Any, Any]:
+def _memory(rows: Tensor) -> Memory:
     """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
     return rows.as_strided((last + 1,), (1,)).numpy()

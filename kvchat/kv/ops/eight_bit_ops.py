@@ -136,14 +136,28 @@ class EightBitCpuOps(EightBitOps, CpuOps):
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
     ) -> tuple[Tensor, Weights | None]:
-        if not (slots.layout.spills and self.geometry.unified):
+        if slots.layout.in_place or not (slots.layout.spills and self.geometry.unified):
             return super().attend(slots, layer, query, spec, needs_weights)
         end = self._now + 1
         first = 0 if spec.window is None else max(0, end - spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        attended = attend_in_parts(grouped, list(self._parts(layer, first, end)), spec, sinks)
+        attended, _ = attend_in_parts(grouped, list(self._parts(layer, first, end)), spec, sinks)
         slots.read_pairs += self.geometry.kv_heads * (end - first)
         return attended, None
+
+    def _attend_in_place(
+        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """All pages are unpacked, also those that nothing is read of: token by token takes longer."""
+        table, end = slots.table[0, 0], self._now + 1
+        first = 0 if spec.window is None else max(0, end - spec.window)
+        tokens = torch.where(table >= first, table, end).long()
+        bias = query.new_full((end + 1,), float("-inf"))
+        bias[tokens] = slots.bias(layer, self.position, spec.window).flatten()
+        grouped, sinks = self._of_slots(slots, layer, query, spec)
+        parts = list(self._parts(layer, first, end))
+        attended, weights = attend_in_parts(grouped, parts, spec, sinks, bias[first:end])
+        return attended, torch.nn.functional.pad(weights, (first, 1)).index_select(2, tokens)
 
     def _parts(self, layer: int, first: int, end: int) -> Iterator[Part]:
         """The tokens ``first`` to ``end`` of a layer by runs of pages."""

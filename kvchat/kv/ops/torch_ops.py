@@ -90,6 +90,10 @@ class TorchOps:
         attended, weights = attend(grouped, keys, values, bias, spec, sinks, self.products)
         return attended, Weights(weights) if needs_weights else None
 
+    def keys(self, slots: DeviceSlots, layer: int) -> Tensor:
+        """The keys of the tokens in ``slots``, ``[H, n, d_k]``."""
+        return slots.keys(layer)
+
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
         """``DeviceSlots.bias`` for the step's token."""
         return slots.bias(layer, self.position, window)

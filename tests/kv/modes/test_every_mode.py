@@ -37,7 +37,7 @@ MODULES = {
     "speculative": ("speculative", "page_bounds"),
 }
 COSTS = {
-    *("EMPTY", "FEW", "FOREVER", "GROWTH_HEADROOM", "RESIZE_INTERVAL"),
+    *("EMPTY", "FOREVER", "GROWTH_HEADROOM", "RESIZE_INTERVAL", "RESIZE_INTERVAL_IN_PLACE"),
     *("MIN_ROOM", "SPARE", "SPARE_ON_CPU", "ROOM_SHARE", "SHRINK"),
 }
 ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}}

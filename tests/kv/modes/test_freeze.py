@@ -18,7 +18,7 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build, freeze, freeze_timers
 from kvchat.kv.modes.base import ModelTraits, TokenState
-from kvchat.kv.modes.freeze_timers_cpu import CpuTimers
+from kvchat.kv.modes.freeze_timers import Timers
 from kvchat.kv.modes.recovery_levels import LEVELS
 
 
@@ -87,11 +87,11 @@ def test_growth_never_fails_a_step_when_everything_returns():
 @pytest.mark.parametrize("stagger", [1, 64])
 def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stagger):
     """The sets are those of copying everything that returns; what is read is checked against the host at every step."""
-    counted, close = {}, CpuTimers.close
+    counted, keep = {}, Timers.keep_in_slots
     for keeps in (True, False):
         with monkeypatch.context() as patch:
             if not keeps:
-                patch.setattr(CpuTimers, "close", lambda self, table, held, keeps: close(self, table, held, False))
+                patch.setattr(Timers, "keep_in_slots", lambda self, table, held, keeps: keep(self, table, held, False))
             run, read = at_once(score="always", stagger=stagger), []
             run.prefill(300)
             for _ in range(160):

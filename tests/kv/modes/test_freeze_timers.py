@@ -155,45 +155,17 @@ def test_the_timers_of_a_cpu_find_what_the_reference_finds(profile, budget):
     assert 0 < int(reference.frozen.sum()) < 480
 
 
-def waits(timers, token):
-    return 1000 if token == EMPTY else max(0, int(timers.timer[token]))
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_slots_are_opened_and_closed_as_the_reference_does(keeps):
-    """Tokens of a random tenth freeze at every step; some of the frozen lie in a slot, some in none."""
-    cpu, reference = (timers(FreezeParameters(), torch.device("cpu")) for timers in (CpuTimers, Timers))
-    draw, slots, found = torch.Generator().manual_seed(3), 200, []
-    for timers in (cpu, reference):
-        timers.reserve(300)
-    held = torch.randperm(180, generator=draw).to(torch.int32)
-    held = torch.nn.functional.pad(held, (0, slots - len(held)), value=EMPTY)
-    tables = [torch.full((slots,), EMPTY, dtype=torch.int32) for _ in range(2)]
-    lying = [held.clone(), held.clone()]
-    for step in range(20):
-        frozen = torch.rand(cpu.capacity + 1, generator=draw) < 0.1 * (step % 3)
-        for timers in (cpu, reference):
-            timers.frozen.copy_(frozen)
-        at = torch.tensor(185 + step)
-        sides = list(zip((cpu, reference), tables, lying, strict=True))
-        (number, absent, most), (other, other_absent, at_most) = (
-            timers.reopen(at, table, lies) for timers, table, lies in sides
-        )
-        assert (int(number), torch.equal(absent, other_absent)) == (int(other), True)
-        assert most == int(absent.sum()) <= at_most
-        found.append((int(number), most))
-        reference.timer.copy_(torch.randint(-2, 9, cpu.timer.shape, generator=draw))
-        cpu.timer.copy_(reference.timer)
-        free = [timers.reused(table, lies, 5).tolist() for timers, table, lies in sides]
-        assert all(len(set(each)) == 5 and (tables[0][each] == EMPTY).all() for each in free)
-        longest = [sorted(waits(reference, lying[0][slot]) for slot in each) for each in free]
-        assert longest[0] == longest[1]
-        for timers, table, lies in sides:
-            timers.close(table, lies, keeps)
-        assert torch.equal(*tables)
-        assert torch.equal(*lying)
-    assert any(number for number, _ in found)
-    assert any(most for _, most in found)
+def test_the_table_names_in_order_what_is_not_frozen():
+    timers, table = Timers(FreezeParameters(), torch.device("cpu")), torch.full((12,), EMPTY, dtype=torch.int32)
+    timers.reserve(20)
+    timers.frozen[[1, 2, 5]] = True
+    assert timers.list_awake(8, table) == 5
+    assert table.tolist() == [0, 3, 4, 6, 7] + [EMPTY] * 7
+    timers.frozen[[0, 2]] = torch.tensor([True, False])
+    timers.close(table)
+    assert table.tolist() == [EMPTY, 3, 4, 6, 7] + [EMPTY] * 7
+    assert timers.list_awake(9, table) == 2
+    assert table.tolist() == [2, 3, 4, 6, 7, 8] + [EMPTY] * 6
 
 
 def fails(run: FreezeRun, place: int) -> bool:

@@ -1,0 +1,97 @@
+"""One token's attention over tokens that lie scattered through the host pool, compiled by numba.
+
+Waiting for memory is what it costs: rows of a quarter of a kilobyte come one by one, and a processor fetches ahead only
+what lies in a row. The loops ask for each ``AHEAD`` tokens before it is due: over 400 of 8,192 tokens, 4 KV heads of
+64, 0.20 ms instead of 0.51, over 2,100 of them 0.64 instead of 0.95; all 8,192 in a row take 0.95.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled
+
+AHEAD = 16
+TOKENS = 256  # that one thread reads at a time
+LINE = 16  # numbers of 4 bytes that the processor fetches at once
+FOR_READING, KEEP, DATA = 0, 3, 1  # the arguments of LLVM's prefetch
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the memory line of ``array[index]``; nothing waits for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        shape = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], shape)
+        builder.call(prefetch, [address, number(FOR_READING), number(KEEP), number(DATA)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, i4[::1], i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+def scores(
+    query: Array, keys: Array, head_stride: int, token_stride: int, table: Array, first: int, scores: Array
+) -> None:
+    """Products of ``query [H, G, d_k]`` and the keys of the tokens in ``table [n]`` into ``scores [H, G, n]``.
+
+    ``keys`` is the memory from the first key on; strides are in numbers. 0 for tokens before ``first`` and empty slots.
+    """
+    heads, group, n = scores.shape
+    d = query.shape[2]
+    parts = -(-n // TOKENS)
+    for task in numba.prange(heads * parts):
+        head, begin = task // parts, task % parts * TOKENS
+        for slot in range(begin, min(n, begin + TOKENS)):
+            soon = head * head_stride + max(first, table[min(slot + AHEAD, n - 1)]) * token_stride
+            for i in range(0, d, LINE):
+                _prefetch(keys, soon + i)
+            token = table[slot]
+            if token < first:
+                scores[head, :, slot] = 0
+                continue
+            start = head * head_stride + token * token_stride
+            key = keys[start : start + d]
+            for g in range(group):
+                score = np.float32(0)
+                for i in range(d):
+                    score += query[head, g, i] * key[i]
+                scores[head, g, slot] = score
+
+
+@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, i4[::1], i8, f4[:, :, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+def sums(
+    weights: Array, values: Array, head_stride: int, token_stride: int, table: Array, first: int, sums: Array
+) -> None:
+    """The values of the tokens in ``table [n]`` times ``weights [H, G, n]``, added up.
+
+    For each ``TOKENS`` slots into ``sums [H, part, G, d_v]``.
+    """
+    heads, parts, group, d = sums.shape
+    n = weights.shape[2]
+    for task in numba.prange(heads * parts):
+        head, part = task // parts, task % parts
+        total = sums[head, part]
+        total[:] = 0
+        for slot in range(part * TOKENS, min(n, (part + 1) * TOKENS)):
+            soon = head * head_stride + max(first, table[min(slot + AHEAD, n - 1)]) * token_stride
+            for i in range(0, d, LINE):
+                _prefetch(values, soon + i)
+            token = table[slot]
+            if token < first:
+                continue
+            start = head * head_stride + token * token_stride
+            value = values[start : start + d]
+            for g in range(group):
+                for i in range(d):
+                    total[g, i] += weights[head, g, slot] * value[i]

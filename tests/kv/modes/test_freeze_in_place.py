@@ -1,0 +1,64 @@
+"""In unified memory freeze reads what its table names where it is stored: the same tokens, and nothing moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.freeze_run import EARLY, FreezeRun, ruled
+
+from kvchat.kv.ops import cpu_ops
+
+
+def run_of(unified: bool, windowed: bool, **params) -> FreezeRun:
+    with ruled(**EARLY):
+        return FreezeRun(strength=1.5, windowed=windowed, unified=unified, **params)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("windowed", [True, False])
+@pytest.mark.parametrize(
+    "params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}, {"score": "raw", "tau": 4.0}], ids=str
+)
+def test_the_same_tokens_are_read_as_in_slots(params, windowed, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
+    here, slots = (run_of(unified, windowed, **params) for unified in (True, False))
+    assert here.kv.state.slots[0].layout.in_place > slots.kv.state.slots[0].layout.in_place
+    fewest = 300
+
+    def go_on(steps: int) -> None:
+        nonlocal fewest
+        for _ in range(steps):
+            for run in (here, slots):
+                run.step()
+                run.check()
+            assert here.active() == slots.active()
+            for output, expected in zip(here.outputs, slots.outputs, strict=True):
+                assert torch.allclose(output, expected, atol=1e-5)
+            fewest = min(fewest, len(here.active()))
+
+    for run in (here, slots):
+        run.prefill(200, pinned=(3, 50))
+    go_on(60)
+    for run in (here, slots):
+        run.truncate(170)
+        run.prefill(40)
+    go_on(20)
+    for run in (here, slots):
+        run.relax("WR")
+    go_on(20)
+    assert fewest < 180
+    assert int(here.kv.mode.thawed) == int(slots.kv.mode.thawed)
+    assert here.kv.state.read_pairs == slots.kv.state.read_pairs
+
+
+def test_nothing_is_held_twice_and_nothing_moves():
+    here, slots = (run_of(unified, windowed=False) for unified in (True, False))
+    for run in (here, slots):
+        run.prefill(300)
+        run.step(40)
+    assert int(here.kv.mode.thawed) > 0
+    assert here.kv.state.transfer.moved_bytes() == 0 < slots.kv.state.transfer.moved_bytes()
+    assert here.kv.state.slots[0].kv.numel() == 0
+    assert here.kv.mode.plan(400).moved_bytes(here.geometry, 340) == 0
+    assert here.kv.state.slot_bytes == sum(each.nbytes(here.geometry) for each in here.kv.mode.plan(400).layouts)
