@@ -68,45 +68,22 @@ class Weights:
 
 
 class Products(NamedTuple):
-    """The two products of one token's attention."""
+    """The two products of one token's attention, with keys and values that they know."""
 
-    scores: Callable[[Tensor, Tensor], Tensor]  # query [H, G, d_k], keys [H, n, d_k] -> [H, G, n]
-    sums: Callable[[Tensor, Tensor], Tensor]  # weights [H, G, n], values [H, n, d_v] -> [H, G, d_v]
-
-
-def _scores(query: Tensor, keys: Tensor) -> Tensor:
-    return torch.bmm(query, keys.transpose(1, 2))
+    scores: Callable[[Tensor], Tensor]  # query [H, G, d_k] -> [H, G, n]
+    sums: Callable[[Tensor], Tensor]  # weights, float32 [H, G, n] -> [H, G, d_v]
 
 
-TORCH = Products(_scores, torch.bmm)
+def products(keys: Tensor, values: Tensor) -> Products:
+    """Those of ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
 
+    def scores(query: Tensor) -> Tensor:
+        return torch.bmm(query, keys.transpose(1, 2))
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-    products: Products = TORCH,
-) -> tuple[Tensor, Tensor]:
-    """One token's attention over slots, or over what is stored.
+    def sums(weights: Tensor) -> Tensor:
+        return torch.bmm(weights.to(values.dtype), values)
 
-    Args:
-        query: ``[H, G, d_k]``.
-        keys: ``[H, n, d_k]``, in the slots' order.
-        values: ``[H, n, d_v]``.
-        bias: ``[H or 1, 1, n]``, 0 where the slot may be read, else -inf; None where all may.
-        spec: scaling and soft cap of the layer.
-        sinks: learned sink logits ``[H, G]``, where the layer has them.
-        products: what multiplies.
-
-    Returns:
-        ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
-    """
-    scores = _capped(products.scores(query * spec.scaling, keys), spec)
-    weights = _softmax(scores if bias is None else scores.add_(bias), sinks)
-    return products.sums(weights.to(values.dtype), values), weights
+    return Products(scores, sums)
 
 
 class Part(NamedTuple):
@@ -117,23 +94,42 @@ class Part(NamedTuple):
     values: Callable[[], Tensor]
 
 
-def attend_in_parts(
-    query: Tensor,
-    parts: Sequence[Part],
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-    bias: Tensor | float = 0.0,
+def products_in_parts(parts: Sequence[Part]) -> Products:
+    """Those of ``parts``, one after the other: first the keys of all, then the values."""
+
+    def scores(query: Tensor) -> Tensor:
+        return torch.cat([torch.bmm(query, part.keys().transpose(1, 2)) for part in parts], -1)
+
+    def sums(weights: Tensor) -> Tensor:
+        total, done, dtype = torch.zeros((), device=weights.device), 0, weights.dtype
+        for part in parts:
+            values = part.values()
+            share, dtype = weights[..., done : done + part.tokens].to(values.dtype), values.dtype
+            total = total + torch.bmm(share, values).float()
+            done += part.tokens
+        return total.to(dtype)
+
+    return Products(scores, sums)
+
+
+def attend(
+    query: Tensor, products: Products, bias: Tensor | None, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` over ``parts``, one after the other: first the keys of all, then the values."""
-    query = query * spec.scaling
-    scores = torch.cat([torch.bmm(query, part.keys().transpose(1, 2)) for part in parts], -1)
-    weights = _softmax(_capped(scores, spec) + bias, sinks)
-    total, done = torch.zeros((), device=query.device), 0
-    for part in parts:
-        share = weights[..., done : done + part.tokens].to(query.dtype)
-        total = total + torch.bmm(share, part.values()).float()
-        done += part.tokens
-    return total.to(query.dtype), weights
+    """One token's attention over slots, or over what is stored.
+
+    Args:
+        query: ``[H, G, d_k]``.
+        products: with K and V of n tokens, in the order of slots or of positions.
+        bias: ``[H or 1, 1, n]``, 0 where the token may be read, else -inf; None where all may.
+        spec: scaling and soft cap of the layer.
+        sinks: learned sink logits ``[H, G]``, where the layer has them.
+
+    Returns:
+        ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
+    """
+    scores = _capped(products.scores(query * spec.scaling), spec)
+    weights = _softmax(scores if bias is None else scores.add_(bias), sinks)
+    return products.sums(weights), weights
 
 
 class Partial:

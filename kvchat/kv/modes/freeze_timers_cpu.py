@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.modes.freeze_timers import FOLLOWING, Timers
-from kvchat.kv.ops import cpu_ops
+from kvchat.kv.ops import cpu_products
 
 NONE = torch.zeros(1, dtype=torch.bool)  # of the tokens
 
@@ -53,7 +53,7 @@ class CpuTimers(Timers):
 
 def freeze_loops() -> ModuleType | None:
     """The compiled loops of this mode; None where numba does not run."""
-    if not (loops := cpu_ops.compiled_loops()):
+    if not (loops := cpu_products.compiled_loops()):
         return None
     from kvchat.kv.ops import compiled_freeze
 

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
-from kvchat.kv.attention import Weights, attend
+from kvchat.kv.attention import Weights, attend, products
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
@@ -194,11 +194,10 @@ class Sync(Mode):
         query = everything.pick(layer, state.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
         sinks = None if spec.sinks is None else everything.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
         table = everything.table_of(layer)
-        masked = table < 0
-        if spec.window is not None:
-            masked = masked | (table < state.total - spec.window)
-        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(masked, float("-inf"))
-        return attend(query, everything.keys(layer), everything.values(layer), bias.unsqueeze(1), spec, sinks)[1]
+        first = 0 if spec.window is None else max(0, state.total - spec.window)
+        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(table < first, float("-inf"))
+        held = products(everything.keys(layer), everything.values(layer))
+        return attend(query, held, bias.unsqueeze(1), spec, sinks)[1]
 
     # ---- a step
 

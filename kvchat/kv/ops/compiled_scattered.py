@@ -58,7 +58,8 @@ def scores(
                 _prefetch(keys, soon + i)
             token = table[slot]
             if token < first:
-                scores[head, :, slot] = 0
+                for g in range(group):
+                    scores[head, g, slot] = 0
                 continue
             start = head * head_stride + token * token_stride
             key = keys[start : start + d]

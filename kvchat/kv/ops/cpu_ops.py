@@ -1,66 +1,29 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
-What does not change is skipped. Choosing and moving a layer's pages and the products of attention over many tokens, or
-over scattered ones, are loops that numba compiles (``compiled``, ``compiled_scattered``), without numba they are
-torch's. Tensors are shared with numpy, not copied.
+What does not change is skipped. Choosing and moving a layer's pages and the products of attention (``cpu_products``)
+are loops that numba compiles, without numba they are torch's. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import TORCH, Products, Weights, attend
+from kvchat.kv.attention import Products, Weights, attend, products
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
+from kvchat.kv.ops import cpu_products
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
-
-Memory = np.ndarray[Any, Any]
-
-MANY = 2048  # tokens from which on loops are faster on two threads; fewer never ask for numba
-
-
-def _scores(query: Tensor, keys: Tensor) -> Tensor:
-    if not (loops := _attention_loops(keys)):
-        return TORCH.scores(query, keys)
-    scores = torch.empty((*query.shape[:2], keys.shape[1]))
-    loops.attention_scores(query.contiguous().numpy(), _memory(keys), *keys.stride()[:2], scores.numpy())
-    return scores
-
-
-def _sums(weights: Tensor, values: Tensor) -> Tensor:
-    if not (loops := _attention_loops(values)):
-        return TORCH.sums(weights, values)
-    heads, group, n = weights.shape
-    sums = torch.empty((heads, -(-n // loops.TOKENS), group, values.shape[2]))
-    loops.attention_sums(weights.numpy(), _memory(values), *values.stride()[:2], sums.numpy())
-    return sums.sum(1)
-
-
-def _scattered_scores(loops: ModuleType, table: Memory, first: int, query: Tensor, keys: Tensor) -> Tensor:
-    scores = torch.empty((*query.shape[:2], len(table)))
-    loops.scores(query.contiguous().numpy(), _memory(keys), *keys.stride()[:2], table, first, scores.numpy())
-    return scores
-
-
-def _scattered_sums(loops: ModuleType, table: Memory, first: int, weights: Tensor, values: Tensor) -> Tensor:
-    heads, group, n = weights.shape
-    sums = torch.empty((heads, -(-n // loops.TOKENS), group, values.shape[2]))
-    loops.sums(weights.numpy(), _memory(values), *values.stride()[:2], table, first, sums.numpy())
-    return sums.sum(1)
 
 
 class CpuOps(TorchOps):
     """``TorchOps`` that may read back."""
 
     reads_back = True
-    products = Products(_scores, _sums)
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
@@ -72,42 +35,47 @@ class CpuOps(TorchOps):
         if slots.layout.in_place:
             attended, weights = self._attend_in_place(slots, layer, query, spec)
             return attended, Weights(weights) if needs_weights else None
-        if not (slots.layout.spills and self.geometry.unified):
-            return super().attend(slots, layer, query, spec, needs_weights)
+        if slots.layout.spills and self.geometry.unified:
+            return self._attend_stored(slots, layer, query, spec), None
+        return super().attend(slots, layer, query, spec, needs_weights)
+
+    def products(self, keys: Tensor, values: Tensor) -> Products:
+        return cpu_products.in_a_row(keys, values)
+
+    def _attend_stored(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over everything that the layer sees, where it is stored."""
         end = self._now + 1
         first = 0 if spec.window is None else max(0, end - spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        attended, _ = attend(grouped, *self._in_a_row(layer, first, end), None, spec, sinks, self.products)
         slots.read_pairs += self.geometry.kv_heads * (end - first)
-        return attended, None
+        return attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)[0]
 
     def _attend_in_place(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the tokens that the table names, where they are stored."""
+        """Attention over the tokens that the table names, where they are stored, and its weights by slot."""
         table, end = slots.table[0, 0], self._now + 1
         first = 0 if spec.window is None else max(0, end - spec.window)
         bias = slots.bias(layer, self.position, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if len(table) >= end and int(table[end - 1]) == end - 1:  # in order from the front: all are read
-            keys, values = self._in_a_row(layer, first, end)
-            attended, weights = attend(grouped, keys, values, None, spec, sinks, self.products)
+            attended, weights = attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)
             return attended, torch.nn.functional.pad(weights, (first, len(table) - end))
-        keys, values, products = self._scattered(layer, table, first)
-        return attend(grouped, keys, values, bias, spec, sinks, products)
+        return attend(grouped, self._products_of_some(layer, table, first), bias, spec, sinks)
+
+    def _products_of_all(self, layer: int, first: int, end: int) -> Products:
+        """Those of the stored tokens from ``first`` up to ``end``."""
+        return self.products(*self._in_a_row(layer, first, end))
+
+    def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
+        """Those of the tokens in ``table``; what lies before ``first`` need not be right."""
+        scattered = cpu_products.scattered(*self._in_a_row(layer, 0, self._now + 1), table, first)
+        return scattered or products(*self._gathered(layer, table))
 
     def _in_a_row(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens from ``first`` up to ``end``."""
         keys, values = self.host.by_head(layer)[:, :, first:end].unbind()
         return keys[..., : self.geometry.d_k], values[..., : self.geometry.d_v]
-
-    def _scattered(self, layer: int, table: Tensor, first: int) -> tuple[Tensor, Tensor, Products]:
-        """Keys and values of the tokens in ``table``, from ``first`` on, and what multiplies them."""
-        if self.geometry.dtype != torch.float32 or not (loops := _scattered_loops()):
-            return *self._gathered(layer, table), self.products
-        rows = table.numpy(), first
-        scores, sums = partial(_scattered_scores, loops, *rows), partial(_scattered_sums, loops, *rows)
-        return *self._in_a_row(layer, 0, self._now + 1), Products(scores, sums)
 
     def _gathered(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of the tokens in ``table``."""
@@ -120,7 +88,7 @@ class CpuOps(TorchOps):
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
         table = slots.table_of(layer)
         # A table for all layers is looked at once a step; numpy knows no bfloat16.
-        if slots.layout.shared or self.geometry.dtype != torch.float32 or not (loops := compiled_loops()):
+        if slots.layout.shared or self.geometry.dtype != torch.float32 or not (loops := cpu_products.compiled_loops()):
             return super().bias(slots, layer, window)
         bias = torch.empty(table.shape)
         first = 0 if window is None else max(0, self._now + 1 - window)
@@ -128,7 +96,7 @@ class CpuOps(TorchOps):
         return bias.unsqueeze(1)
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-        if not ((loops := compiled_loops()) and bounds.dtype == torch.float32):  # numpy knows no bfloat16
+        if not ((loops := cpu_products.compiled_loops()) and bounds.dtype == torch.float32):  # numpy knows no bfloat16
             return super().page_scores(query, bounds, scaling)
         grouped, scores = _by_head(query, bounds)
         loops.page_scores(grouped, bounds.numpy(), scaling, scores.numpy())
@@ -137,7 +105,7 @@ class CpuOps(TorchOps):
     def late_scores(
         self, query: Tensor, before: Tensor, tau: float, bounds: Tensor, scaling: float
     ) -> tuple[Tensor, Tensor]:
-        if not ((loops := compiled_loops()) and bounds.dtype == torch.float32):
+        if not ((loops := cpu_products.compiled_loops()) and bounds.dtype == torch.float32):
             return super().late_scores(query, before, tau, bounds, scaling)
         grouped, scores = _by_head(query, bounds)
         corrected = torch.empty(len(bounds), dtype=torch.bool)
@@ -146,7 +114,7 @@ class CpuOps(TorchOps):
         return scores, corrected
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
-        if not (loops := compiled_loops()):
+        if not (loops := cpu_products.compiled_loops()):
             return super().choose(scores, candidates, resident, flagged)
         first, last = candidates.first, int(candidates.last)
         if last < first or not resident.numel():
@@ -156,14 +124,14 @@ class CpuOps(TorchOps):
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-        if not (loops := compiled_loops()):
+        if not (loops := cpu_products.compiled_loops()):
             super().open_pages(slots, layers, first, last)
             return
         pages, table = slots.pages[layers].numpy(), slots.table[layers].numpy()
         loops.open_pages(pages, table, self.geometry.page, first, int(last))
 
     def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
-        if not (loops := compiled_loops()):
+        if not (loops := cpu_products.compiled_loops()):
             super().move_pages(slots, layer, placed, resident, counters)
             return
         source, target = (rows.view(torch.int64).numpy() for rows in (self.host.blocks(layer), slots.blocks(layer)))
@@ -172,42 +140,8 @@ class CpuOps(TorchOps):
         loops.move_pages(source, target, *self.host.block_strides, *pages, self.geometry.page, counters.numpy())
 
 
-@cache
-def compiled_loops() -> ModuleType | None:
-    """The compiled loops; None where numba does not run. Asked for only where they are used: it takes 0.5 s."""
-    try:
-        from kvchat.kv.ops import compiled
-    except (ImportError, OSError, MemoryError):  # numpy or Python is unknown to numba; no memory for its library
-        return None
-    return compiled
-
-
-def _attention_loops(rows: Tensor) -> ModuleType | None:
-    """The loops where they suit K or V ``rows [H, n, d]``; numpy knows no bfloat16."""
-    if rows.shape[1] < MANY or rows.dtype != torch.float32 or not (loops := compiled_loops()):
-        return None
-    loops.use_threads(torch.get_num_threads())
-    return loops
-
-
-def _scattered_loops() -> ModuleType | None:
-    """The compiled loops over scattered tokens."""
-    if not (loops := compiled_loops()):
-        return None
-    from kvchat.kv.ops import compiled_scattered
-
-    loops.use_threads(torch.get_num_threads())
-    return compiled_scattered
-
-
-def _by_head(query: Tensor, bounds: Tensor) -> tuple[Memory, Tensor]:
+def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tensor]:
     """``query [H_q, d_k]`` as ``[H, G, d_k]``, and room for its scores of the pages in ``bounds``: ``[H, G, page]``."""
     heads, pages, _ = bounds.shape
     grouped = query.contiguous().view(heads, -1, query.shape[-1])
     return grouped.numpy(), torch.empty((heads, grouped.shape[1], pages))
-
-
-def _memory(rows: Tensor) -> Memory:
-    """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other."""
-    last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    return rows.as_strided((last + 1,), (1,)).numpy()

@@ -1,9 +1,10 @@
 """The operations of a decode step over a host pool with 8-bit pages, in stock torch.
 
 The token that fills a page rounds it. What attention reads of the slots is exact where its own step wrote it there, and
-what the codes stand for where it was recalled. On a CPU full mode reads the codes a run of pages at a time, so that
-what it unpacks stays in the processor's cache: of the bundled model at 8,018 stored tokens a step then takes 1.9 times
-the CPU time of one over exact pages, one of speculative mode (budget 512) 1.3 times, on one thread.
+what the codes stand for where it was recalled. On a CPU full and freeze mode read the codes where they lie: of the
+bundled model at 8,018 stored tokens a step of full mode then takes 1.3 times the CPU time of one over exact pages, one
+of freeze mode 1.2 to 1.3 times, on one thread. Without numba torch unpacks a run of pages at a time, which stays in the
+processor's cache; that took 1.9 times, and speculative mode (budget 512), which recalls them, 1.3 times.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import Part, Weights, attend_in_parts
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import Part, Products, products, products_in_parts
 from kvchat.kv.memory import rounding
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import gather, scatter
 from kvchat.kv.ops.cpu_ops import CpuOps
+from kvchat.kv.ops.cpu_products import MixedPages, mixed
 from kvchat.kv.ops.torch_ops import TorchOps, count
 
 RUN_PAGES = 16  # that a CPU unpacks at a time
@@ -124,7 +125,9 @@ class EightBitCpuOps(EightBitOps, CpuOps):
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
-        self._runs = self.host.runs(self.geometry.pages(self._now + 1), RUN_PAGES)
+        pages = self.geometry.pages(self._now + 1)
+        self._tokens = torch.arange(self._now + 1, dtype=torch.int32)
+        self._runs, self._places = self.host.runs(pages, RUN_PAGES), self.host.places[:pages]
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -133,31 +136,15 @@ class EightBitCpuOps(EightBitOps, CpuOps):
     def _fills_page(self) -> bool:
         return (self._now + 1) % self.geometry.page == 0
 
-    def attend(
-        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
-    ) -> tuple[Tensor, Weights | None]:
-        if slots.layout.in_place or not (slots.layout.spills and self.geometry.unified):
-            return super().attend(slots, layer, query, spec, needs_weights)
-        end = self._now + 1
-        first = 0 if spec.window is None else max(0, end - spec.window)
-        grouped, sinks = self._of_slots(slots, layer, query, spec)
-        attended, _ = attend_in_parts(grouped, list(self._parts(layer, first, end)), spec, sinks)
-        slots.read_pairs += self.geometry.kv_heads * (end - first)
-        return attended, None
+    def _products_of_all(self, layer: int, first: int, end: int) -> Products:
+        return self._mixed(layer, self._tokens[first:], 0) or products_in_parts(list(self._parts(layer, first, end)))
 
-    def _attend_in_place(
-        self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        """All pages are unpacked, also those that nothing is read of: token by token takes longer."""
-        table, end = slots.table[0, 0], self._now + 1
-        first = 0 if spec.window is None else max(0, end - spec.window)
-        tokens = torch.where(table >= first, table, end).long()
-        bias = query.new_full((end + 1,), float("-inf"))
-        bias[tokens] = slots.bias(layer, self.position, spec.window).flatten()
-        grouped, sinks = self._of_slots(slots, layer, query, spec)
-        parts = list(self._parts(layer, first, end))
-        attended, weights = attend_in_parts(grouped, parts, spec, sinks, bias[first:end])
-        return attended, torch.nn.functional.pad(weights, (first, 1)).index_select(2, tokens)
+    def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
+        return self._mixed(layer, table, first) or products(*self._gathered(layer, table))
+
+    def _mixed(self, layer: int, table: Tensor, first: int) -> Products | None:
+        stored = self.host.by_head(layer), self.host.rounded.table(layer)
+        return mixed(MixedPages(*stored, self._places, table, first), self.geometry)
 
     def _parts(self, layer: int, first: int, end: int) -> Iterator[Part]:
         """The tokens ``first`` to ``end`` of a layer by runs of pages."""

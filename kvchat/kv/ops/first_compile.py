@@ -10,7 +10,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from kvchat.kv.ops.cpu_ops import compiled_loops
+from kvchat.kv.ops.cpu_products import compiled_loops
 
 FILE, LOOP = Path(__file__).with_name("compiled_scattered.py"), "sums"  # what is compiled last
 
@@ -25,7 +25,7 @@ def compile_loops(tell: Callable[[], None]) -> None:
         return
     tell()
     if compiled_loops():
-        from kvchat.kv.ops import compiled_freeze, compiled_scattered  # noqa: F401  # importing them compiles
+        from kvchat.kv.ops import compiled_eight_bit, compiled_freeze, compiled_scattered  # noqa: F401  # importing them compiles
 
         for index in _indices():
             with suppress(OSError):

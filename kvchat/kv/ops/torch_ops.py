@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import TORCH, Partial, Weights, attend
+from kvchat.kv.attention import Partial, Products, Weights, attend, products
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
@@ -30,7 +30,6 @@ class TorchOps:
 
     name = "torch"
     reads_back = False
-    products = TORCH
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         self.geometry = geometry
@@ -86,9 +85,13 @@ class TorchOps:
             return self._attend_spilled(
                 slots, layer, Partial(grouped, self.geometry.d_v, spec, sinks), bias, spec
             ), None
-        keys, values = slots.keys(layer), slots.values(layer)
-        attended, weights = attend(grouped, keys, values, bias, spec, sinks, self.products)
+        held = self.products(slots.keys(layer), slots.values(layer))
+        attended, weights = attend(grouped, held, bias, spec, sinks)
         return attended, Weights(weights) if needs_weights else None
+
+    def products(self, keys: Tensor, values: Tensor) -> Products:
+        """Return those of ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
+        return products(keys, values)
 
     def keys(self, slots: DeviceSlots, layer: int) -> Tensor:
         """The keys of the tokens in ``slots``, ``[H, n, d_k]``."""

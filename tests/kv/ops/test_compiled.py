@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops import compiled, cpu_ops
+from kvchat.kv.ops import compiled, cpu_products
 
 
 def test_they_are_what_a_cpu_uses():
-    assert cpu_ops.compiled_loops() is compiled
+    assert cpu_products.compiled_loops() is compiled
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, MemoryError])
@@ -27,7 +27,7 @@ def test_torch_does_it_where_numba_cannot_be_loaded(error, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "kvchat.kv.ops.compiled")
     monkeypatch.delattr("kvchat.kv.ops.compiled")
-    assert cpu_ops.compiled_loops.__wrapped__() is None
+    assert cpu_products.compiled_loops.__wrapped__() is None
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/no-folder", "/proc/no-folder"])

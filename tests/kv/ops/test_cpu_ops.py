@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from support.random_kv import SHAPES, geometry_of
 
-from kvchat.kv.attention import TORCH
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.ops import cpu_ops, verify
+from kvchat.kv.ops import cpu_products, verify
 from kvchat.kv.ops.cpu_ops import CpuOps
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -25,9 +20,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loops", ["compiled", "without numba"])
 def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monkeypatch):
-    monkeypatch.setattr(cpu_ops, "MANY", 1)
+    monkeypatch.setattr(cpu_products, "MANY", 1)
     if loops != "compiled":
-        monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
+        monkeypatch.setattr(cpu_products, "compiled_loops", lambda: None)
     expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
     assert {name for name in expected if not verify.error(measured[name], expected[name]) <= 1e-6} == set()
 
@@ -77,39 +72,3 @@ def test_a_heads_own_table_opens_what_the_reference_opens(window):
     assert torch.equal(*biases)
     assert torch.equal(tables[1].attended_of(1), table[1])
     assert int(tables[0].read_pairs) == int(tables[1].read_pairs) == int((biases[0] == 0).sum())
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("n", [2048, 2049, 2561, 3071])
-@pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 1), (4, 2, 64), (2, 7, 20), (3, 1, 80)])
-def test_the_products_of_attention_over_many_tokens_are_torchs(heads, group, d, n, threads):
-    """Of a room of which only some tokens, and of each only some numbers, are read."""
-    assert n >= cpu_ops.MANY
-    draw = torch.Generator().manual_seed(n)
-    rows = torch.randn((heads, n + 9, d + 3), generator=draw)[:, 5 : 5 + n, :d]
-    query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, n))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        scores, sums = CpuOps.products.scores(query, rows), CpuOps.products.sums(weights, rows)
-    finally:
-        torch.set_num_threads(before)
-    exact = TORCH.scores(query.double(), rows.double()), TORCH.sums(weights.double(), rows.double())
-    torch.testing.assert_close((scores.double(), sums.double()), exact, rtol=1e-5, atol=1e-4)
-
-
-def test_few_tokens_never_ask_for_numba(monkeypatch):
-    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: pytest.fail("asked"))
-    rows = torch.ones((2, cpu_ops.MANY - 1, 8))
-    assert CpuOps.products.scores(rows[:, :3], rows).shape == (2, 3, cpu_ops.MANY - 1)
-
-
-def test_numba_leaves_the_threads_of_torch_as_they_are():
-    """Both share one OpenMP, which numba tells to take every processor: beside others all of torch would wait."""
-    script = (
-        "import torch; from kvchat.kv.ops.cpu_ops import MANY, CpuOps; rows = torch.ones((1, MANY, 8));"
-        "CpuOps.products.scores(rows[:, :1], rows); print(torch.get_num_threads())"
-    )
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "1\n", done.stderr

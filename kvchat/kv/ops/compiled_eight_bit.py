@@ -1,0 +1,119 @@
+"""One token's attention over pages of which some are kept in 8 bits, compiled by numba.
+
+Codes are multiplied as they lie: the scales of a page's key channels are multiplied into the query once a page, those
+of its values into the token's weight. A page lies in ``rows`` (exact) or in ``codes`` with its ``scales``, which are
+two views of the same memory, ``block`` bytes for each KV head; ``places [page]`` says where, as in ``EightBitPool``.
+Read are the tokens in ``table [n]``, ascending, from ``first`` on. Strides are in numbers.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled
+
+TOKENS = 256  # that one thread reads at a time
+PAGES = "i4[::1], i8, i8[::1], f4[::1], i8, i8, i1[::1], f4[::1], i8, i8"
+
+
+@compiled(f"void(f4[:, :, ::1], {PAGES}, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+def scores(
+    query: Array,
+    table: Array,
+    first: int,
+    places: Array,
+    rows: Array,
+    head_stride: int,
+    token_stride: int,
+    codes: Array,
+    scales: Array,
+    block: int,
+    page_size: int,
+    scores: Array,
+) -> None:
+    """Products of ``query [H, G, d_k]`` and the keys into ``scores [H, G, n]``; 0 for what is not read."""
+    heads, group, n = scores.shape
+    d = query.shape[2]
+    parts = -(-n // TOKENS)
+    for task in numba.prange(heads * parts):
+        head, begin = task // parts, task % parts * TOKENS
+        scaled = np.empty((group, d), np.float32)
+        place, low, high, at = 0, 0, 0, 0
+        for slot in range(begin, min(n, begin + TOKENS)):
+            token = table[slot]
+            if token < first:
+                for g in range(group):
+                    scores[head, g, slot] = 0
+                continue
+            if not low <= token < high:
+                low = token // page_size * page_size
+                high, place = low + page_size, places[token // page_size]
+                at = (~place * heads + head) * block
+                of_keys = (at + 2 * page_size * token_stride) // 4
+                for g in range(group if place < 0 else 0):
+                    for i in range(d):
+                        scaled[g, i] = query[head, g, i] * scales[of_keys + i]
+            if place >= 0:
+                start = head * head_stride + (place * page_size + token - low) * token_stride
+                key = rows[start : start + d]
+                for g in range(group):
+                    score = np.float32(0)
+                    for i in range(d):
+                        score += query[head, g, i] * key[i]
+                    scores[head, g, slot] = score
+            else:
+                start = at + (token - low) * token_stride
+                code = codes[start : start + d]
+                for g in range(group):
+                    score = np.float32(0)
+                    for i in range(d):
+                        score += scaled[g, i] * np.float32(np.int32(code[i]))  # else numba takes 64 bits for it
+                    scores[head, g, slot] = score
+
+
+@compiled(f"void(f4[:, :, ::1], {PAGES}, f4[:, :, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+def sums(
+    weights: Array,
+    table: Array,
+    first: int,
+    places: Array,
+    rows: Array,
+    head_stride: int,
+    token_stride: int,
+    codes: Array,
+    scales: Array,
+    block: int,
+    page_size: int,
+    sums: Array,
+) -> None:
+    """The values times ``weights [H, G, n]``, added up for each ``TOKENS`` slots into ``sums [H, part, G, d_v]``."""
+    heads, parts, group, d = sums.shape
+    n = weights.shape[2]
+    for task in numba.prange(heads * parts):
+        head, part = task // parts, task % parts
+        total = sums[head, part]
+        total[:] = 0
+        place, low, high, at = 0, 0, 0, 0
+        for slot in range(part * TOKENS, min(n, (part + 1) * TOKENS)):
+            token = table[slot]
+            if token < first:
+                continue
+            if not low <= token < high:
+                low = token // page_size * page_size
+                high, place = low + page_size, places[token // page_size]
+                at = (~place * heads + head) * block
+            if place >= 0:
+                start = head * head_stride + (place * page_size + token - low) * token_stride
+                value = rows[start : start + d]
+                for g in range(group):
+                    for i in range(d):
+                        total[g, i] += weights[head, g, slot] * value[i]
+            else:
+                start = at + (page_size + token - low) * token_stride
+                code = codes[start : start + d]
+                of_value = (at + 2 * page_size * token_stride) // 4 + token_stride + token - low
+                for g in range(group):
+                    weight = weights[head, g, slot] * scales[of_value]
+                    for i in range(d):
+                        total[g, i] += weight * np.float32(np.int32(code[i]))
