@@ -1,10 +1,12 @@
 """kvchat: chat with local models whose KV manager switches live.
 
-The Python API is ``kvchat.load``; torch and transformers are imported only when it is first used.
+The Python API is ``kvchat.load``; torch and transformers are imported only when it is first used. Where torch was not
+imported before, its threads wait for each other as they do in the application (``threads.spin_briefly``).
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ __all__ = ["Session", "__version__", "load", "open_session"]
 
 def __getattr__(name: str) -> Any:
     if name in ("Session", "load", "open_session"):
+        if "torch" not in sys.modules:  # it reads the environment once
+            from kvchat.threads import spin_briefly
+
+            spin_briefly()
         from kvchat.engine import session
 
         return getattr(session, name)

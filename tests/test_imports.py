@@ -19,7 +19,7 @@ import kvchat
 PACKAGE = Path(kvchat.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 350
-HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "triton"}
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "llvmlite", "triton"}
 RESTRICTED = HEAVY | {"textual", "rich", "pynvml", "pydantic"}
 
 # package -> what it may import: packages or single modules of kvchat, and libraries that others may not.
@@ -39,7 +39,7 @@ MAY = {
     "config": {*LEAVES, "config", "pydantic"},
     "config.schema": {"protocol"},
     "config.profiles": {"nvml"},
-    "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "numba", "triton"},
+    "kv": {*LEAVES, "config.modes", "kv", "torch", "numpy", "numba", "llvmlite", "triton"},
     "engine": {*BELOW_ENGINE, "engine", *HEAVY},
     "conversations": {*LEAVES, "protocol", "conversations", "pydantic"},
     "replay": {*LEAVES, "protocol", "replay"},
@@ -49,7 +49,7 @@ MAY = {
     "bench": {*BELOW_ENGINE, "engine", "bench", "kvchat", *HEAVY},
     "cli": {*BELOW_ENGINE, "catalog", "conversations", "engine", "tui", "doctor", "bench", "cli", "kvchat"},
     "__main__": {"cli"},
-    "kvchat": {"engine"},
+    "kvchat": {"engine", "threads"},
 }
 
 

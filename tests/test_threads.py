@@ -21,6 +21,7 @@ ENTRIES = {
     "from kvchat.engine.process import worker\n"
     "worker.take_streams = lambda: (open(os.devnull, 'rb'), open(os.devnull, 'wb'))\n"
     "worker.main()",
+    "Python": "import sys, kvchat.engine\nkvchat.engine.session = sys\nsys.load = print\nkvchat.load",
 }
 
 

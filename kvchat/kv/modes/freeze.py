@@ -74,10 +74,10 @@ from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.state import KVState
 
 MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named
-RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back; a table alone costs nothing
-RESIZE_INTERVAL_IN_PLACE = 8
+RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
+RESIZE_INTERVAL_IN_PLACE = 8  # a table alone costs nothing to make anew
 MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
-SPARE, SPARE_ON_CPU = 8, 32
+SPARE, SPARE_IN_PLACE = 8, 32
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
 SHRINK = 0.8  # shrink when this share of the slots would suffice
 
@@ -161,9 +161,7 @@ class Freeze(Mode):
         timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)
-            if (
-                fresh or self._read_from is not None
-            ):  # after a step that raised it is that of a token which is not stored
+            if fresh or self._read_from is not None:  # else the query may be that of a token whose step raised
                 timers.name(self._named(self.state.position - 1))
         self._read_from = None
         if self.budget is not None:
@@ -205,10 +203,10 @@ class Freeze(Mode):
     def _fit(self, needed: int) -> None:
         """Have slots for ``needed`` tokens, and fewer where fewer were needed lately."""
         self._peak = max(self._peak, needed)
-        n, steps = self.slots.n, self.state.steps
-        spare = self._peak // (SPARE_ON_CPU if self.state.ops.reads_back else SPARE)
+        n, steps, in_place = self.slots.n, self.state.steps, self.slots.layout.in_place
+        spare = self._peak // (SPARE_IN_PLACE if in_place else SPARE)
         size = self.geometry.round_up(self._peak + max(MIN_ROOM, spare, self.geometry.headroom // ROOM_SHARE))
-        interval = RESIZE_INTERVAL_IN_PLACE if self.slots.layout.in_place else RESIZE_INTERVAL
+        interval = RESIZE_INTERVAL_IN_PLACE if in_place else RESIZE_INTERVAL
         due = steps - self._looked_at >= interval
         if due:
             self._peak, self._looked_at = needed, steps
