@@ -38,7 +38,7 @@ MODULES = {
 }
 COSTS = {
     *("EMPTY", "FOREVER", "GROWTH_HEADROOM", "RESIZE_INTERVAL", "RESIZE_INTERVAL_IN_PLACE"),
-    *("MIN_ROOM", "SPARE", "SPARE_ON_CPU", "ROOM_SHARE", "SHRINK"),
+    *("MIN_ROOM", "SPARE", "SPARE_IN_PLACE", "ROOM_SHARE", "SHRINK"),
 }
 ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}}
 
