@@ -315,7 +315,7 @@ def locate() -> None:
 
 
 def _switch_at(text: str, chosen: Settings) -> SwitchAt:
-    """``N:MODE[,KEY=VALUE...]``; the settings give the parameters that are not named."""
+    """``N:MODE[,KEY=VALUE...]``; only what is named is given, the settings go to the engine with the model."""
     match = re.fullmatch(r"(\d+):(\w+)((?:,\w+=[^,=]*)*)", text)
     if not match:
         raise UsageError(f'--switch-at "{text}" is not N:MODE.', hint="For example: 64:speculative,budget=512")
@@ -323,7 +323,7 @@ def _switch_at(text: str, chosen: Settings) -> SwitchAt:
     mode = resolve(given_mode, modes.registered(), "KV mode")
     given = dict(pair.split("=") for pair in pairs.split(",") if pair)
     checked = modes.parse(mode, {**chosen.kv.params(mode), **given})
-    return SwitchAt(int(after), mode, checked.model_dump(exclude_unset=True))
+    return SwitchAt(int(after), mode, {name: getattr(checked, name) for name in given})
 
 
 def _note_unused(resolved: Resolved, used: list[str]) -> None:

@@ -29,16 +29,16 @@ PRICES_S = 1.0  # switches are priced at most this often
 class ModeSwitcher:
     """Builds modes from parameters and lets the KV manager enter them.
 
-    Begins in the mode of ``asked``. Values given at run time, there and by ``switch``, override the settings of each
-    mode. ``modes.SHARED`` parameters apply to all modes, others to the mode they were given for. A mode that has to
-    measure the model first does so on the ``stored`` tokens. ``preamble`` is the length of the conversation's system
-    prompt in tokens.
+    Begins in the mode of ``asked``. Values ``given`` at run time, there and by ``switch``, override the settings of
+    each mode. ``modes.SHARED`` parameters apply to all modes, others to the mode they were given for. A mode that has
+    to measure the model first does so on the ``stored`` tokens. ``preamble`` is the length of the conversation's
+    system prompt in tokens.
     """
 
     def __init__(self, model: LoadedModel, asked: Load, stored: Stored) -> None:
         self._model = model
         self._asked = asked
-        self._given = {mode: dict(params) for mode, params in asked.given.items()}
+        self.given = {mode: dict(params) for mode, params in asked.given.items()}
         self._stored = stored
         self.preamble = 0
         self._prices: tuple[Price, ...] = ()
@@ -58,7 +58,7 @@ class ModeSwitcher:
         Raises:
             UsageError: an unknown mode or parameter, or a value out of range.
         """
-        return modes.in_force(mode, self._asked.mode_params, self._given, changes)
+        return modes.in_force(mode, self._asked.mode_params, self.given, changes)
 
     def build(self, chosen: ModeParameters) -> Mode:
         """A mode, not yet entered.
@@ -76,7 +76,7 @@ class ModeSwitcher:
             UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
         """
         moved = self.enter(self.merged(mode, changes))
-        modes.remember(self._given, mode, changes)
+        modes.remember(self.given, mode, changes)
         return moved
 
     def enter(self, chosen: ModeParameters) -> int:

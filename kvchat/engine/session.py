@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -233,9 +234,8 @@ class Session(Released, Tokens, Comparisons, Inspection):
             moved = switch()
             seconds = time.perf_counter() - began
             self._metrics.note_switch(before, self._kv.mode.name, moved)
-        return Switched(
-            before, self._kv.mode.name, self._kv.in_force, self.total, moved, seconds, self._loop.stored.reduced_tokens
-        )
+        mode, params, given = self._kv.mode.name, self._kv.in_force, deepcopy(self._switcher.given)
+        return Switched(before, mode, params, self.total, moved, seconds, self._loop.stored.reduced_tokens, given)
 
     def rebuild(self) -> Iterator[Event]:
         """Compute again, exactly, everything from the first token that was computed with less context on.

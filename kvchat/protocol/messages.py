@@ -284,6 +284,7 @@ class Switched:
     """The mode changed between two tokens; no stored byte changed. ``moved_bytes`` went to the device in ``seconds``.
 
     ``reduced_tokens`` counts the stored tokens whose K/V were computed while a mode attended to less than everything.
+    ``params`` are in force, with what kvchat chose; ``given`` is what was given at run time so far, as in ``Load``.
     """
 
     before: str
@@ -293,6 +294,7 @@ class Switched:
     moved_bytes: Count
     seconds: float
     reduced_tokens: Count = 0
+    given: dict[str, Params] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

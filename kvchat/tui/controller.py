@@ -188,7 +188,7 @@ class ChatController(KeptConversations):
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         asked = {**self.state.take_later(target), **(params or {})}
         self.state.wanted = target
-        self.state.pending |= asked
+        modes.remember(self.state.pending, target, asked)
         self._send(Switch(mode, asked))
 
     def switch_by(self, step: int) -> None:

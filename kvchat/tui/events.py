@@ -171,7 +171,8 @@ class EngineEvents:
         if not self.state.is_stored:  # what moved is of another conversation
             switched = replace(switched, total=0, moved_bytes=0, reduced_tokens=0)
         self.state.enter_mode(switched.mode, switched.params)
-        self.state.accept(switched.mode, switched.params)
+        self.state.given = switched.given
+        self.state.pending.clear()
         self.view.show_state(self.state)
         self.view.log_event(f"{switched.before} -> {switched.mode} at {count(switched.total)} tok")
         await self.answers.add_switch(switched, speed)

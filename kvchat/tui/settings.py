@@ -166,8 +166,8 @@ class SettingsEditor:
         """The parameters given in this session for a mode."""
         state = self._chat.state
         shared, own = modes.given_for(state.given, mode)
-        pending = state.pending if mode == state.mode else {}
-        return {**shared, **own, **state.awaiting.get(mode, {}), **pending}
+        newly_shared, newly_own = modes.given_for(state.pending, mode)
+        return {**shared, **own, **newly_shared, **state.awaiting.get(mode, {}), **newly_own}
 
     def _origin(self, key: Key, value: Any) -> str:
         if key[0] != KEYS and value != self._settled(key):

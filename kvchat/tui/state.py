@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from kvchat.config import modes
 from kvchat.config.modes import mode_infos, registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
@@ -45,11 +44,11 @@ class ChatState:
     """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
     ``download`` tells how far a download is, empty without one.
 
-    ``given`` holds the values given at run time by the mode they were given for, ``pending`` those the engine has not
-    answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a mode by its name.
-    ``first_mode`` is that of the answer's start, ``prompt_tokens`` the length of its prompt, empty and None while they
-    are not known. ``edited`` is the id of the message that the next text sent takes the place of. ``is_stored`` says
-    whether the engine's K/V are of this conversation, not of the one before.
+    ``given`` holds the values given at run time by the mode they were given for, as the engine last said, ``pending``
+    those it has not answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a
+    mode by its name. ``first_mode`` is that of the answer's start, ``prompt_tokens`` the length of its prompt, empty
+    and None while they are not known. ``edited`` is the id of the message that the next text sent takes the place of.
+    ``is_stored`` says whether the engine's K/V are of this conversation, not of the one before.
     """
 
     conversation: Conversation
@@ -58,7 +57,7 @@ class ChatState:
     params: Params = field(default_factory=dict)
     wanted: str = ""
     given: dict[str, Params] = field(default_factory=dict)
-    pending: Params = field(default_factory=dict)
+    pending: dict[str, Params] = field(default_factory=dict)
     later: Params = field(default_factory=dict)
     awaiting: dict[str, Params] = field(default_factory=dict)
     first_mode: str = ""
@@ -135,13 +134,6 @@ class ChatState:
         for message in self.conversation.messages.values():
             families[message.parent].append(message)
         return [(message, _footer(message, families[message.parent])) for message in self.conversation.path]
-
-    def accept(self, mode: str, params: Params) -> None:
-        """Keep those pending values that the engine took, as given for ``mode``."""
-        taken = {name: value for name, value in self.pending.items() if params.get(name) == value}
-        if taken:
-            modes.remember(self.given, mode, taken)
-        self.pending.clear()
 
     def take_later(self, mode: str) -> Params:
         """Remove and return the values kept for ``mode``, or for a later mode that has them."""

@@ -231,7 +231,9 @@ def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) 
     assert result["stats"]["switches"] == [{"after": 2, "mode": "speculative"}, {"after": 4, "mode": "full"}]
     assert result["mode"] == "full"
     run("ask", "hello", *flags[2:])
-    assert session.params == {"budget": 128, "tau": 0.9, "sink": 4}
+    assert session.params == {"budget": 128, "tau": 0.9}
+    assert session.loaded
+    assert session.loaded.mode_params["speculative"] == {"sink": 4}
 
 
 def test_a_refused_switch_is_said_and_the_answer_goes_on(run: Run, session: FakeSession) -> None:

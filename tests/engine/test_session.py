@@ -348,3 +348,13 @@ def test_a_truncated_session_chooses_by_the_query_of_its_last_token(model, mode,
         session.step(5)
     for layer in range(sessions[0].info.layers):
         assert torch.equal(*(session.attended(layer) for session in sessions))
+
+
+def test_a_switch_tells_what_was_given_so_far(model) -> None:
+    """Also what is left to kvchat again, and nothing of what kvchat chose."""
+    session = Session(model, entering("speculative", {"tau": 0.9}))
+    first, second = session.switch(budget=128), session.switch("streaming", budget=None)
+    assert first.given == {"speculative": {"tau": 0.9, "budget": 128}}
+    assert second.given == {"speculative": {"tau": 0.9}, "streaming": {"budget": None}}
+    assert second.params["budget"] is not None
+    session.close()

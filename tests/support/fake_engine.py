@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from kvchat.config import modes
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import Compared, Comparing, HideNeedle
 from kvchat.protocol.details import Details, RecallBin, Watch
@@ -79,6 +80,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.commands: queue.Queue[Command | None] = queue.Queue()
         self.mode, self.params = "full", {}
+        self.given = {}
         self.total = 0
         self.stored: list[str] = []
         self.speed = 58.2
@@ -106,6 +108,7 @@ class FakeEngine:
 
     def load(self, command: Load) -> None:
         self.mode, self.params = command.mode, {}
+        self.given = command.given
         for params in command.given.values():
             self.params |= params
         send(Loading("starting torch"))
@@ -230,8 +233,9 @@ class FakeEngine:
         before, self.mode = self.mode, mode
         kept = {} if mode == "full" else {**BUDGETED, **self.params}
         self.params = {**kept, **command.params}
-        moved = 3 * 2**20 if mode == "full" else 0
-        send(Switched(before, mode, self.params, self.total, moved, 0.01, 120 if before == "streaming" else 0))
+        modes.remember(self.given, mode, command.params)
+        moved, reduced = 3 * 2**20 if mode == "full" else 0, 120 if before == "streaming" else 0
+        send(Switched(before, mode, self.params, self.total, moved, 0.01, reduced, self.given))
         send(self.snapshot())
         self.tell_details()
 

@@ -294,16 +294,14 @@ async def test_a_restart_keeps_mode_values_and_conversation(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(DONE)
-    for mode, params in (("speculative", {"tau": 0.9, "budget": 128}), ("streaming", {"sigma": 8})):
+    given = {"speculative": {"tau": 0.9, "budget": 128}, "streaming": {"sigma": 8}}
+    for mode, params in given.items():
         chat.controller.switch(mode, params)
-        await chat.controller.handle(Switched("full", mode, params, 10, 0, 0.0))
+        await chat.controller.handle(Switched("full", mode, params, 10, 0, 0.0, given=given))
     await chat.controller.restart()
     load = chat.client.sent[-1]
     assert isinstance(load, Load)
-    assert (load.mode, load.given) == (
-        "streaming",
-        {"speculative": {"tau": 0.9, "budget": 128}, "streaming": {"sigma": 8}},
-    )
+    assert (load.mode, load.given) == ("streaming", given)
     assert chat.turns == ["one", "hi"]
     assert chat.view.snapshots == [None]
 

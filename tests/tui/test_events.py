@@ -47,14 +47,16 @@ async def test_a_snapshot_shows_the_parameters_in_force(chat):
     assert chat.controller.state.params == {"budget": 512}
 
 
-async def test_a_switch_is_accepted_with_the_values_the_engine_took(chat):
+async def test_a_switch_brings_the_values_that_the_engine_was_given(chat):
     await chat.load()
     chat.controller.state.is_stored = True
     await chat.controller.handle(Snapshot("full", {}, 0, 0, 0, 0, 0, tokens_per_s=41.0))
     chat.controller.switch("streaming", {"budget": 128, "sigma": 8})
-    await chat.controller.handle(Switched("full", "streaming", {"budget": 128, "sigma": 0}, 10, 0, 0.0))
+    assert chat.controller.state.pending == {"streaming": {"budget": 128, "sigma": 8}}
+    given = {"streaming": {"budget": 128, "sigma": 8}}
+    await chat.controller.handle(Switched("full", "streaming", {"budget": 128, "sigma": 8}, 10, 0, 0.0, given=given))
     state = chat.controller.state
-    assert (state.mode, state.wanted, state.given) == ("streaming", "streaming", {"streaming": {"budget": 128}})
+    assert (state.mode, state.wanted, state.given, state.pending) == ("streaming", "streaming", given, {})
     assert chat.view.switches[0].speed == 41.0
 
 

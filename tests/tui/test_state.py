@@ -14,21 +14,6 @@ def state(mode: str = "full") -> ChatState:
     return ChatState(Conversation(), Sampling(), mode)
 
 
-def test_values_are_kept_by_the_mode_they_were_given_for_and_the_last_counts():
-    s = state()
-    s.pending = {"tau": 0.9, "budget": 128}
-    s.accept("speculative", {"tau": 0.9, "budget": 128})
-    s.pending = {"budget": 256}
-    s.accept("streaming", {"budget": 256})
-    s.pending = {"budget": 512, "sink": 8}
-    s.accept("speculative", {"tau": 0.9, "budget": 512, "sink": 16})
-    assert s.given == {"streaming": {}, "speculative": {"tau": 0.9, "budget": 512}}
-    s.pending = {}
-    s.accept("streaming", {"budget": 512})
-    assert s.given["speculative"]["budget"] == 512
-    assert s.pending == {}
-
-
 def test_a_receipt_names_both_modes_and_counts():
     s = state("streaming")
     s.first_mode = "full"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 
 from kvchat.config.modes import mode_infos
@@ -170,7 +171,7 @@ class PlainChat:
         if state.phase is Phase.LOADING and action.needs_model(argument):
             await self.chat.defer(line, partial(self._take, line))
             return
-        before = (state.wanted, dict(state.pending))
+        before = deepcopy((state.wanted, state.pending))
         if action.run:
             await action.run(self.chat, argument)
         elif action.id in self._own:
