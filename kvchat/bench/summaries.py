@@ -8,6 +8,7 @@ from typing import Any
 
 from kvchat import units
 from kvchat.bench.identity import Result, outdated
+from kvchat.bench.intervals import wilson
 from kvchat.bench.table import Column, Table, figure, interval, share, size, tabulated, variant
 from kvchat.errors import UsageError
 
@@ -152,7 +153,7 @@ def _recall(title: str, rows: list[Row]) -> list[Table]:
         mine = [row for row in rows if row["task"] == task]
         lengths = sorted({row["tokens"] for row in mine})
         lines = [
-            (variant({"variant": name}), *(_right(mine, variant=name, tokens=length) for length in lengths))
+            (variant({"variant": name}), *(_right_of(mine, variant=name, tokens=length) for length in lengths))
             for name in dict.fromkeys(row["variant"] for row in mine)
         ]
         heads = ("mode", *(f"{length:,} tokens" for length in lengths))
@@ -170,9 +171,10 @@ def _switches(title: str, rows: list[Row]) -> list[Table]:
 
 def _parts(result: Result) -> list[Table]:
     """A table for each part: the measured figures, and the published ones beside those that have any."""
-    found = []
+    found, taken = [], 0.0
     for name, words in result["parts"].items():
         rows = [row for row in result["summary"] if row["part"] == name]
+        taken += rows[0].get("part_seconds", 0) if rows else 0
         if refused := [row["refused"] for row in rows if "refused" in row]:
             found.append(Table(words["title"], ("",), ((refused[0],),)))
             continue
@@ -184,7 +186,7 @@ def _parts(result: Result) -> list[Table]:
             columns += [Column(key, _of("measured", key))] if key in measured else []
             columns += [Column(f"{key}, published", _of("published", key))] if key in published else []
         found.append(tabulated(words["title"], columns, rows, words["differs"]))
-    return found
+    return _noted(found, (f"All parts took {units.seconds(taken)}.",)) if taken else found
 
 
 def _of(side: str, key: str) -> Callable[[Row], str]:
@@ -198,14 +200,14 @@ def _of(side: str, key: str) -> Callable[[Row], str]:
 
 
 def _grid(title: str, rows: list[Row], line: str, column: str) -> Table:
-    """Right answers by two coordinates."""
+    """Right answers by two coordinates, and all of a line with their interval."""
     columns = list(dict.fromkeys(row[column] for row in rows))
-    lines = tuple(
-        (variant({"variant": name}), *(_right(rows, **{line: name, column: each}) for each in columns))
-        for name in dict.fromkeys(row[line] for row in rows)
-    )
+    lines = []
+    for name in dict.fromkeys(row[line] for row in rows):
+        cells = (_right(rows, **{line: name, column: each}) for each in columns)
+        lines.append((variant({"variant": name}), *cells, _right_of(rows, **{line: name})))
     heads = (line, *(variant({"variant": each}) if isinstance(each, str) else str(each) for each in columns))
-    return Table(title, heads, lines)
+    return Table(title, (*heads, "all (95 %)"), tuple(lines))
 
 
 PIVOTS: dict[str, Callable[[str, list[Row]], list[Table]]] = {
@@ -218,6 +220,13 @@ PIVOTS: dict[str, Callable[[str, list[Row]], list[Table]]] = {
 def _right(rows: list[Row], **place: Any) -> str:
     mine = [row for row in rows if place.items() <= row.items()]
     return f"{sum(row['right'] for row in mine)} of {sum(row['cases'] for row in mine)}"
+
+
+def _right_of(rows: list[Row], **place: Any) -> str:
+    """Right answers at a place, with the interval of their share in percent."""
+    mine = [row for row in rows if place.items() <= row.items()]
+    found = wilson(sum(row["right"] for row in mine), sum(row["cases"] for row in mine))
+    return _right(rows, **place) + ("" if found is None else f" ({100 * found[0]:.0f} – {100 * found[1]:.0f} %)")
 
 
 def _ratios(row: Row) -> str:

@@ -20,7 +20,7 @@ def test_what_full_finds_streaming_loses_and_the_command_goes_on(tmp_path):
     arguments = ["bench", "recall", *words.split(), "--out", str(out)]
     ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code == 0, ran.output
-    assert "| streaming, sink=4, budget=64 | 0 of 1 |" in ran.stdout
+    assert "| streaming, sink=4, budget=64 | 0 of 1 (0 – 79 %) |" in ran.stdout
     result = json.loads(out.read_text())
     assert [(row["task"], row["variant"], row["right"], row["cases"]) for row in result["summary"]][:2] == [
         ("passkey", "full", 1, 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def _variants(settings: Settings) -> list[str]:
 
 
 def _at(settings: Settings, tau: float) -> str:
-    return f"speculative:budget={settings.budget},tau={tau:g}"
+    return f"speculative:profile=paper,budget={settings.budget},tau={tau:g}"
 
 
 def _generation(lab: Lab) -> Iterator[int]:
@@ -148,19 +149,23 @@ def _accuracy(lab: Lab) -> list[Row]:
 
 
 def _pooling(lab: Lab) -> list[Row]:
-    decoded, budget = forced(lab), lab.settings.budget
+    decoded = forced(lab)
     return [
-        row(pooling, agreement(decoded, AblatedParameters(budget=budget, tau=0.8, pooling=pooling)), _said(said))
+        row(pooling, agreement(decoded, _ablated(lab, tau=0.8, pooling=pooling)), _said(said))
         for pooling, said in POOLINGS.items()
     ]
 
 
 def _sources(lab: Lab) -> list[Row]:
-    decoded, budget = forced(lab), lab.settings.budget
+    decoded = forced(lab)
     return [
-        row(label, agreement(decoded, AblatedParameters(budget=budget, tau=tau, source=source)), _said(said))
+        row(label, agreement(decoded, _ablated(lab, tau=tau, source=source)), _said(said))
         for label, (tau, source, said) in SOURCES.items()
     ]
+
+
+def _ablated(lab: Lab, **changes: Any) -> AblatedParameters:
+    return AblatedParameters(profile="paper", budget=lab.settings.budget, **changes)
 
 
 def _said(words: str) -> dict[str, str]:

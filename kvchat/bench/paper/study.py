@@ -6,6 +6,7 @@ A part's rows have ``row``, a label; ``measured`` and ``published``, figures by 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -129,7 +130,7 @@ class Study:
             {"parts": {name: _words(self.parts[name]) for name in chosen}},
         )
         cells = [{"part": name} for name in chosen]
-        result = frame.measure(experiment, cells, lambda cell: self.parts[cell["part"]].measure(lab), _line)
+        result = frame.measure(experiment, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
         return frame.finish(result, result["rows"])
 
 
@@ -143,6 +144,14 @@ def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
                 f"{model.name} reads {model.context:,} tokens.",
                 f"Give --set {size.name}=N with fewer.",
             )
+
+
+def _timed(part: Part, lab: Lab) -> list[Row]:
+    """The rows of a part, each with the seconds that all of them took."""
+    began = time.monotonic()
+    rows = part.measure(lab)
+    seconds = round(time.monotonic() - began, 1)
+    return [{**each, "part_seconds": seconds} for each in rows]
 
 
 def _words(part: Part) -> dict[str, str]:
