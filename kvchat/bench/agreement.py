@@ -1,4 +1,4 @@
-"""How well a mode agrees with full attention: both decode the same text, and their next-token distributions compare.
+"""Agreement of a mode with full attention: both decode the same text, and their next-token distributions compare.
 
 Teacher-forced: after an exactly read context every token of the text is decoded by a step in the mode, so that what
 differs is what the steps read. KL divergence is that of the mode's distribution from full's, in nats. The attention
@@ -29,7 +29,7 @@ STANDARD = ("streaming", "speculative", "freeze", "sync")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``tokens`` decoded tokens after ``context``, on ``passages`` passages of ``texts``.
+    """The measurement: ``tokens`` decoded tokens after ``context``, on ``passages`` passages of ``texts``.
 
     No texts are the shipped books; the parts of a text are joined.
     """

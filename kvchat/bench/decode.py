@@ -45,7 +45,7 @@ Wanted = tuple[str, ModeParameters, float | None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """The measurement.
 
     ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
     ``shape`` names a model shape with random weights instead of the chosen model; ``prefill`` reads a prompt there

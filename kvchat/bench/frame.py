@@ -23,7 +23,7 @@ Report = Callable[[str], None]
 
 
 class Frame:
-    """Where a measurement keeps its rows, and whom it tells of them.
+    """Keeps a measurement's rows, and tells of them.
 
     ``file`` None keeps them in memory only; ``report`` gets lines for a person; ``command`` is noted in the result.
     ``rows`` are those measured so far, also by a run before this one.

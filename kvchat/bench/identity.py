@@ -1,4 +1,4 @@
-"""What a result is of: by this two results are one measurement, may stand in one report, or are older than the code.
+"""A result's identity: by this two results are one measurement, may stand in one report, or are older than the code.
 
 Nothing here depends on a commit. A mode's ``constants`` and parameters decide which tokens it reads; its ``version`` is
 raised when it reads others for any other reason, an experiment's in ``VERSIONS`` when its rows mean something else.
@@ -44,7 +44,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is measured, as plain data: ``settings`` of the command, ``methods`` by variant, the model.
+    """A measurement, as plain data: ``settings`` of the command, ``methods`` by variant, the model.
 
     ``found`` are facts of the run that belong to no row and are no part of what it is, such as rates of the device.
     """
@@ -104,13 +104,13 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def incompatible(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Why two results must not stand side by side, as words; "" where they may."""
+    """The reason why two results must not stand side by side, as words; "" where they may."""
     environments = [{key: result["environment"].get(key) for key in COMPARED} for result in (one, other)]
     return _difference("environment", *environments) or _difference("model", one.get("model"), other.get("model"))
 
 
 def outdated(result: Mapping[str, Any]) -> str:
-    """Why a result is older than the code that it describes, as words; "" where it is not."""
+    """The reason why a result is older than the code that it describes, as words; "" where it is not."""
     if result.get("schema") != SCHEMA:
         return f"its schema is {result.get('schema', 'none')}, today's is {SCHEMA}"
     name = result["experiment"]

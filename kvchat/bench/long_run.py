@@ -28,7 +28,7 @@ PROMPT = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``tokens`` tokens sampled in ``mode``, ``MODE[:KEY=VALUE,...]``, after a short prompt."""
+    """The measurement: ``tokens`` tokens sampled in ``mode``, ``MODE[:KEY=VALUE,...]``, after a short prompt."""
 
     mode: str = "streaming"
     budget: int = 512

@@ -1,4 +1,4 @@
-"""Which weights an experiment runs on, and how they are loaded."""
+"""The weights that an experiment runs on, and the way they are loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelChoice:
         return Session(self.load(report), self._asked)
 
     def settings(self) -> dict[str, str]:
-        """What of the choice the model's identity does not say, as settings of an experiment."""
+        """The part of the choice that the model's identity does not say, as settings of an experiment."""
         return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
 
     @property

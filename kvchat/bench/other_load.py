@@ -1,4 +1,4 @@
-"""What computes beside a measurement: processes started for it, and the share that all others took.
+"""The load beside a measurement: processes started for it, and the share that all others took.
 
 A time says nothing without it: on a machine that does something else every figure is another one.
 """

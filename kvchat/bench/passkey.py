@@ -47,7 +47,7 @@ def cases(seed: int, n: int, tokens: int, tokenizer: Any) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``cases`` conversations of about ``tokens`` tokens from ``seed``.
+    """The measurement: ``cases`` conversations of about ``tokens`` tokens from ``seed``.
 
     ``inside`` is how many tokens of an answer precede the question, 0 for a question that is a turn of its own.
     """

@@ -31,7 +31,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``modes`` against full, on at most ``passages`` passages of ``tokens`` decoded tokens."""
+    """The measurement: ``modes`` against full, on at most ``passages`` passages of ``tokens`` decoded tokens."""
 
     modes: tuple[str, ...] = STANDARD
     tokens: int = 1000

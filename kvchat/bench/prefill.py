@@ -32,7 +32,7 @@ from kvchat.kv.modes import build
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: prompts of ``lengths`` tokens, each followed by a second prompt of ``turn`` tokens.
+    """The measurement: prompts of ``lengths`` tokens, each followed by a second prompt of ``turn`` tokens.
 
     ``shape`` names a model shape with random weights instead of the chosen model.
     """

@@ -1,4 +1,4 @@
-"""What decode steps of a session read."""
+"""Tokens that decode steps of a session read."""
 
 from __future__ import annotations
 

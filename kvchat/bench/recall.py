@@ -29,7 +29,7 @@ ANSWER_TOKENS = 48
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``cases`` of each task at each of ``lengths`` in tokens and ``depths`` from 0 to 1.
+    """The measurement: ``cases`` of each task at each of ``lengths`` in tokens and ``depths`` from 0 to 1.
 
     ``keys`` is how many facts are told where several are.
     """

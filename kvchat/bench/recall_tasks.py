@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a task is drawn from: length in tokens, depth from 0 to 1, number of keys, and the seeded draw itself."""
+    """A task's source: length in tokens, depth from 0 to 1, number of keys, and the seeded draw itself."""
 
     tokens: int
     depth: float

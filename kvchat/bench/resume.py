@@ -30,7 +30,7 @@ OTHER = (Turn("user", "Hello."),)
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: so many ``rounds`` of about ``tokens`` tokens in ``mode``, which is ``MODE[:KEY=VALUE,...]``."""
+    """The measurement: so many ``rounds`` of about ``tokens`` tokens in ``mode``, which is ``MODE[:KEY=VALUE,...]``."""
 
     tokens: int = 8000
     rounds: int = 3

@@ -103,7 +103,7 @@ class Rounds:
         return row | self._kept(variant) | variant.figures | recall
 
     def _ratios(self, variant: Variant) -> dict[str, float]:
-        """How many times as fast as each baseline, the median of the rounds."""
+        """Times as fast as each baseline, the median of the rounds."""
         others = [c for c in self.variants if not isinstance(c, ModeRun) and c not in self.failed]
         return {
             other.name: statistics.median(

@@ -131,7 +131,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def _noted(made: list[Table], notes: Sequence[str]) -> list[Table]:
-    """What is true of all of a result's tables stands below the last."""
+    """The tables, with ``notes`` that are true of all of them below the last."""
     return [*made[:-1], replace(made[-1], notes=(*made[-1].notes, *notes))] if made else []
 
 

@@ -41,7 +41,7 @@ GRIDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``mode`` at each of ``budgets`` with every combination of ``grid``, of pairs (name, values).
+    """The measurement: ``mode`` at each of ``budgets`` with every combination of ``grid``, of pairs (name, values).
 
     Agreement over ``tokens`` tokens after ``context`` on each of ``passages``, recall of ``cases`` at each depth.
     """
@@ -56,7 +56,7 @@ class Settings:
 
 
 def grid(mode: str, given: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """What ``given`` names as ``KEY=VALUE,VALUE``, or the mode's usual grid.
+    """The grid that ``given`` names as ``KEY=VALUE,VALUE``, or the mode's usual grid.
 
     Raises:
         UsageError: there is no such mode, it is not of that form, or there is neither.

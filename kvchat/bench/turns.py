@@ -37,7 +37,7 @@ STANDARD = ("full", "streaming", "speculative", "freeze", "sync")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: ``cases`` texts of about ``tokens`` tokens."""
+    """The measurement: ``cases`` texts of about ``tokens`` tokens."""
 
     modes: tuple[str, ...]
     cases: int = 4

@@ -102,7 +102,7 @@ class Walk:
         return self._state.query.float()
 
     def attended(self, layer: int) -> Tensor:
-        """Which stored tokens the last token's attention read, bool ``[H, total]``."""
+        """The stored tokens that the last token's attention read, bool ``[H, total]``."""
         return inspect.attended(self._state, layer)
 
     def tokens_read(self) -> float:
@@ -111,7 +111,7 @@ class Walk:
         return counts / (self.model.layers * self.model.kv_heads)
 
     def weights(self, layer: int) -> Tensor:
-        """How attention over all stored tokens would weigh them with the last token's queries, ``[H, group, total]``.
+        """Weights that attention over all stored tokens gives them for the last token's queries, ``[H, group, total]``.
 
         By the query heads of each KV head, whatever the mode reads.
         """

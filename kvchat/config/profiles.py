@@ -46,7 +46,7 @@ class Device:
 
 
 class Match(Section):
-    """Which devices a profile is for."""
+    """The devices that a profile is for."""
 
     device: Literal["gpu", "cpu"] = "gpu"
     """gpu, or cpu for machines without one"""
@@ -108,7 +108,7 @@ class ProfileFile:
 
     @property
     def why(self) -> str:
-        """Why it is in force."""
+        """The reason why it is in force."""
         return f"matched: {', '.join(self.matched or ()) or 'any GPU'}"
 
 
@@ -126,7 +126,7 @@ class Found:
 
     @property
     def measured(self) -> Measured:
-        """What was measured on this device, by the strongest that says so."""
+        """The values measured on this device, by the strongest that says so."""
         measured = [file.profile.measured for file in self.in_force if file.profile.measured != Measured()]
         return measured[-1] if measured else Measured()
 
@@ -174,7 +174,7 @@ def read_file(file: Path, gpu: Device | None) -> ProfileFile:
 
 
 def is_profile(source: SettingsSource) -> bool:
-    """Whether a file has what only profiles have."""
+    """True if a file has what only profiles have."""
     return any(key[0] in HEAD for key in source.values)
 
 

@@ -1,4 +1,4 @@
-"""Where settings come from: file, environment and flags; which source wins; refusals with file, line and column.
+"""Sources of settings: file, environment and flags; which source wins; refusals with file, line and column.
 
 Precedence: defaults < bundled profile < own profile (``profiles``) < config.toml < ``KVCHAT_*`` < flags. Every source
 is a ``SettingsSource`` and is checked on its own, so a wrong value is reported even where another source overrides it.
@@ -33,7 +33,7 @@ RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """What one source sets, where it says so, and the lines to show when it is wrong.
+    """The values one source sets, the places where it says so, and the lines to show when it is wrong.
 
     ``tables`` has the place and the line of each table's header.
     """
@@ -109,7 +109,7 @@ def _merged(sources: Sequence[SettingsSource]) -> Resolved:
 
 
 def file_source(path: Path, name: str = "") -> SettingsSource:
-    """What a TOML file sets; nothing where there is no file. ``name`` is what to call it, by default its own.
+    """The settings of a TOML file; none where there is no file. ``name`` stands for it in errors, by default its own.
 
     Raises:
         UsageError: the file cannot be read or is not TOML.
@@ -142,7 +142,7 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
 
 
 def environment_source(environ: Mapping[str, str]) -> SettingsSource:
-    """What ``KVCHAT_<SECTION>_<KEY>`` variables set; empty ones count as unset.
+    """The settings of ``KVCHAT_<SECTION>_<KEY>`` variables; empty ones count as unset.
 
     Raises:
         UsageError: a variable that begins like a setting but is none.
@@ -171,12 +171,12 @@ def _variables() -> dict[str, Key]:
 
 
 def _sections() -> tuple[str, ...]:
-    """What the names of the settings' variables begin with."""
+    """The beginnings of the names of the settings' variables."""
     return tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)
 
 
 def flag_source(flags: Mapping[str, tuple[Iterable[Key], Any]]) -> SettingsSource:
-    """What command-line flags set: flag -> the keys it sets and its value, None where it was not given."""
+    """The settings of command-line flags: flag -> the keys it sets and its value, None where it was not given."""
     given = {flag: (tuple(keys), value) for flag, (keys, value) in flags.items() if value is not None}
     return SettingsSource(
         {key: value for keys, value in given.values() for key in keys},

@@ -17,7 +17,7 @@ KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite numbe
 
 
 def reason(model: type[BaseModel], details: ErrorDetails) -> str:
-    """Why pydantic refused a value of ``model``: half a sentence such as ``it must be a whole number above 0``.
+    """Pydantic's reason to refuse a value of ``model``: half a sentence such as ``it must be a whole number above 0``.
 
     A validator's own ``ValueError`` is given in its own words.
     """
@@ -55,7 +55,7 @@ def field_at(model: type[BaseModel], key: Sequence[int | str]) -> FieldInfo | No
 
 
 def expected(field: FieldInfo) -> str:
-    """What the field takes, such as ``a number of at least 0 and below 1``.
+    """The values the field takes, such as ``a number of at least 0 and below 1``.
 
     The description of a field with a pattern says what the pattern allows.
     """
@@ -73,7 +73,7 @@ def expected(field: FieldInfo) -> str:
 
 
 def advice(field: FieldInfo | None) -> str:
-    """What to do about a refused value: the hint of the error."""
+    """The hint of the error: the way out for a refused value."""
     if field is None or field.is_required():
         return "Give such a value."
     default = field.get_default(call_default_factory=True)

@@ -1,4 +1,4 @@
-"""What a comparison of modes needs of the protocol besides the conversation."""
+"""Messages of a comparison of modes, besides those of the conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the application asks for only while it shows it: what each layer and KV head reads, and how long recall took."""
+"""Details asked for only while they are shown: the tokens each layer and KV head reads, and the times of recall."""
 
 from __future__ import annotations
 

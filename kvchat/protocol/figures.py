@@ -13,7 +13,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a me
 
 @dataclass(frozen=True)
 class Stats:
-    """What one answer cost, None where nothing was measured.
+    """The cost of one answer, None where nothing was measured.
 
     ``read_share`` is the mean over its steps of the share of the stored tokens that was read, ``corrected_share`` that
     of the head-steps in which a head was corrected. What recall took, and what of it was waited for, is of its last
@@ -48,7 +48,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a run of a comparison goes with the first run; None where nothing was measured.
+    """Agreement of a comparison's run with the first one; None where nothing was measured.
 
     ``first_difference`` counts the tokens drawn alike before the first other one, None where all are alike. The other
     figures are of ``tokens`` next tokens, each given the first run's text before it: ``same_choice`` is the share of
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Price:
-    """What entering ``mode`` would cost now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
+    """The cost of entering ``mode`` now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
 
     ``seconds`` is an estimate from earlier fills or the link's rate; ``refusal`` says why it cannot be entered.
     """
@@ -128,7 +128,7 @@ class ModeNeed:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What fits with the least given up; ``gave_up`` says what that is. ``budget`` is None in a mode without one.
+    """A choice that fits with the least given up, which ``gave_up`` says. ``budget`` is None in a mode without one.
 
     ``install`` is the command that installs what the quantization needs, empty where it is there.
     """
@@ -173,7 +173,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Planned:
-    """What loading ``model`` would take; None with the reason in ``refusal``."""
+    """The memory that loading ``model`` would take; None with the reason in ``refusal``."""
 
     model: str
     plan: MemoryPlan | None
@@ -196,7 +196,7 @@ MAX_RIBBON_CELLS = 1024
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the KV manager holds and did, read at most 10 times a second.
+    """The KV manager's figures and what it did, read at most 10 times a second.
 
     ``active`` is the mean number of tokens the last step attended to over layers and KV heads. ``ribbon`` is one letter
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its

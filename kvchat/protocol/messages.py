@@ -34,7 +34,7 @@ TEMPERATURE = 0.7  # of a model that names none
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; temperature 0 is greedy, None the model's own."""
+    """The way the next token is drawn; temperature 0 is greedy, None the model's own."""
 
     temperature: float | None = None
     top_k: int = 0
@@ -48,7 +48,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How K/V of conversations are kept: ``parked_bytes`` in host memory, ``saved_bytes`` in ``folder``; 0 for none."""
+    """Rooms for K/V of conversations: ``parked_bytes`` in host memory, ``saved_bytes`` in ``folder``; 0 for none."""
 
     parked_bytes: Count = 0
     saved_bytes: Count = 0

@@ -1,4 +1,4 @@
-"""What a recording needs of the protocol besides what an engine reports."""
+"""Messages of a recording, besides those of an engine."""
 
 from __future__ import annotations
 

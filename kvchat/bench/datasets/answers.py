@@ -30,7 +30,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: at most ``rows`` rows of each task of the data set in ``folder``, ``samples`` answers to each.
+    """The measurement: at most ``rows`` rows of each task of the data set in ``folder``, ``samples`` answers to each.
 
     One answer is greedy; several are sampled as reasoning models are, at temperature 0.6 and top-p 0.95. ``tokens``
     limits an answer where the data set's own limit is not wanted.

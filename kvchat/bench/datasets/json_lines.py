@@ -52,7 +52,7 @@ class Line:
         return tuple(values)
 
     def refusal(self, reason: str) -> UsageError:
-        """What is said of a row that is not as the data set's publisher writes it."""
+        """The error for a row that is not as the data set's publisher writes it."""
         return UsageError(f"{self.place} is refused.", reason, "Give the data set as it was published.")
 
 

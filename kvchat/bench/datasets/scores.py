@@ -64,7 +64,7 @@ def contained(answer: str, references: Words) -> float:
 
 
 def any_contained(answer: str, references: Words) -> float:
-    """Whether the answer contains one of the references, without case (RULER, questions)."""
+    """True if the answer contains one of the references, without case (RULER, questions)."""
     return float(any(reference.lower() in answer.lower() for reference in references))
 
 

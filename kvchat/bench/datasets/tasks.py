@@ -1,4 +1,4 @@
-"""What is asked of every row of LongBench, RULER and AIME, and how its answer is scored.
+"""The question asked of every row of LongBench, RULER and AIME, and the score of its answer.
 
 LongBench: ``TASK.jsonl`` with ``context``, ``input``, ``answers`` and ``all_classes``. Where the folder has the
 repository's ``dataset2prompt.json``, its prompts are used; else a short one of the task's kind, whose scores are not

@@ -140,7 +140,7 @@ def _corrections(lab: Lab) -> list[Row]:
 
 
 def _accuracy(lab: Lab) -> list[Row]:
-    """What corrections are worth: agreement with full from never to always correcting."""
+    """The worth of corrections: agreement with full from never to always correcting."""
     decoded = forced(lab)
     return [row(f"tau {tau:g}", agreement(decoded, parsed(_at(lab.settings, tau)))) for tau in ACCURACY_TAUS]
 

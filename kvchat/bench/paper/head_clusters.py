@@ -1,4 +1,4 @@
-"""How far the clusters of a model's heads depend on the text that they were measured on (SyncKV, appendix B.1)."""
+"""Agreement of a model's head clusters between texts that they were measured on (SyncKV, appendix B.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the studies of all papers share: parts, each a table or figure, with the published figures beside the measured.
+"""Shared by the studies of all papers: parts, each a table or figure, with the published figures beside the measured.
 
 A part's rows have ``row``, a label; ``measured`` and ``published``, figures by name; and where the part is a figure
 ``lines`` (by name) or a ``matrix``.
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lab:
-    """What a part works with; ``settings`` are those of the paper's study, ``texts`` files instead of the books."""
+    """A part's tools; ``settings`` are those of the paper's study, ``texts`` files instead of the books."""
 
     walk: Walk
     settings: Any
@@ -166,7 +166,7 @@ def forced(lab: Lab) -> Forced:
 
 
 def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:
-    """How well a mode agrees with full on that text: the figures of a row."""
+    """A mode's agreement with full on that text: the figures of a row."""
     found = summarized([{**decoded.row(0, parameters), "variant": ""}], "")
     return {name: found[of] for name, of in AGREEMENT.items()}
 

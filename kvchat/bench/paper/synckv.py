@@ -193,7 +193,7 @@ def _needles(lab: Lab) -> list[Row]:
 
 
 def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, number: int) -> dict[str, bool]:
-    """Whether each variant finds the same needle."""
+    """True for each variant that finds the same needle."""
     tokenizer = lab.model.tokenizer
     asked = case("passkey", tokens, depth, 1, str(number), tokenizer)
     prompt = PromptEncoder(tokenizer).encode(asked.turns, Stored()).ids
@@ -209,7 +209,7 @@ def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, numb
 
 
 def _clusters(lab: Lab) -> list[Row]:
-    """How far the heads' clusters agree between every two of the books, for each N_r that leaves a follower."""
+    """Agreement of the heads' clusters between every two of the books, for each N_r that leaves a follower."""
     measured = corpora(lab.model, lab.settings.articles)
     return [
         row(label, figures, {"same cluster": "vast majority"})
