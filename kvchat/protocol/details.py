@@ -26,7 +26,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class RecallBin:
-    """So many ``steps`` took so long to recall: milliseconds, all together, that work hid and that the model waited."""
+    """``steps`` took this long to recall: milliseconds, all together, that work hid and that the model waited."""
 
     steps: Count = 0
     hidden_ms: Milliseconds = 0.0
