@@ -16,8 +16,9 @@ class Stats:
     """The cost of one answer, None where nothing was measured.
 
     ``read_share`` is the mean over its steps of the share of the stored tokens that was read, ``corrected_share`` that
-    of the head-steps in which a head was corrected. What recall took, and what of it was waited for, is of its last
-    steps in the last mode. ``extras`` are the mode's figures since it was entered.
+    of the head-steps in which a head was corrected, ``mean_cosine`` the mean cosine of a head's query to its last one.
+    What recall took, and what of it was waited for, is of its last steps in the last mode. ``extras`` are the mode's
+    figures since it was entered.
     """
 
     prompt_tokens: Count = 0
@@ -35,6 +36,7 @@ class Stats:
     recall_hit_rate: float | None = None
     corrections: Count = 0
     corrected_share: float | None = None
+    mean_cosine: float | None = None
     recall_ms_p50: float | None = None
     recall_ms_p95: float | None = None
     exposed_ms_p50: float | None = None

@@ -157,7 +157,8 @@ class ChatState:
         if s.read_share is not None:
             parts.append(f"read {percent(s.read_share)} of {count(s.total_tokens)}")
         if s.corrected_share is not None:
-            parts.append(f"corrected {percent(s.corrected_share)}")
+            mean = "" if s.mean_cosine is None else f", mean C {figure(s.mean_cosine, digits=2)}"
+            parts.append(f"corrected {percent(s.corrected_share)}{mean}")
         parts += _recall(s)
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])

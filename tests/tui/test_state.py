@@ -49,7 +49,8 @@ def test_a_long_answer_counts_more_than_a_short_one():
 
 
 def test_a_receipt_tells_the_share_of_corrected_heads():
-    assert "· corrected 97 %" in state().receipt(Finished("eos", "text", Stats(corrected_share=0.97)))
+    stats = Stats(corrected_share=0.97, mean_cosine=0.586)
+    assert state().receipt(Finished("eos", "text", stats)).endswith("· corrected 97 %, mean C 0.59")
 
 
 def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():

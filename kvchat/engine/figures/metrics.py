@@ -15,6 +15,7 @@ from kvchat.engine.figures.ribbon import Ribbon
 from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
+from kvchat.kv.modes.base import Mode
 from kvchat.nvml import GpuReader
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Gpu, Params, Snapshot, Stats
@@ -47,9 +48,14 @@ class Counts:
 
 @dataclass
 class AnswerMetrics:
-    """Measurements of one answer in progress; times are ``perf_counter`` seconds."""
+    """Measurements of one answer in progress; times are ``perf_counter`` seconds.
+
+    ``mode`` is the one in which it began, ``cosine`` what that one had reported by then.
+    """
 
     before: Counts
+    mode: Mode
+    cosine: float
     prompt_tokens: int
     reused_tokens: int
     began: float = field(default_factory=time.perf_counter)
@@ -98,7 +104,8 @@ class MetricsCollector:
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
         """Begin the figures of an answer."""
         self._kv.state.transfer.timer.steps.clear()
-        self.answer = AnswerMetrics(Counts.of(self._kv), prompt_tokens, reused_tokens)
+        mode = self._kv.mode
+        self.answer = AnswerMetrics(Counts.of(self._kv), mode, mode.report().cosine, prompt_tokens, reused_tokens)
         return self.answer
 
     @contextmanager
@@ -152,6 +159,7 @@ class MetricsCollector:
             recall_bytes_per_s=_recall_rate(before, now),
             corrections=corrections,
             corrected_share=corrections / head_steps if head_steps else None,
+            mean_cosine=(report.cosine - answer.cosine) / steps if head_steps and kv.mode is answer.mode else None,
             **self._recall_times(),
             recoveries=answer.recoveries,
             withdrawn_tokens=answer.withdrawn,

@@ -87,8 +87,9 @@ class ModeReport:
     ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
     has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs
     are read counts as on the device, any other as ``absent``. The first ``on_host`` tokens lie on the host alone,
-    though they are read. A step may correct ``correctable`` heads. ``badges`` are warnings that hold now, each with its
-    reason after a colon.
+    though they are read. A step may correct ``correctable`` heads; ``cosine`` is the mean cosine of their queries to
+    the last token's, summed over the steps since the mode was entered. ``badges`` are warnings that hold now, each with
+    its reason after a colon.
     """
 
     params: dict[str, Any]
@@ -97,6 +98,7 @@ class ModeReport:
     resident_share: float = 1e-9
     on_host: int = 0
     correctable: int = 0
+    cosine: float = 0.0
     badges: tuple[str, ...] = ()
 
 

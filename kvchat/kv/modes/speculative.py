@@ -198,9 +198,13 @@ class Speculative(Mode):
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
         stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        heads = self._heads() if self.k else 0
+        params, heads, cosine = (
+            self.parameters.model_dump() | chosen,
+            self._heads() if self.k else 0,
+            float(self.cosine),
+        )
         return ModeReport(
-            self.parameters.model_dump() | chosen, stats | self._turning(), correctable=heads, badges=self._badges()
+            params, stats | self._turning(cosine), correctable=heads, cosine=cosine, badges=self._badges()
         )
 
     def _split(self, budget: int) -> tuple[int, int]:
@@ -225,13 +229,13 @@ class Speculative(Mode):
         """KV heads that retrieve."""
         return (self.geometry.layers - self.first) * self.geometry.kv_heads
 
-    def _turning(self) -> dict[str, str | float]:
+    def _turning(self, cosine: float) -> dict[str, str | float]:
         """Share of head-steps corrected since the mode was entered, and the mean of C over them."""
         steps = self.state.steps - self._entered_at[0]
         if not (steps and self.k):
             return {}
         corrected = (self.state.transfer.totals.corrections - self._entered_at[1]) / steps / self._heads()
-        return {"heads corrected": f"{corrected:.0%}", "mean C": round(float(self.cosine) / steps, 3)}
+        return {"heads corrected": f"{corrected:.0%}", "mean C": round(cosine / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
         return self._of_others(self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer)))

@@ -167,12 +167,29 @@ def test_the_receipt_counts_what_happened(session):
     heads = (session.info.layers - 1) * session.info.kv_heads
     assert stats.corrected_share == pytest.approx(stats.corrections / (len(session.token_ids) * heads), rel=0.2)
     assert 0 < stats.corrected_share <= 1
+    assert stats.mean_cosine == pytest.approx(kv.mode.report().cosine / kv.state.steps)
     assert 0 < stats.recall_ms_p50 <= stats.recall_ms_p95
     assert stats.exposed_ms_p95 == stats.recall_ms_p95
     assert stats.recall_bytes_per_s > 0
     assert stats.decode_tokens_per_s > 0
     assert stats.prefill_tokens_per_s > 0
     assert stats.ttft_s > 0
+
+
+def test_the_mean_cosine_is_that_of_the_answer_and_unknown_where_the_mode_changed(session):
+    session.switch("speculative", **SPECULATIVE)
+    turns = (Turn("user", "Tell me a short story. " * 60),)
+    *_, first = session.answer(turns, Sampling(temperature=0, max_new_tokens=12))
+    before, steps = session._kv.mode.report().cosine, session._kv.state.steps
+    turns += (Turn("assistant", first.text), Turn("user", "And then?"))
+    *_, second = session.answer(turns, Sampling(temperature=0, max_new_tokens=12))
+    kv = session._kv
+    assert second.stats.mean_cosine == pytest.approx((kv.mode.report().cosine - before) / (kv.state.steps - steps))
+    assert -1 <= second.stats.mean_cosine <= 1
+    answer = session._metrics.begin(0, 0)
+    session.switch("speculative", tau=0.5)
+    session.step(5)
+    assert session._metrics.stats(answer).mean_cosine is None
 
 
 def test_the_rate_of_recall_is_its_bytes_over_its_time_in_the_steps_that_were_timed(session):
