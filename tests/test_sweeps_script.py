@@ -55,6 +55,6 @@ def test_every_parameter_that_a_default_was_chosen_for_is_varied(ran):
     assert varied >= {
         *(("speculative", name) for name in ("tau", "sink", "window")),
         *(("streaming", name) for name in ("R", "sigma", "delta", "sink")),
-        *(("freeze", name) for name in ("tau", "K")),
+        *(("freeze", name) for name in ("tau", "K", "floor")),
         *(("sync", name) for name in ("rho", "m")),
     }

@@ -79,6 +79,10 @@ class Forced:
         self._texts = texts
         self._exact: tuple[int, Tensor] | None = None
 
+    def ids(self, number: int) -> Sequence[int]:
+        """Passage ``number``: the context, and the tokens that are decoded after it."""
+        return self._texts[number].ids
+
     def row(self, number: int, parameters: ModeParameters) -> Row:
         """Decode passage ``number`` in a mode; lists by token, shares covered by layer and KV head.
 

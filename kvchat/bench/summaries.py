@@ -80,6 +80,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("facts found", lambda row: f"{row['right']} of {row['cases']}"),
         Column("95 %", interval("recall_interval")),
         Column("tokens read", figure("read_mean")),
+        Column("ms a token", figure("ms", 1)),
     ),
     "long-chat": (
         Column("what", lambda row: row["action"]),

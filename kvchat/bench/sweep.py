@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -134,8 +133,8 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
 def _measured(walk: Walk, forced: Forced, settings: Settings, cell: Cell) -> Row:
     if "passage" not in cell:
         return {"right": [_recalled(walk, settings, cell, depth) for depth in DEPTHS]}
-    began = time.perf_counter()
-    return {**forced.row(cell["passage"], parsed(cell["variant"])), "seconds": time.perf_counter() - began}
+    parameters, ids = parsed(cell["variant"]), forced.ids(cell["passage"])
+    return {**forced.row(cell["passage"], parameters), "ms": 1000 * walk.times(ids, settings.context, parameters)[1]}
 
 
 def _recalled(walk: Walk, settings: Settings, cell: Cell, depth: float) -> bool:
@@ -161,7 +160,7 @@ def _summary(rows: Sequence[Row], variant: str) -> Row:
         "cases": len(right),
         "recall": mean(right),
         "recall_interval": wilson(sum(right), len(right)),
-        "seconds": statistics.fmean(row["seconds"] for row in forced),
+        "ms": statistics.fmean(row["ms"] for row in forced),
     }
 
 

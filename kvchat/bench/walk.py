@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,8 @@ from kvchat.kv import inspect
 from kvchat.kv.modes import build
 from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.sync_heads import Calibration
+
+WARM_UP = 2  # steps
 
 
 class Walk:
@@ -93,6 +96,22 @@ class Walk:
     def step(self, token: int) -> Tensor:
         """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``, float32."""
         return self.runner.step(token)
+
+    def times(self, ids: Sequence[int], prompt: int, parameters: ModeParameters) -> tuple[float, float]:
+        """Seconds of reading the first ``prompt`` ids and entering a mode, and of a step over the others, mean.
+
+        Nothing looks at the steps, and the first are not counted: loops may be compiled in them.
+        """
+        self.begin(ids[:1], FullParameters())  # forgets the prompt, which would not be read again
+        began = time.perf_counter()
+        float(self.begin(ids[:prompt], parameters, len(ids) - prompt)[0])  # waits for the device
+        prefilled = time.perf_counter()
+        for token in ids[prompt : prompt + WARM_UP]:
+            float(self.step(token)[0])
+        warm, counted = time.perf_counter(), ids[prompt + WARM_UP :]
+        for token in counted:
+            float(self.step(token)[0])
+        return prefilled - began, (time.perf_counter() - warm) / max(1, len(counted))
 
     # ---- looks
 

@@ -185,6 +185,8 @@ class FreezeParameters(PaperParameters):
     """softness: the c-th flag freezes a token for floor(sqrt(c) / k) steps"""
     K: int = Field(32, ge=1)
     """sliding window: most recent tokens, never frozen"""
+    floor: int | None = Field(None, ge=0)
+    """tokens read below which nothing freezes; above, the least relevant first (auto: 400; profile=paper: 0)"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens a decoded token may attend to: more are frozen, the least relevant first (auto: no limit)"""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.rule = RULES[self.p["profile"]]
+        if self.p["floor"] is not None:
+            self.rule = replace(self.rule, floor=self.p["floor"])
 
     def active(self) -> set[int]:
         return set(range(self.total)) - set(self.d)

@@ -10,10 +10,11 @@ ROWS = {
     "streaming-plain": ("streaming", {"budget": 64, "sink": 4, "R": 1, "sigma": 0, "delta": 0}),
     "streaming-slack": ("streaming", {"budget": 64, "sink": 7, "R": 4, "sigma": 30, "delta": 3}),
     "streaming-no-sink": ("streaming", {"budget": 64, "sink": 0}),
+    "streaming-paper": ("streaming", {"budget": 64, "profile": "paper"}),
     "streaming-off": ("streaming", {"budget": 64, "sink": 4, "R": 0}),
     "freeze": ("freeze", {"K": 12, "tau": 0.9, "k": 1.0}),
     "freeze-paper": ("freeze", {"profile": "paper", "K": 12}),
-    "freeze-raw": ("freeze", {"profile": "paper", "score": "raw", "K": 12, "tau": 4.0, "k": 0.7}),
+    "freeze-raw": ("freeze", {"profile": "paper", "score": "raw", "K": 12, "tau": 4.0, "k": 0.7, "floor": 30}),
     "freeze-budget": ("freeze", {"K": 12, "budget": 70, "k": 0.7}),
     "sync": ("sync", {"budget": 80, "m": 3}),
     "sync-paper": ("sync", {"budget": 80, "profile": "paper", "representatives": "retrieval", "m": 3}),
@@ -24,6 +25,7 @@ ROWS = {
     "speculative-odd": ("speculative", {"budget": 90, "sink": 5, "window": 19, "tau": 0.7, "first_full": False}),
     "speculative-sync": ("speculative", {"budget": 80, "sink": 3, "window": 17, "tau": 2.0}),
     "speculative-reuse": ("speculative", {"budget": 80, "sink": 0, "window": 16, "tau": -2.0}),
+    "speculative-paper": ("speculative", {"budget": 80, "profile": "paper", "tau": 0.7}),
     "speculative-no-pages": ("speculative", {"budget": 64, "sink": 20, "window": 44}),
 }
 # The first row of each mode and the unusual settings, for tests that need not run on all rows. The core has two rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -148,16 +147,10 @@ def _agreed(lab: Lab, decoded: Forced, label: str, params: str, published: dict[
 
 
 def _times(lab: Lab, variant: str) -> dict[str, float]:
-    """Reading the prompt and entering the mode, and a decoded token of the same text without looks at what it read."""
+    """Reading the prompt and entering the mode, and a decoded token of the same text."""
     context, tokens = int(lab.settings.context), int(lab.settings.forced)
-    ids = lab.passage(context + tokens)
-    lab.walk.begin(ids[:1], FullParameters())  # forgets the prompt, which would not be read again
-    began = time.perf_counter()
-    float(lab.walk.begin(ids[:context], parsed(variant), tokens)[0])  # waits for the device
-    prefilled = time.perf_counter()
-    for token in ids[context:]:
-        float(lab.walk.step(token)[0])
-    return {PREFILL: prefilled - began, STEP: 1000 * (time.perf_counter() - prefilled) / tokens}
+    prefill, step = lab.walk.times(lab.passage(context + tokens), context, parsed(variant))
+    return {PREFILL: prefill, STEP: 1000 * step}
 
 
 # ---- Figure 4 --------------------------------------------------------------------------------------

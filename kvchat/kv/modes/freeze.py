@@ -25,9 +25,9 @@ The default profile departs from it; what each departure is for and costs:
     * c halves when a token scores above tau: what was relevant again is not put away at once. Eq. 3's history window W,
       for which the paper gives no value and which its tables exclude, is not there.
     * The first 4 tokens and the chat's control tokens never freeze: attention rests on them.
-    * Nothing freezes while fewer than 400 tokens are read, above that the least relevant first: short conversations
-      save nothing and lose nothing. First freezes are spread over 64 steps by position, because a prompt's tokens would
-      all leave and return in the same steps.
+    * Nothing freezes while fewer than 400 tokens (``floor``) are read, above that the least relevant first: short
+      conversations save nothing and lose nothing. First freezes are spread over 64 steps by position, because a
+      prompt's tokens would all leave and return in the same steps.
     * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently.
     * One choice for all layers and heads, as Eq. 2 averages over heads and says nothing of layers.
 
@@ -66,6 +66,7 @@ from kvchat.kv.modes.freeze_timers import (
     RULES,
     SOUGHT,
     Timers,
+    rule_of,
     state_bytes,
 )
 from kvchat.kv.modes.freeze_timers_cpu import CpuTimers, freeze_loops
@@ -103,7 +104,7 @@ class Freeze(Mode):
         self, parameters: FreezeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
     ) -> None:
         super().__init__(parameters, geometry, traits, preamble)
-        self.rule = RULES[parameters.profile]
+        self.rule = rule_of(parameters)
         self.sink, self.window = self.rule.sink, parameters.K
         self._refuse_small_budget()
         self._pin_to_sinks()

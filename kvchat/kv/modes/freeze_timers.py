@@ -5,7 +5,7 @@ Everything is a tensor by position or by slot, of fixed shape within a step, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,12 @@ RULES = {
 }
 
 
+def rule_of(parameters: FreezeParameters) -> Rule:
+    """The constants of the profile, with the floor that is given."""
+    rule = RULES[parameters.profile]
+    return rule if parameters.floor is None else replace(rule, floor=parameters.floor)
+
+
 def duration(detections: Tensor, k: float) -> Tensor:
     """Eq. 3: ``floor(sqrt(c) / k)`` steps, int32."""
     return (detections.clamp(min=0).double().sqrt() / k).floor().to(torch.int32)
@@ -78,7 +84,7 @@ class Timers:
         rule: Rule | None = None,
     ) -> None:
         self.parameters = parameters
-        self.rule = rule or RULES[parameters.profile]
+        self.rule = rule or rule_of(parameters)
         self.budget = parameters.budget
         self.sought_above = SOUGHT * parameters.tau
         self._pin_mask: Tensor | None = None

@@ -36,9 +36,9 @@ def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
     run.prefill(600)
     whole = run.kv.device_bytes
     run.step(300)
-    assert run.kv.device_bytes < 0.6 * whole
+    assert run.kv.device_bytes < 0.62 * whole
     (slots,) = run.kv.state.slots
-    assert slots.n < 0.6 * run.kv.total
+    assert slots.n < 0.62 * run.kv.total
     run.check()
 
 
