@@ -74,7 +74,9 @@ def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPl
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
         file_bits=gguf_weights.bits(described.location),
     )
-    return replace(made, proposal=propose(made))
+    made = replace(made, proposal=propose(made))
+    room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
+    return replace(made, modes=made.modes | {"full": mode_need("full", load, seen, tokens, share, room)})
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:
@@ -84,13 +86,11 @@ def fits_beside(load: Load, progress: Progress) -> bool:
         KvchatError: it cannot be loaded at all.
     """
     made = memory_plan(load, 1, progress)
-    quantize = made.by_default if load.quantize == "auto" else load.quantize
-    needed = made.weights.get(quantize, max(made.weights.values())) + made.workspace
-    return needed <= available.usable(made.device_free)
+    return _asked_weights(made, load) + made.workspace <= available.usable(made.device_free)
 
 
 def propose(made: MemoryPlan) -> Proposal | None:
-    """The first combination that fits, the best first; None where none does."""
+    """The first combination that fits, the best first; None where none does. The modes have all that they want."""
     for quantize in [name for name in (made.by_default, *PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
         for way in PROPOSED_MODES:
             mode = "full" if way == SPILLED else way
@@ -159,6 +159,12 @@ def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:
     return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
 
 
+def _asked_weights(made: MemoryPlan, load: Load) -> int:
+    """Bytes of the weights as ``load`` asks for them; the most where it is not known how they are kept."""
+    quantize = made.by_default if load.quantize == "auto" else load.quantize
+    return made.weights.get(quantize, max(made.weights.values()))
+
+
 def _beside_kv(made: MemoryPlan, quantize: str) -> int:
     """Bytes on the device beside the K/V that are read."""
     return made.weights[quantize] + made.state + made.workspace
@@ -175,12 +181,19 @@ def _spilled(made: MemoryPlan, quantize: str) -> int:
     return int(max(0, made.context * made.token_bytes - room) * made.host_share)
 
 
-def mode_need(name: str, load: Load, seen: _Observed, tokens: int, host_share: float = 1.0) -> ModeNeed:
-    """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``."""
+def mode_need(
+    name: str, load: Load, seen: _Observed, tokens: int, host_share: float = 1.0, room: int | None = None
+) -> ModeNeed:
+    """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``.
+
+    ``room`` is what the device leaves for K/V, for modes that take less where it is short; None where it is not.
+    """
     geometry = seen.geometry
     try:
         traits = ModelTraits(seen.longest, (None,) * geometry.layers)
         mode = build(modes.in_force(name, load.mode_params, load.given), geometry, traits)
+        if room is not None:
+            mode.limit(geometry.grown(tokens + 1), room)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)
         resident = getattr(mode, "resident", None)
         chosen = {"budget": getattr(mode, "budget", None), "sink": mode.sink, "window": mode.window}

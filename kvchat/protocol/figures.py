@@ -117,7 +117,8 @@ class ModeNeed:
     """A mode's K/V on the device, with the parameters in force; ``refusal`` says why it cannot be entered.
 
     In freeze and sync it is the most: what freezes and which heads retrieve turns out later. Full mode with
-    ``resident`` reads ``link_bytes`` over the link for every token once the conversation is as long as planned.
+    ``resident`` reads ``link_bytes`` over the link for every token once the conversation is as long as planned; where
+    nobody chose it, it is what the device leaves beside the weights asked for.
     """
 
     device_bytes: Count

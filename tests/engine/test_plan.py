@@ -10,14 +10,16 @@ import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
 
+from kvchat.engine import plan
 from kvchat.engine.model import quantization
+from kvchat.engine.model.description import describe
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
 from kvchat.engine.plan import fits_beside, memory_plan, mode_need, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available
+from kvchat.kv.memory import available, budget
 from kvchat.protocol.figures import ModeNeed
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
@@ -139,6 +141,33 @@ def test_what_full_reads_over_the_link_is_counted():
     made = replace(planned("bundled"), modes={"full": need})
     assert any("full, resident 512" in line for line in plan_lines(made))
     assert any("over the link, a token" in line for line in plan_lines(made))
+
+
+def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_link(monkeypatch):
+    def card(name, device, dtype, progress):
+        return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
+
+    monkeypatch.setattr(plan, "describe", card)
+    monkeypatch.setattr(quantization, "possible", lambda device, dtype: ["none", "int8"])
+    free = 10 * 2**30
+
+    def made(**asked):
+        monkeypatch.setattr(budget, "free_bytes", lambda device: free)
+        return memory_plan(Load("bundled", "cuda", "bfloat16", **asked), None, silent)
+
+    large = made()
+    assert large.modes["full"].link_bytes == 0
+    free = large.weights["none"] + large.workspace + large.modes["full"].device_bytes // 2
+    small = made()
+    need, token_bytes = small.modes["full"], small.token_bytes
+    resident = need.params["resident"]
+    left = available.usable(free - small.weights["none"]) - small.workspace
+    assert need.device_bytes == pytest.approx(left, rel=0.1)
+    assert need.device_bytes == pytest.approx(resident * token_bytes, rel=WITHIN)
+    assert need.link_bytes == (small.context - resident) * token_bytes
+    assert small.proposal.mode != "full" or small.proposal.gave_up
+    assert made(quantize="int8").modes["full"].params["resident"] > resident
+    assert made(mode_params={"full": {"resident": 512}}).modes["full"].params["resident"] == 512
 
 
 def test_on_a_cpu_everything_shares_the_memory():
