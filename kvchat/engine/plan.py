@@ -30,7 +30,7 @@ from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
@@ -41,8 +41,10 @@ PROPOSED_MODES = ("full", "speculative", SPILLED, "streaming")
 PROPOSED_WEIGHTS = ("none", "int8", "nf4")
 
 
-def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPlan:
+def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Snapshot | None = None) -> MemoryPlan:
     """Plan for a conversation of ``context`` tokens, by default as long as the model allows.
+
+    ``in_use`` is what a model takes now that is unloaded for the planned one.
 
     Raises:
         ModelError: the model cannot be found or run; UsageError: an unknown device, dtype or parameter, or a context
@@ -55,6 +57,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPl
     described, geometry = seen.described, seen.geometry
     is_rounded = load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
+    device_given, host_given = _given_back(in_use, described.device)
     made = MemoryPlan(
         model=load.model,
         architecture=described.model_class.__name__,
@@ -65,10 +68,10 @@ def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPl
         modes={name: mode_need(name, load, seen, tokens, share) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen.shapes, geometry, tokens, described.device),
-        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), is_rounded),
+        host_pool=_host_pool(geometry, tokens, is_rounded),
         snapshots=SNAPSHOTS * seen.state.nbytes,
-        device_free=budget.free_bytes(described.device),
-        host_free=available.host_free(),
+        device_free=budget.free_bytes(described.device) + device_given,
+        host_free=available.host_free() + host_given,
         token_bytes=geometry.token_bytes,
         host_share=share,
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
@@ -76,7 +79,12 @@ def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPl
     )
     made = replace(made, proposal=propose(made))
     room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
-    return replace(made, modes=made.modes | {"full": mode_need("full", load, seen, tokens, share, room)})
+    made = replace(made, modes=made.modes | {"full": mode_need("full", load, seen, tokens, share, room)})
+    if in_use is None:
+        return made
+    read = mode_need(in_use.mode, load, seen, in_use.total, share, room).device_bytes
+    pool = _host_pool(geometry, in_use.total, is_rounded)
+    return replace(made, stored=StoredNeed(in_use.mode, in_use.total, read, pool))
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:
@@ -148,6 +156,22 @@ def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
     if described.location.gguf:
         choices = [name for name in choices if name in gguf_weights.CHOICES]
     return {name: weight_bytes(seen.shapes, name, described.device) for name in choices}
+
+
+def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:
+    """Bytes that the model in use holds on ``device`` and on the host; on a CPU both are all of it."""
+    if in_use is None:
+        return 0, 0
+    computed_with = in_use.weight_bytes + in_use.kv_device_bytes
+    if in_use.torch_allocated is None:
+        held = computed_with + in_use.kv_host_bytes
+        return (held if device.type == "cpu" else 0), held
+    return (in_use.kv_host_bytes if device.type == "cpu" else computed_with), in_use.kv_host_bytes
+
+
+def _host_pool(geometry: Geometry, tokens: int, is_rounded: bool) -> int:
+    """Bytes of the host pool once ``tokens`` and the next one were stored."""
+    return geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), is_rounded)
 
 
 def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:

@@ -20,7 +20,7 @@ from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
-from kvchat.protocol.figures import ModeNeed
+from kvchat.protocol.figures import ModeNeed, Snapshot
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 
@@ -175,6 +175,33 @@ def test_on_a_cpu_everything_shares_the_memory():
     needed = made.weights["none"] + made.modes["full"].device_bytes + made.workspace + made.host_pool
     assert proposed(made, int(needed / 0.93)) == ("none", "full")
     assert proposed(made, needed) != ("none", "full")
+
+
+@pytest.mark.parametrize("folder", ["llama", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize("mode", ["full", "streaming"])
+def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkeypatch):
+    asked = Load(str(folder), "cpu", "float32", mode=mode, mode_params={"streaming": {"budget": 128}})
+    session = Session(load_model(asked, silent), asked)
+    session.prefill([5 + i % 90 for i in range(TOKENS)])
+    seen = session.snapshot()
+    monkeypatch.setattr(available, "host_free", lambda: 2**30)
+    made = memory_plan(asked, None, silent, seen)
+    assert (made.stored.mode, made.stored.tokens) == (mode, TOKENS)
+    assert made.stored.device_bytes == pytest.approx(seen.kv_device_bytes - seen.state_bytes, rel=WITHIN)
+    grown_for = TOKENS - TAIL - 1 if made.state else TOKENS  # as above
+    pool = memory_plan(asked, None, silent, replace(seen, total=grown_for)).stored.host_pool
+    assert pool == pytest.approx(seen.kv_host_bytes - seen.snapshot_bytes, rel=WITHIN)
+    assert made.state == seen.state_bytes
+    held = seen.weight_bytes + seen.kv_device_bytes + seen.kv_host_bytes
+    assert (made.host_free, made.device_free) == (2**30 + held, 2**30 + held)
+
+
+def test_on_a_gpu_the_model_in_use_gives_back_each_memory_its_own():
+    in_use = Snapshot("full", {}, 7, 7, 4096, kv_device_bytes=1, kv_host_bytes=20, weight_bytes=300, torch_allocated=0)
+    assert plan._given_back(in_use, torch.device("cuda")) == (301, 20)
+    assert plan._given_back(in_use, torch.device("cpu")) == (20, 20)
+    assert plan._given_back(replace(in_use, torch_allocated=None), torch.device("cuda")) == (0, 321)
+    assert plan._given_back(None, torch.device("cpu")) == (0, 0)
 
 
 def test_the_models_context_is_the_default_and_the_limit():

@@ -221,7 +221,8 @@ class Server:
     def _plan(self, command: Plan) -> None:
         """Send a model's memory plan or the refusal, which is no ``Failed``: that would end an answer in progress."""
         try:
-            planned = figures.Planned(command.load.model, self._loader.plan(command, lambda stage: None))
+            in_use = self._session.snapshot() if self._session else None
+            planned = figures.Planned(command.load.model, self._loader.plan(command, in_use, lambda stage: None))
         except Exception as error:  # noqa: BLE001  # whatever a model's files lead to
             planned = figures.Planned(command.load.model, None, str(_explained(error)))
         self._outbox.send(planned)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args
 
-from kvchat.protocol.figures import MemoryPlan, Proposal
+from kvchat.protocol.figures import MemoryPlan, Proposal, StoredNeed
 from kvchat.protocol.messages import Quantize
 from kvchat.units import count, size
 
@@ -26,14 +26,11 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
     """The table as lines; ``measured`` holds bytes by the key of a row, where the model is loaded."""
     yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
     yield ""
-    rows = list(_rows(made))
-    name, place = (max(len(row[column]) for row in rows) for column in (1, 2))
-    if measured:
-        yield f"{'':<{name}}  {'':<{place}}  {'planned':<10}  measured"
-    for row in rows:
-        found = size(measured[row.key], 2) if measured and row.key in measured else ""
-        yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
+    yield from _table("", list(_rows(made)), measured)
     yield ""
+    if measured and (stored := made.stored) and stored.tokens:
+        yield from _table(f"{count(stored.tokens)} tokens now", list(_stored_rows(made, stored)), measured)
+        yield ""
     yield from _proposed(made)
 
 
@@ -42,6 +39,22 @@ def command_line(model: str, proposal: Proposal) -> str:
     quantize = f" --quantize {proposal.quantize}" if proposal.quantize in CHOICES else ""
     budget = "" if proposal.budget is None else f" --budget {proposal.budget}"
     return f"kvchat -m {model} --mode {proposal.mode}{budget}{quantize}"
+
+
+def _table(title: str, rows: list[Row], measured: Mapping[str, int] | None) -> Iterator[str]:
+    name, place = max(len(title), *(len(row.name) for row in rows)), max(len(row.place) for row in rows)
+    if measured:
+        yield f"{title:<{name}}  {'':<{place}}  {'planned':<10}  measured"
+    for row in rows:
+        found = size(measured[row.key], 2) if measured and row.key in measured else ""
+        yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
+
+
+def _stored_rows(made: MemoryPlan, stored: StoredNeed) -> Iterator[Row]:
+    """The K/V of the tokens stored now, beside what they were measured to take."""
+    where = "host" if made.device == "cpu" else made.device
+    yield Row("read now", f"K/V read, {stored.mode}", where, size(stored.device_bytes, 2))
+    yield Row("stored now", "K/V stored", "host", size(stored.host_pool, 2))
 
 
 def _rows(made: MemoryPlan) -> Iterator[Row]:
@@ -62,9 +75,10 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     yield Row("stored", "K/V stored", "host", size(made.host_pool, 2))
     if made.snapshots:
         yield Row("snapshots", "snapshots of the state", "host", size(made.snapshots, 2))
+    free = "free without the model in use" if made.stored else "free"
     if made.device != "cpu":
-        yield Row("device free", "free", made.device, size(made.device_free, 2))
-    yield Row("host free", "free", "host", size(made.host_free, 2))
+        yield Row("device free", free, made.device, size(made.device_free, 2))
+    yield Row("host free", free, "host", size(made.host_free, 2))
 
 
 def _proposed(made: MemoryPlan) -> Iterator[str]:
