@@ -43,7 +43,7 @@ from kvchat.protocol.messages import (
     Stop,
     Switch,
 )
-from kvchat.threads import spin_briefly, stay_within_share
+from kvchat.threads import spin_briefly, use_physical_cores
 
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
@@ -322,7 +322,7 @@ def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
     files.name_temporary_folder()
     spin_briefly()
-    stay_within_share()
+    use_physical_cores()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = take_streams()
