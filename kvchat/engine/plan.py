@@ -21,7 +21,7 @@ from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
+from kvchat.engine.model.weight_sizes import linears, read_bytes, weight_bytes, without_memory
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
@@ -76,6 +76,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         host_share=share,
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
         file_bits=gguf_weights.bits(described.location),
+        floor_ms=_floors(seen, weights, load.read_bytes_per_s),
     )
     made = replace(made, proposal=propose(made))
     room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
@@ -172,6 +173,16 @@ def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int
 def _host_pool(geometry: Geometry, tokens: int, is_rounded: bool) -> int:
     """Bytes of the host pool once ``tokens`` and the next one were stored."""
     return geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), is_rounded)
+
+
+def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dict[str, float]:
+    """Milliseconds to read the weights of one token by quantization; nothing without a ``rate`` or with experts."""
+    read = {name: read_bytes(seen.shapes, nbytes) for name, nbytes in weights.items()}
+    if rate and "int8" in read and seen.described.device.type == "cpu":
+        # The head is packed apart from the embeddings there, of which a row is read.
+        table = seen.shapes.get_input_embeddings().weight.nbytes
+        read["int8"] = read["int8"] and weights["int8"] - table
+    return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
 
 
 def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:

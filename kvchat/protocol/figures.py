@@ -159,7 +159,8 @@ class MemoryPlan:
     estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
     ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of a GGUF file that
     none is asked for, else it is none; ``file_bits`` is what a weight of that file takes, else 0. ``proposal`` is None
-    where nothing fits. Where a model is in use, ``stored`` is set, and what that holds counts as free.
+    where nothing fits. ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was
+    measured: no token takes less. Where a model is in use, ``stored`` is set, and what that holds counts as free.
     """
 
     model: str
@@ -180,6 +181,7 @@ class MemoryPlan:
     by_default: str = "none"
     file_bits: float = 0.0
     proposal: Proposal | None = None
+    floor_ms: dict[str, float] = field(default_factory=dict)
     stored: StoredNeed | None = None
 
 

@@ -10,6 +10,8 @@ import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
 
+from kvchat.bench.decode import floor_ms
+from kvchat.config.profiles import Measured
 from kvchat.engine import plan
 from kvchat.engine.model import quantization
 from kvchat.engine.model.description import describe
@@ -175,6 +177,23 @@ def test_on_a_cpu_everything_shares_the_memory():
     needed = made.weights["none"] + made.modes["full"].device_bytes + made.workspace + made.host_pool
     assert proposed(made, int(needed / 0.93)) == ("none", "full")
     assert proposed(made, needed) != ("none", "full")
+
+
+def test_the_floor_is_that_of_the_model_loaded_so():
+    asked = Load("bundled", "cpu", "float32", read_bytes_per_s=2e9)
+    made = memory_plan(asked, TOKENS, silent)
+    for quantize in ("none", "int8"):
+        loaded = load_model(replace(asked, quantize=quantize), silent)
+        assert made.floor_ms[quantize] == pytest.approx(floor_ms(loaded, Measured(read=2.0)), rel=WITHIN)
+    (row,) = [line for line in plan_lines(replace(made, weights={"none": made.weights["none"]})) if "a token" in line]
+    assert row.split() == ["floor,", "a", "token", "host", f"{made.floor_ms['none']:.1f}", "ms"]
+    assert planned("bundled").floor_ms == {}
+    assert not any("floor" in line for line in plan_lines(planned("bundled")))
+
+
+@pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
+def test_experts_have_no_floor(folder):
+    assert memory_plan(Load(str(folder), "cpu", "float32", read_bytes_per_s=2e9), TOKENS, silent).floor_ms == {}
 
 
 @pytest.mark.parametrize("folder", ["llama", "qwen3_next"], indirect=True)

@@ -7,10 +7,13 @@ from typing import NamedTuple, get_args
 
 from kvchat.protocol.figures import MemoryPlan, Proposal, StoredNeed
 from kvchat.protocol.messages import Quantize
-from kvchat.units import count, size
+from kvchat.units import count, figure, size
 
 # Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
 CHOICES = {*get_args(Quantize)} - {"auto", "none"}
+FLOOR = (
+    "floor: reading the weights once, at the rate that kvchat bench decode --save-profile measured; no token is faster"
+)
 
 
 class Row(NamedTuple):
@@ -27,6 +30,8 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
     yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
     yield ""
     yield from _table("", list(_rows(made)), measured)
+    if made.floor_ms:
+        yield FLOOR
     yield ""
     if measured and (stored := made.stored) and stored.tokens:
         yield from _table(f"{count(stored.tokens)} tokens now", list(_stored_rows(made, stored)), measured)
@@ -62,6 +67,8 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     for name, needed in made.weights.items():
         chosen = ", by default" if name == made.by_default != "none" else ""
         yield Row(f"weights {name}", f"weights, {name}{chosen}", where, size(needed, 2))
+        if name in made.floor_ms:
+            yield Row(f"floor {name}", "  floor, a token", where, figure(made.floor_ms[name], "ms", 1))
     for name, need in made.modes.items():
         given = [f", {key} {need.params[key]}" for key in ("budget", "resident") if need.params.get(key)]
         yield Row(
