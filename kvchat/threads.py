@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+PROCESSORS = Path("/sys/devices/system/cpu")
 # Both are OpenMP's own: one that is set is somebody's choice.
 WAIT_POLICY, SPIN_COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 # Looks of a waiting thread before it sleeps, some 30 us: about what waking it costs, so that waiting costs at most
@@ -31,15 +32,27 @@ def as_the_user_left_it() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not (ours and name in (WAIT_POLICY, SPIN_COUNT))}
 
 
-def stay_within_share(cgroups: Path = CGROUPS) -> None:
-    """Let torch compute with no more threads than the container grants processors, unless the environment says so.
+def use_physical_cores(cgroups: Path = CGROUPS, processors: Path = PROCESSORS) -> None:
+    """Let torch compute with a thread for each physical core, and with no more than the container grants processors.
 
-    torch counts the machine's cores, and the kernel stops all threads once the container's time is used up.
+    Two threads of one core share its arithmetic, and the kernel stops all threads once the container's time is used up.
+    Nothing is set where the environment says how many, or where every processor may be used.
     """
-    share = processor_share(cgroups)
+    share, cores = processor_share(cgroups), physical_cores(processors)
+    most = [int(bound) for bound in (share, cores) if bound is not None]
     chosen = any(name in os.environ for name in NUM_THREADS)
-    if not chosen and share is not None and share < len(os.sched_getaffinity(0)):
-        os.environ[NUM_THREADS[0]] = str(max(1, int(share)))
+    if not chosen and most and min(most) < len(os.sched_getaffinity(0)):
+        os.environ[NUM_THREADS[0]] = str(max(1, min(most)))
+
+
+def physical_cores(processors: Path = PROCESSORS) -> int | None:
+    """The physical cores among the processors this process may use; None where the system does not tell."""
+    if not processors.is_dir():
+        return None
+    usable = (processors / f"cpu{number}" for number in os.sched_getaffinity(0))
+    # Of one core all processors name the same ones; numbers of cores are unique within a package or a die only.
+    siblings = {_text(processor / "topology" / "thread_siblings_list") for processor in usable}
+    return None if "" in siblings else len(siblings)
 
 
 def processor_share(cgroups: Path = CGROUPS) -> float | None:

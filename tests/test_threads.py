@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -55,27 +56,55 @@ def test_another_program_gets_the_environment_as_it_was(monkeypatch: pytest.Monk
     assert threads.as_the_user_left_it() == os.environ
 
 
+NO_LIMIT = "max 100000"
+EACH_ITS_CORE = ["0", "1", "2", "3", "4", "5", "6", "7"]
+TWO_A_CORE = ["0,4", "1,5", "2,6", "3,7"] * 2
+
+
+def machine(folder: Path, siblings: list[str]) -> Path:
+    """A folder like the system's, with the processors of the same core as each names them."""
+    for number, of_core in enumerate(siblings):
+        (folder / f"cpu{number}" / "topology").mkdir(parents=True)
+        (folder / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(f"{of_core}\n")
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("quota", "cores", "chosen", "expected"),
+    ("quota", "usable", "siblings", "chosen", "expected"),
     [
-        ("250000 100000", 8, {}, "2"),
-        ("50000 100000", 8, {}, "1"),
-        ("250000 100000", 2, {}, None),
-        ("max 100000", 8, {}, None),
-        ("250000 100000", 8, {"OMP_NUM_THREADS": "6"}, "6"),
-        ("250000 100000", 8, {"MKL_NUM_THREADS": "6"}, None),
+        ("250000 100000", range(8), EACH_ITS_CORE, {}, "2"),
+        ("50000 100000", range(8), EACH_ITS_CORE, {}, "1"),
+        ("250000 100000", range(2), EACH_ITS_CORE, {}, None),
+        (NO_LIMIT, range(8), EACH_ITS_CORE, {}, None),
+        ("250000 100000", range(8), EACH_ITS_CORE, {"OMP_NUM_THREADS": "6"}, "6"),
+        ("250000 100000", range(8), EACH_ITS_CORE, {"MKL_NUM_THREADS": "6"}, None),
+        (NO_LIMIT, range(8), TWO_A_CORE, {}, "4"),
+        ("600000 100000", range(8), TWO_A_CORE, {}, "4"),
+        ("250000 100000", range(8), TWO_A_CORE, {}, "2"),
+        (NO_LIMIT, (0, 4, 1), TWO_A_CORE, {}, "2"),
+        (NO_LIMIT, range(8), TWO_A_CORE, {"OMP_NUM_THREADS": "8"}, "8"),
+        (NO_LIMIT, range(9), TWO_A_CORE, {}, None),
+        ("600000 100000", range(9), TWO_A_CORE, {}, "6"),
     ],
 )
-def test_a_container_gets_no_more_threads_than_it_grants_processors(
+def test_a_thread_for_each_core_and_no_more_than_the_container_grants(
     quota: str,
-    cores: int,
+    usable: Iterable[int],
+    siblings: list[str],
     chosen: dict[str, str],
     expected: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(usable))
     monkeypatch.setattr(os, "environ", dict(chosen))
-    threads.stay_within_share(tmp_path)
+    threads.use_physical_cores(tmp_path, machine(tmp_path / "cpu", siblings))
     assert os.environ.get("OMP_NUM_THREADS") == expected
+
+
+def test_a_system_that_tells_nothing_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    threads.use_physical_cores(tmp_path, tmp_path / "absent")
+    assert os.environ == {}

@@ -34,6 +34,7 @@ from kvchat.config.profiles import Measured
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.model.weight_sizes import read_bytes
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
@@ -124,15 +125,8 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
     """Milliseconds to read the weights of one token at the measured rate; None for mixtures of experts."""
-    config = model.model.config.get_text_config(decoder=True)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    if measured.read is None or any(getattr(config, name, None) for name in names):
-        return None
-    table = model.model.get_input_embeddings().weight
-    tied = table is model.model.get_output_embeddings().weight
-    # Of the embeddings one row is read; tied, they are the head as well.
-    size = model.weight_bytes - (0 if tied else table.nbytes)
-    return size / measured.read / 1e6
+    size = read_bytes(model.model, model.weight_bytes)
+    return None if size is None or measured.read is None else size / measured.read / 1e6
 
 
 # ---- settings --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ The shapes are those published with the models; nothing is downloaded, and weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from kvchat.engine.model.load import LoadedModel, wrap
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
+from kvchat.paths import bundled_model_dir
 
 FILL_TOKENS = 4096  # K/V drawn at once
+DRAWN = "drawn-from-seed-0"  # without a revision no K/V is saved
 
 
 def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
@@ -83,6 +85,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "MistralConfig",
         _shape(32_768, 4096, 14_336, 32, (32, 8), 32_768, 1_000_000.0, 1e-5, head_dim=128, sliding_window=None),
     ),
+    # The bundled model's, for conversations longer than it was trained for.
+    "bundled-128k": (
+        "LlamaConfig",
+        _shape(8192, 384, 1024, 8, (8, 4), 131_072, 500_000.0, 1e-5, head_dim=64, tie_word_embeddings=True),
+    ),
     "tiny": ("LlamaConfig", _shape(256, 64, 96, 4, (4, 2), 4096)),
 }
 
@@ -116,6 +123,26 @@ def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> Lo
             "Random weights are not quantized.", f"Given: --quantize {choice.quantize}.", "Give a --model."
         )
     return build(shape, choice.device, choice.dtype)
+
+
+def with_tokenizer(model: LoadedModel) -> LoadedModel:
+    """The model with the bundled tokenizer, where a conversation is measured; one that has its own keeps it.
+
+    Raises:
+        UsageError: the shape has fewer tokens than that tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    if not isinstance(model.tokenizer, NoTokenizer):
+        return model
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_dir(), local_files_only=True)
+    if len(tokenizer) > model.vocab:
+        raise UsageError(
+            f"{model.name} reads no text.",
+            f"It has {model.vocab:,} tokens, the bundled tokenizer {len(tokenizer):,}.",
+            "Take another --shape, such as bundled-128k.",
+        )
+    return replace(model, tokenizer=tokenizer, revision=DRAWN)
 
 
 def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:

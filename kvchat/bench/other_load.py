@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STAT = Path("/proc/stat")
+PROCESSES = Path("/proc")
+STAT = PROCESSES / "stat"
 # Ends by itself when its parent has ended, however that came.
 BUSY = """
 import os, sys
@@ -21,7 +22,7 @@ while os.getppid() == int(sys.argv[1]):
     for _ in range(100_000):
         pass
 """
-# Seconds of processor time since the machine's start: all there is, of it idle, of it this process's own.
+# Seconds of processor time since the machine's start: all there is, of it idle, of it this process and its children.
 Sample = tuple[float, float, float]
 
 
@@ -52,7 +53,20 @@ def sample(stat: Path = STAT) -> Sample | None:
     except OSError:
         return None
     ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
-    return sum(ticks), ticks[3] + ticks[4], time.process_time()
+    return sum(ticks), ticks[3] + ticks[4], time.process_time() + _of_children()
+
+
+def _of_children() -> float:
+    """Seconds of processor time of this process's children, also of those that have ended: llama.cpp runs in one."""
+    ended, running = os.times(), 0
+    for stat in PROCESSES.glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if int(fields[1]) == os.getpid():
+            running += int(fields[11]) + int(fields[12])
+    return ended.children_user + ended.children_system + running / os.sysconf("SC_CLK_TCK")
 
 
 def share(before: Sample | None, after: Sample | None) -> list[float]:

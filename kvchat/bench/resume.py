@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvchat import units
+from kvchat.bench import model_shapes
 from kvchat.bench.corpus import prose
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.frame import Frame, Row
@@ -30,12 +31,17 @@ OTHER = (Turn("user", "Hello."),)
 
 @dataclass(frozen=True)
 class Settings:
-    """The measurement: so many ``rounds`` of about ``tokens`` tokens in ``mode``, which is ``MODE[:KEY=VALUE,...]``."""
+    """The measurement: so many ``rounds`` of about ``tokens`` tokens in ``mode``, which is ``MODE[:KEY=VALUE,...]``.
+
+    ``shape`` names a model shape with random weights instead of the chosen model, for conversations longer than that
+    reads.
+    """
 
     tokens: int = 8000
     rounds: int = 3
     mode: str = "full"
     budget: int = 512
+    shape: str = ""
 
 
 def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
@@ -45,7 +51,7 @@ def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), fr
         KvchatError: the model or mode is refused, or the conversation is longer than its context.
     """
     frame, found = frame or Frame(), methods([settings.mode], settings.budget)
-    model = choice.load(frame.report)
+    model = model_shapes.with_tokenizer(model_shapes.choose(settings.shape, choice, frame.report))
     experiment = Experiment(
         "resume",
         f"{settings.mode}, {settings.tokens:,} tokens",

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvchat.bench.model_choice import ModelChoice
-from kvchat.cli.bench_options import Budget, Device, Dtype, HostPages, Json, Mode, Model, Out, Quantize
+from kvchat.cli.bench_options import Budget, Device, Dtype, HostPages, Json, Mode, Model, Out, Quantize, Shape
 from kvchat.cli.bench_output import Run
 
 
@@ -16,6 +16,7 @@ def resume_command(
     rounds: Annotated[int, typer.Option(min=1, help="times that each is measured")] = 3,
     mode: Mode = "full",
     budget: Budget = 512,
+    shape: Shape = "",
     model: Model = "bundled",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -27,6 +28,6 @@ def resume_command(
     """Time to take up a conversation again, from memory and from disk, against reading its prompt."""
     from kvchat.bench import resume
 
-    settings = resume.Settings(tokens, rounds, mode, budget)
+    settings = resume.Settings(tokens, rounds, mode, budget, shape)
     run = Run("resume", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json)
     run.done(resume.run(settings, run.choice, run.frame))

@@ -77,12 +77,14 @@ def prefers_lines() -> bool:
 
 def load_of(chosen: Settings) -> Load:
     """What the engine is to load."""
+    measured = profiles.find(chosen.model.device).measured
     return Load(
         **chosen.model.of_load(),
         mode=chosen.kv.mode,
         mode_params={mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))},
         host_dtype=chosen.kv.host_dtype,
-        link_bytes_per_s=profiles.find(chosen.model.device).measured.link_bytes_per_s,
+        link_bytes_per_s=measured.link_bytes_per_s,
+        read_bytes_per_s=measured.read_bytes_per_s,
     )
 
 

@@ -57,7 +57,7 @@ from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.threads import spin_briefly, stay_within_share
+from kvchat.threads import spin_briefly, use_physical_cores
 from kvchat.tui.prompt.words import resolve
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
     files.name_temporary_folder()
     spin_briefly()
-    stay_within_share()
+    use_physical_cores()
     replace_unknown_characters()
     try:
         app(prog_name="kvchat")

@@ -81,6 +81,11 @@ class Measured(Section):
     """torch that measured"""
 
     @property
+    def read_bytes_per_s(self) -> float | None:
+        """Bytes per second at which the device's memory is read."""
+        return None if self.read is None else self.read * 1e9
+
+    @property
     def link_bytes_per_s(self) -> float | None:
         """Bytes per second from host to device as recall copies them: scattered pages, or at best one large copy."""
         rate = self.gather or self.to_device

@@ -21,7 +21,7 @@ from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.engine.model.weight_sizes import linears, weight_bytes, without_memory
+from kvchat.engine.model.weight_sizes import linears, read_bytes, weight_bytes, without_memory
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
@@ -30,7 +30,7 @@ from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
@@ -41,8 +41,10 @@ PROPOSED_MODES = ("full", "speculative", SPILLED, "streaming")
 PROPOSED_WEIGHTS = ("none", "int8", "nf4")
 
 
-def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPlan:
+def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Snapshot | None = None) -> MemoryPlan:
     """Plan for a conversation of ``context`` tokens, by default as long as the model allows.
+
+    ``in_use`` is what a model takes now that is unloaded for the planned one.
 
     Raises:
         ModelError: the model cannot be found or run; UsageError: an unknown device, dtype or parameter, or a context
@@ -55,6 +57,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPl
     described, geometry = seen.described, seen.geometry
     is_rounded = load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
+    device_given, host_given = _given_back(in_use, described.device)
     made = MemoryPlan(
         model=load.model,
         architecture=described.model_class.__name__,
@@ -65,16 +68,24 @@ def memory_plan(load: Load, context: int | None, progress: Progress) -> MemoryPl
         modes={name: mode_need(name, load, seen, tokens, share) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen.shapes, geometry, tokens, described.device),
-        host_pool=geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), is_rounded),
+        host_pool=_host_pool(geometry, tokens, is_rounded),
         snapshots=SNAPSHOTS * seen.state.nbytes,
-        device_free=budget.free_bytes(described.device),
-        host_free=available.host_free(),
+        device_free=budget.free_bytes(described.device) + device_given,
+        host_free=available.host_free() + host_given,
         token_bytes=geometry.token_bytes,
         host_share=share,
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
         file_bits=gguf_weights.bits(described.location),
+        floor_ms=_floors(seen, weights, load.read_bytes_per_s),
     )
-    return replace(made, proposal=propose(made))
+    made = replace(made, proposal=propose(made))
+    room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
+    made = replace(made, modes=made.modes | {"full": mode_need("full", load, seen, tokens, share, room)})
+    if in_use is None:
+        return made
+    read = mode_need(in_use.mode, load, seen, in_use.total, share, room).device_bytes
+    pool = _host_pool(geometry, in_use.total, is_rounded)
+    return replace(made, stored=StoredNeed(in_use.mode, in_use.total, read, pool))
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:
@@ -84,13 +95,11 @@ def fits_beside(load: Load, progress: Progress) -> bool:
         KvchatError: it cannot be loaded at all.
     """
     made = memory_plan(load, 1, progress)
-    quantize = made.by_default if load.quantize == "auto" else load.quantize
-    needed = made.weights.get(quantize, max(made.weights.values())) + made.workspace
-    return needed <= available.usable(made.device_free)
+    return _asked_weights(made, load) + made.workspace <= available.usable(made.device_free)
 
 
 def propose(made: MemoryPlan) -> Proposal | None:
-    """The first combination that fits, the best first; None where none does."""
+    """The first combination that fits, the best first; None where none does. The modes have all that they want."""
     for quantize in [name for name in (made.by_default, *PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
         for way in PROPOSED_MODES:
             mode = "full" if way == SPILLED else way
@@ -150,6 +159,32 @@ def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
     return {name: weight_bytes(seen.shapes, name, described.device) for name in choices}
 
 
+def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:
+    """Bytes that the model in use holds on ``device`` and on the host; on a CPU both are all of it."""
+    if in_use is None:
+        return 0, 0
+    computed_with = in_use.weight_bytes + in_use.kv_device_bytes
+    if in_use.torch_allocated is None:
+        held = computed_with + in_use.kv_host_bytes
+        return (held if device.type == "cpu" else 0), held
+    return (in_use.kv_host_bytes if device.type == "cpu" else computed_with), in_use.kv_host_bytes
+
+
+def _host_pool(geometry: Geometry, tokens: int, is_rounded: bool) -> int:
+    """Bytes of the host pool once ``tokens`` and the next one were stored."""
+    return geometry.layers * layer_bytes(geometry, geometry.grown(tokens + 1), is_rounded)
+
+
+def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dict[str, float]:
+    """Milliseconds to read the weights of one token by quantization; nothing without a ``rate`` or with experts."""
+    read = {name: read_bytes(seen.shapes, nbytes) for name, nbytes in weights.items()}
+    if rate and "int8" in read and seen.described.device.type == "cpu":
+        # The head is packed apart from the embeddings there, of which a row is read.
+        table = seen.shapes.get_input_embeddings().weight.nbytes
+        read["int8"] = read["int8"] and weights["int8"] - table
+    return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
+
+
 def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:
     """True if all of it fits the free memory, with the margin that is always left."""
     read = MIN_BUDGET * made.token_bytes if way == SPILLED else made.modes[way].device_bytes
@@ -157,6 +192,12 @@ def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:
     if made.device == "cpu":
         return way != SPILLED and on_device + on_host <= available.usable(made.host_free)
     return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
+
+
+def _asked_weights(made: MemoryPlan, load: Load) -> int:
+    """Bytes of the weights as ``load`` asks for them; the most where it is not known how they are kept."""
+    quantize = made.by_default if load.quantize == "auto" else load.quantize
+    return made.weights.get(quantize, max(made.weights.values()))
 
 
 def _beside_kv(made: MemoryPlan, quantize: str) -> int:
@@ -175,12 +216,19 @@ def _spilled(made: MemoryPlan, quantize: str) -> int:
     return int(max(0, made.context * made.token_bytes - room) * made.host_share)
 
 
-def mode_need(name: str, load: Load, seen: _Observed, tokens: int, host_share: float = 1.0) -> ModeNeed:
-    """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``."""
+def mode_need(
+    name: str, load: Load, seen: _Observed, tokens: int, host_share: float = 1.0, room: int | None = None
+) -> ModeNeed:
+    """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``.
+
+    ``room`` is what the device leaves for K/V, for modes that take less where it is short; None where it is not.
+    """
     geometry = seen.geometry
     try:
         traits = ModelTraits(seen.longest, (None,) * geometry.layers)
         mode = build(modes.in_force(name, load.mode_params, load.given), geometry, traits)
+        if room is not None:
+            mode.limit(geometry.grown(tokens + 1), room)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)
         resident = getattr(mode, "resident", None)
         chosen = {"budget": getattr(mode, "budget", None), "sink": mode.sink, "window": mode.window}

@@ -119,7 +119,8 @@ class ModeNeed:
     """A mode's K/V on the device, with the parameters in force; ``refusal`` says why it cannot be entered.
 
     In freeze and sync it is the most: what freezes and which heads retrieve turns out later. Full mode with
-    ``resident`` reads ``link_bytes`` over the link for every token once the conversation is as long as planned.
+    ``resident`` reads ``link_bytes`` over the link for every token once the conversation is as long as planned; where
+    nobody chose it, it is what the device leaves beside the weights asked for.
     """
 
     device_bytes: Count
@@ -143,6 +144,16 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class StoredNeed:
+    """What the ``tokens`` stored now take in the present ``mode``: K/V on the device and in the host pool."""
+
+    mode: str
+    tokens: Count
+    device_bytes: Count
+    host_pool: Count
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by purpose, for a conversation of ``context`` tokens.
 
@@ -150,7 +161,8 @@ class MemoryPlan:
     estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
     ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of a GGUF file that
     none is asked for, else it is none; ``file_bits`` is what a weight of that file takes, else 0. ``proposal`` is None
-    where nothing fits.
+    where nothing fits. ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was
+    measured: no token takes less. Where a model is in use, ``stored`` is set, and what that holds counts as free.
     """
 
     model: str
@@ -171,6 +183,8 @@ class MemoryPlan:
     by_default: str = "none"
     file_bits: float = 0.0
     proposal: Proposal | None = None
+    floor_ms: dict[str, float] = field(default_factory=dict)
+    stored: StoredNeed | None = None
 
 
 @dataclass(frozen=True)
@@ -205,8 +219,9 @@ class Snapshot:
     (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the copies of an answer's
     last 256 steps, ``exposed_ms_*`` of the time waited for them, ``recall_bytes_per_s`` is the rate since the last
     snapshot. ``extras`` are figures of the current mode only, in display order. ``kv_parked_bytes`` are those of other
-    conversations in host memory. ``process_bytes`` is the engine's memory on the host. ``prices`` are the other
-    modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
+    conversations in host memory. ``state_bytes`` and ``snapshot_bytes`` are those of the recurrent state and its
+    snapshots, which the K/V's bytes hold too. ``process_bytes`` is the engine's memory on the host. ``prices`` are the
+    other modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
     """
 
     mode: str
@@ -240,3 +255,5 @@ class Snapshot:
     prices: tuple[Price, ...] = ()
     badges: tuple[str, ...] = ()
     kv_parked_bytes: Count = 0
+    state_bytes: Count = 0
+    snapshot_bytes: Count = 0

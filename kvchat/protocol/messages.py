@@ -64,7 +64,8 @@ class Load:
 
     ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
     for; they override the settings: the budget in every mode, the others in that mode only.
-    ``link_bytes_per_s`` is the measured rate of recall, host to device; None without a measurement.
+    ``link_bytes_per_s`` is the measured rate of recall, host to device, ``read_bytes_per_s`` that of reading the
+    device's memory; None without a measurement.
     """
 
     model: str = BUNDLED
@@ -76,6 +77,7 @@ class Load:
     quantize: str = "auto"
     fast: bool = True
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    read_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     keeping: Keeping = Keeping()
     host_dtype: HostDtype = "model"
 

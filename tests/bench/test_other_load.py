@@ -76,6 +76,20 @@ def test_what_others_took(tmp_path, monkeypatch):
     assert other_load.share(before, before) == []
 
 
+def test_a_child_is_none_of_the_others_while_it_runs_and_when_it_has_ended():
+    before = other_load.sample()
+    if before is None:
+        pytest.skip("the system does not tell")
+    own = time.process_time()
+    with other_load.busy(1):
+        deadline = time.monotonic() + 60
+        while other_load.sample()[2] - before[2] < 0.5 + time.process_time() - own:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running = other_load.sample()[2]
+    assert other_load.sample()[2] >= running - 0.05
+
+
 def test_where_the_system_does_not_tell_nothing_is_claimed(tmp_path):
     assert other_load.sample(tmp_path / "none") is None
     assert other_load.share(None, (1.0, 1.0, 1.0)) == []

@@ -10,11 +10,14 @@ import torch
 from support.memory_faults import HostMemoryError
 from typer.testing import CliRunner
 
-from kvchat.bench import prefill
+from kvchat.bench import host_peak, prefill
 from kvchat.bench.frame import Frame
 from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.variant import parsed
 from kvchat.cli.bench import app
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
+from kvchat.kv.modes import build
 
 CPU = ModelChoice(device="cpu")
 
@@ -31,12 +34,34 @@ def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
     assert [(row["tokens"], row["chunk"]) for row in result["rows"]] == [(40, 40), (600, 512)]
     for row in result["rows"]:
         assert row["times_one_shot"] == pytest.approx(sum(row["ratios"]) / 2)
-        assert row["peak_bytes"] is None
+        assert all(row[peak] is None or row[peak] > 2**20 for peak in ("peak_bytes", "one_shot_peak_bytes"))
         assert row["turn_seconds"] > 0
     assert [len(ids) for ids in read] == [40, 40, 5, 40, 5, 600, 600, 5, 600, 5]
     assert all(ids in read for ids in one_shot)
     assert len(lines) == 2
     json.dumps(result)
+
+
+def test_the_peak_is_that_of_one_reading(tiny_shape):
+    if not host_peak.forget():
+        pytest.skip("the system does not let a process forget its peak")
+    nbytes = 200 * 2**20
+
+    def peak(taken):
+        return prefill._measured(tiny_shape, lambda: torch.ones(taken, dtype=torch.uint8)).peak_bytes
+
+    before, large, after = peak(1), peak(nbytes), peak(1)
+    assert large - before == pytest.approx(nbytes, rel=0.1)
+    assert after < large - 0.9 * nbytes
+
+
+def test_the_peak_of_one_forward_is_without_the_pool_that_lies_beside_it(tiny_shape):
+    runner = ModelRunner(tiny_shape, build(parsed("full"), geometry_of(tiny_shape), traits_of(tiny_shape)))
+    pool = runner.kv.state.host.nbytes
+    assert pool > 0
+    assert prefill._without_pool(runner, prefill.Reading(1.0, pool + 5)) == 5
+    assert prefill._without_pool(runner, prefill.Reading(1.0, None)) is None
+    assert prefill._without_pool(runner, None) is None
 
 
 def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):

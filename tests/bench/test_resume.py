@@ -7,12 +7,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench import resume
+from kvchat.bench import model_shapes, resume
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.resume import Settings
 from kvchat.bench.summaries import tables
 from kvchat.cli.main import app
-from kvchat.errors import DoesNotFitError
+from kvchat.errors import DoesNotFitError, UsageError
 
 
 @pytest.mark.parametrize("mode", ["full", "streaming"])
@@ -32,6 +32,22 @@ def test_the_command():
     assert ran.exit_code == 0, ran.output
     assert [row["way"] for row in json.loads(ran.stdout)["summary"]] == ["prompt", "memory", "disk"]
     assert "tokens from disk" in ran.stderr
+
+
+def test_a_shape_reads_conversations_that_the_model_does_not():
+    """``bundled-128k`` allows 131,072 tokens; few are read here."""
+    arguments = ["bench", "resume", "--shape", "bundled-128k", "--device", "cpu", "--tokens", "150", "--rounds", "1"]
+    ran = CliRunner().invoke(app, [*arguments, "--json"])
+    assert ran.exit_code == 0, ran.output
+    result = json.loads(ran.stdout)
+    assert [row["way"] for row in result["summary"]] == ["prompt", "memory", "disk"]
+    assert result["settings"]["shape"] == "bundled-128k"
+    assert model_shapes.SHAPES["bundled-128k"][1]["max_position_embeddings"] > 30_000
+
+
+def test_a_shape_without_room_for_the_tokenizer_is_refused():
+    with pytest.raises(UsageError, match=r"tiny.*reads no text.*256 tokens.*bundled-128k"):
+        resume.run(Settings(100, 1, shape="tiny"), ModelChoice(device="cpu"))
 
 
 def test_what_was_not_kept_is_said(monkeypatch):

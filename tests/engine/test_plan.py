@@ -10,15 +10,19 @@ import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
 
+from kvchat.bench.decode import floor_ms
+from kvchat.config.profiles import Measured
+from kvchat.engine import plan
 from kvchat.engine.model import quantization
+from kvchat.engine.model.description import describe
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
 from kvchat.engine.plan import fits_beside, memory_plan, mode_need, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available
-from kvchat.protocol.figures import ModeNeed
+from kvchat.kv.memory import available, budget
+from kvchat.protocol.figures import ModeNeed, Snapshot
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 
@@ -141,11 +145,82 @@ def test_what_full_reads_over_the_link_is_counted():
     assert any("over the link, a token" in line for line in plan_lines(made))
 
 
+def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_link(monkeypatch):
+    def card(name, device, dtype, progress):
+        return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
+
+    monkeypatch.setattr(plan, "describe", card)
+    monkeypatch.setattr(quantization, "possible", lambda device, dtype: ["none", "int8"])
+    free = 10 * 2**30
+
+    def made(**asked):
+        monkeypatch.setattr(budget, "free_bytes", lambda device: free)
+        return memory_plan(Load("bundled", "cuda", "bfloat16", **asked), None, silent)
+
+    large = made()
+    assert large.modes["full"].link_bytes == 0
+    free = large.weights["none"] + large.workspace + large.modes["full"].device_bytes // 2
+    small = made()
+    need, token_bytes = small.modes["full"], small.token_bytes
+    resident = need.params["resident"]
+    left = available.usable(free - small.weights["none"]) - small.workspace
+    assert need.device_bytes == pytest.approx(left, rel=0.1)
+    assert need.device_bytes == pytest.approx(resident * token_bytes, rel=WITHIN)
+    assert need.link_bytes == (small.context - resident) * token_bytes
+    assert small.proposal.mode != "full" or small.proposal.gave_up
+    assert made(quantize="int8").modes["full"].params["resident"] > resident
+    assert made(mode_params={"full": {"resident": 512}}).modes["full"].params["resident"] == 512
+
+
 def test_on_a_cpu_everything_shares_the_memory():
     made = planned("bundled")
     needed = made.weights["none"] + made.modes["full"].device_bytes + made.workspace + made.host_pool
     assert proposed(made, int(needed / 0.93)) == ("none", "full")
     assert proposed(made, needed) != ("none", "full")
+
+
+def test_the_floor_is_that_of_the_model_loaded_so():
+    asked = Load("bundled", "cpu", "float32", read_bytes_per_s=2e9)
+    made = memory_plan(asked, TOKENS, silent)
+    for quantize in ("none", "int8"):
+        loaded = load_model(replace(asked, quantize=quantize), silent)
+        assert made.floor_ms[quantize] == pytest.approx(floor_ms(loaded, Measured(read=2.0)), rel=WITHIN)
+    (row,) = [line for line in plan_lines(replace(made, weights={"none": made.weights["none"]})) if "a token" in line]
+    assert row.split() == ["floor,", "a", "token", "host", f"{made.floor_ms['none']:.1f}", "ms"]
+    assert planned("bundled").floor_ms == {}
+    assert not any("floor" in line for line in plan_lines(planned("bundled")))
+
+
+@pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
+def test_experts_have_no_floor(folder):
+    assert memory_plan(Load(str(folder), "cpu", "float32", read_bytes_per_s=2e9), TOKENS, silent).floor_ms == {}
+
+
+@pytest.mark.parametrize("folder", ["llama", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize("mode", ["full", "streaming"])
+def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkeypatch):
+    asked = Load(str(folder), "cpu", "float32", mode=mode, mode_params={"streaming": {"budget": 128}})
+    session = Session(load_model(asked, silent), asked)
+    session.prefill([5 + i % 90 for i in range(TOKENS)])
+    seen = session.snapshot()
+    monkeypatch.setattr(available, "host_free", lambda: 2**30)
+    made = memory_plan(asked, None, silent, seen)
+    assert (made.stored.mode, made.stored.tokens) == (mode, TOKENS)
+    assert made.stored.device_bytes == pytest.approx(seen.kv_device_bytes - seen.state_bytes, rel=WITHIN)
+    grown_for = TOKENS - TAIL - 1 if made.state else TOKENS  # as above
+    pool = memory_plan(asked, None, silent, replace(seen, total=grown_for)).stored.host_pool
+    assert pool == pytest.approx(seen.kv_host_bytes - seen.snapshot_bytes, rel=WITHIN)
+    assert made.state == seen.state_bytes
+    held = seen.weight_bytes + seen.kv_device_bytes + seen.kv_host_bytes
+    assert (made.host_free, made.device_free) == (2**30 + held, 2**30 + held)
+
+
+def test_on_a_gpu_the_model_in_use_gives_back_each_memory_its_own():
+    in_use = Snapshot("full", {}, 7, 7, 4096, kv_device_bytes=1, kv_host_bytes=20, weight_bytes=300, torch_allocated=0)
+    assert plan._given_back(in_use, torch.device("cuda")) == (301, 20)
+    assert plan._given_back(in_use, torch.device("cpu")) == (20, 20)
+    assert plan._given_back(replace(in_use, torch_allocated=None), torch.device("cuda")) == (0, 321)
+    assert plan._given_back(None, torch.device("cpu")) == (0, 0)
 
 
 def test_the_models_context_is_the_default_and_the_limit():

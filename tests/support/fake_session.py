@@ -152,7 +152,8 @@ class FakeSession:
 class FakeLoader:
     """Gives ``sessions`` one after the other, the last one again and again; an error among them is raised.
 
-    ``while_loading(progress)`` runs in between; ``has_room`` is the answer to ``fits_beside``, ``planned`` to ``plan``.
+    ``while_loading(progress)`` runs in between; ``has_room`` is the answer to ``fits_beside``, ``planned`` to ``plan``,
+    which notes what it was told to be ``in_use``.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class FakeLoader:
     ) -> None:
         self.sessions = list(sessions)
         self.while_loading, self.has_room, self.planned = while_loading, has_room, planned
+        self.in_use: list[Snapshot | None] = []
 
     def open_session(self, load: Load, progress: Callable[[str], None]) -> FakeSession:
         session = self.sessions.pop(0) if len(self.sessions) > 1 else self.sessions[0]
@@ -175,7 +177,8 @@ class FakeLoader:
     def fits_beside(self, load: Load, progress: Callable[[str], None]) -> bool:
         return self.has_room
 
-    def plan(self, asked: Plan, progress: Callable[[str], None]) -> MemoryPlan:
+    def plan(self, asked: Plan, in_use: Snapshot | None, progress: Callable[[str], None]) -> MemoryPlan:
+        self.in_use.append(in_use)
         if isinstance(self.planned, KvchatError):
             raise self.planned
         assert self.planned is not None

@@ -183,6 +183,8 @@ class MetricsCollector:
             context=self._context,
             kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
             kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
+            state_bytes=self._recurrent.nbytes,
+            snapshot_bytes=self._recurrent.snapshot_bytes,
             weight_bytes=self._weight_bytes,
             process_bytes=resident_bytes(),
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,

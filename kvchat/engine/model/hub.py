@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.engine.model import resumable
-from kvchat.engine.model.resumable import DownloadProgress, RemoteFile
+from kvchat.engine.model.byte_progress import ByteProgress
+from kvchat.engine.model.resumable import RemoteFile
 from kvchat.errors import ModelError
 
 Progress = Callable[[str], None]
@@ -26,7 +27,7 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    told = DownloadProgress(progress)
+    told = ByteProgress(progress, "Downloading")
     try:
         resumable.fetch(_large_files(name, patterns), told)
         folder = huggingface_hub.snapshot_download(
@@ -78,7 +79,7 @@ def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
         return []
 
 
-def _reporter(told: DownloadProgress) -> type:
+def _reporter(told: ByteProgress) -> type:
     """A tqdm class that draws nothing and tells the bytes downloaded.
 
     The hub's library makes several bars: one for files, then one for bytes in files, then one for bytes transferred,

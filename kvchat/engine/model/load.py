@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from kvchat.engine.memory_errors import is_out_of_memory
-from kvchat.engine.model import attention_hook, cpu_dtype, gguf_weights, quantization, supported, text_part
+from kvchat.engine.model import (
+    attention_hook,
+    cpu_dtype,
+    gguf_weights,
+    quantization,
+    supported,
+    text_part,
+    weights_progress,
+)
 from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.fusion import swap
@@ -92,8 +100,10 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
         with _explained(checkpoint, described.device):
-            progress(_loading_weights(chosen.quantize, described))
-            model = _model(described, checkpoint, quantized)
+            stage = _loading_weights(chosen.quantize, described)
+            progress(stage)
+            with weights_progress.told(checkpoint, stage, progress):
+                model = _model(described, checkpoint, quantized)
             progress("Testing the model")
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":

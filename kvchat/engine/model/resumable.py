@@ -11,20 +11,16 @@ import hashlib
 import io
 import os
 import re
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvchat.engine.model.byte_progress import ByteProgress
 from kvchat.errors import ModelError
-from kvchat.units import seconds, size
 
 LARGE = 2**24
 CHUNK = 2**20  # the library's ten times as many bytes show nothing for ten seconds on a slow line
 TOO_LARGE = 50 * 10**9  # the hub sends no larger file in one piece
-REPORT_S = 1.0
-SPEED_SAMPLES = 20
 
 
 class RemoteFile(NamedTuple):
@@ -40,34 +36,7 @@ class RemoteFile(NamedTuple):
         return self.blob.with_name(f"{self.blob.name}.partial")
 
 
-class DownloadProgress:
-    """Tells at most once a second how far a download is, how fast and how long it will take."""
-
-    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._report, self._clock = report, clock
-        self._samples: deque[tuple[float, float]] = deque(maxlen=SPEED_SAMPLES)
-        self._ended = False
-
-    def end(self) -> None:
-        """Tell nothing more: the library's bars speak once more when they are collected, whatever is done then."""
-        self._ended = True
-
-    def tell(self, done: float, total: float) -> None:
-        """``Downloading 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32.0 s left``."""
-        now = self._clock()
-        too_soon = self._samples and now - self._samples[-1][0] < REPORT_S and done < total
-        if self._ended or too_soon:
-            return
-        self._samples.append((now, done))
-        began, first = self._samples[0]
-        text = f"Downloading {size(done)} of {size(total)}"
-        if now - began >= REPORT_S and done > first:
-            rate = (done - first) / (now - began)
-            text += f" · {size(rate)}/s · {seconds((total - done) / rate)} left"
-        self._report(text)
-
-
-def fetch(files: list[RemoteFile], progress: DownloadProgress) -> None:
+def fetch(files: list[RemoteFile], progress: ByteProgress) -> None:
     """Download files where they are not there yet.
 
     Raises:
@@ -102,7 +71,7 @@ def large_files(name: str, patterns: list[str], ignored: list[str]) -> Iterator[
                 yield RemoteFile(url, sizes[file], blobs / etag)
 
 
-def _fetch(file: RemoteFile, before: int, total: int, progress: DownloadProgress) -> None:
+def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) -> None:
     from huggingface_hub import constants
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._headers import build_hf_headers

@@ -16,6 +16,8 @@ WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration's names for their number
+
 
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model on torch's meta device, where tensors have shapes and no memory."""
@@ -39,6 +41,19 @@ def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
             total += _packed_bytes(linear, quantize, device)
             total -= 0 if linear is head and tied else linear.weight.nbytes
     return total
+
+
+def read_bytes(model: Any, nbytes: int) -> int | None:
+    """Bytes of the weights that one token reads, of ``nbytes`` in all; None for mixtures of experts, which read some.
+
+    Of the embeddings one row is read; tied to the head, all of them.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return None
+    table = model.get_input_embeddings().weight
+    is_tied = table is model.get_output_embeddings().weight
+    return nbytes - (0 if is_tied else int(table.nbytes))
 
 
 def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int:

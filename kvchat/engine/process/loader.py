@@ -47,7 +47,7 @@ class Loader(Protocol):
 
     def open_session(self, load: Load, progress: Progress) -> Session: ...
     def fits_beside(self, load: Load, progress: Progress) -> bool: ...
-    def plan(self, asked: Plan, progress: Progress) -> figures.MemoryPlan: ...
+    def plan(self, asked: Plan, in_use: figures.Snapshot | None, progress: Progress) -> figures.MemoryPlan: ...
 
 
 class EngineLoader:
@@ -66,8 +66,8 @@ class EngineLoader:
 
         return fits_beside(load, progress)
 
-    def plan(self, asked: Plan, progress: Progress) -> figures.MemoryPlan:
+    def plan(self, asked: Plan, in_use: figures.Snapshot | None, progress: Progress) -> figures.MemoryPlan:
         """As ``kvchat.engine.plan.memory_plan``."""
         from kvchat.engine.plan import memory_plan
 
-        return memory_plan(asked.load, asked.context, progress)
+        return memory_plan(asked.load, asked.context, progress, in_use)

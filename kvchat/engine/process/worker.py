@@ -43,7 +43,7 @@ from kvchat.protocol.messages import (
     Stop,
     Switch,
 )
-from kvchat.threads import spin_briefly, stay_within_share
+from kvchat.threads import spin_briefly, use_physical_cores
 
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
@@ -221,7 +221,8 @@ class Server:
     def _plan(self, command: Plan) -> None:
         """Send a model's memory plan or the refusal, which is no ``Failed``: that would end an answer in progress."""
         try:
-            planned = figures.Planned(command.load.model, self._loader.plan(command, lambda stage: None))
+            in_use = self._session.snapshot() if self._session else None
+            planned = figures.Planned(command.load.model, self._loader.plan(command, in_use, lambda stage: None))
         except Exception as error:  # noqa: BLE001  # whatever a model's files lead to
             planned = figures.Planned(command.load.model, None, str(_explained(error)))
         self._outbox.send(planned)
@@ -321,7 +322,7 @@ def main() -> None:
     """Serve the parent process on this process's stdin and stdout."""
     files.name_temporary_folder()
     spin_briefly()
-    stay_within_share()
+    use_physical_cores()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = take_streams()

@@ -18,7 +18,6 @@ from kvchat.tui.model_choice.downloads import Download
 from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
-from kvchat.units import count, size
 
 ANSWER_POLL_S = 0.2
 
@@ -182,11 +181,18 @@ class Models:
             return
         measured = self._measured() if planned.model == self.in_use.model else {}
         self._view.add_note("\n".join(plan_lines(planned.plan, measured)))
-        if measured and (snapshot := self._state.snapshot) and snapshot.total:
-            device, host = size(snapshot.kv_device_bytes, 2), size(snapshot.kv_host_bytes, 2)
-            self._view.add_note(f"Measured for {count(snapshot.total)} tokens: K/V read {device}, stored {host}.")
 
     def _measured(self) -> dict[str, int]:
-        """Bytes of what is there for good once the model is loaded, by the keys of the table's rows."""
+        """Bytes of what is there once the model is loaded, by the keys of the table's rows."""
         snapshot, info = self._state.snapshot, self._state.info
-        return {f"weights {info.weights or 'none'}": snapshot.weight_bytes} if snapshot and info else {}
+        if not snapshot or not info:
+            return {}
+        loaded = {f"weights {info.weights or 'none'}": snapshot.weight_bytes}
+        if not snapshot.total:
+            return loaded
+        return loaded | {
+            "state": snapshot.state_bytes,
+            "snapshots": snapshot.snapshot_bytes,
+            "read now": snapshot.kv_device_bytes - snapshot.state_bytes,
+            "stored now": snapshot.kv_host_bytes - snapshot.snapshot_bytes,
+        }

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args
 
-from kvchat.protocol.figures import MemoryPlan, Proposal
+from kvchat.protocol.figures import MemoryPlan, Proposal, StoredNeed
 from kvchat.protocol.messages import Quantize
-from kvchat.units import count, size
+from kvchat.units import count, figure, size
 
 # Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
 CHOICES = {*get_args(Quantize)} - {"auto", "none"}
+FLOOR = (
+    "floor: reading the weights once, at the rate that kvchat bench decode --save-profile measured; no token is faster"
+)
 
 
 class Row(NamedTuple):
@@ -26,14 +29,13 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
     """The table as lines; ``measured`` holds bytes by the key of a row, where the model is loaded."""
     yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
     yield ""
-    rows = list(_rows(made))
-    name, place = (max(len(row[column]) for row in rows) for column in (1, 2))
-    if measured:
-        yield f"{'':<{name}}  {'':<{place}}  {'planned':<10}  measured"
-    for row in rows:
-        found = size(measured[row.key], 2) if measured and row.key in measured else ""
-        yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
+    yield from _table("", list(_rows(made)), measured)
+    if made.floor_ms:
+        yield FLOOR
     yield ""
+    if measured and (stored := made.stored) and stored.tokens:
+        yield from _table(f"{count(stored.tokens)} tokens now", list(_stored_rows(made, stored)), measured)
+        yield ""
     yield from _proposed(made)
 
 
@@ -44,11 +46,29 @@ def command_line(model: str, proposal: Proposal) -> str:
     return f"kvchat -m {model} --mode {proposal.mode}{budget}{quantize}"
 
 
+def _table(title: str, rows: list[Row], measured: Mapping[str, int] | None) -> Iterator[str]:
+    name, place = max(len(title), *(len(row.name) for row in rows)), max(len(row.place) for row in rows)
+    if measured:
+        yield f"{title:<{name}}  {'':<{place}}  {'planned':<10}  measured"
+    for row in rows:
+        found = size(measured[row.key], 2) if measured and row.key in measured else ""
+        yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
+
+
+def _stored_rows(made: MemoryPlan, stored: StoredNeed) -> Iterator[Row]:
+    """The K/V of the tokens stored now, beside what they were measured to take."""
+    where = "host" if made.device == "cpu" else made.device
+    yield Row("read now", f"K/V read, {stored.mode}", where, size(stored.device_bytes, 2))
+    yield Row("stored now", "K/V stored", "host", size(stored.host_pool, 2))
+
+
 def _rows(made: MemoryPlan) -> Iterator[Row]:
     where = "host" if made.device == "cpu" else made.device
     for name, needed in made.weights.items():
         chosen = ", by default" if name == made.by_default != "none" else ""
         yield Row(f"weights {name}", f"weights, {name}{chosen}", where, size(needed, 2))
+        if name in made.floor_ms:
+            yield Row(f"floor {name}", "  floor, a token", where, figure(made.floor_ms[name], "ms", 1))
     for name, need in made.modes.items():
         given = [f", {key} {need.params[key]}" for key in ("budget", "resident") if need.params.get(key)]
         yield Row(
@@ -62,9 +82,10 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     yield Row("stored", "K/V stored", "host", size(made.host_pool, 2))
     if made.snapshots:
         yield Row("snapshots", "snapshots of the state", "host", size(made.snapshots, 2))
+    free = "free without the model in use" if made.stored else "free"
     if made.device != "cpu":
-        yield Row("device free", "free", made.device, size(made.device_free, 2))
-    yield Row("host free", "free", "host", size(made.host_free, 2))
+        yield Row("device free", free, made.device, size(made.device_free, 2))
+    yield Row("host free", free, "host", size(made.host_free, 2))
 
 
 def _proposed(made: MemoryPlan) -> Iterator[str]:

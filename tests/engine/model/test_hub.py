@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from support.environment import environ
 from support.fake_hub import FakeHub
 
 from kvchat.engine.model import hub as hub_module
-from kvchat.engine.model.resumable import LARGE, DownloadProgress
+from kvchat.engine.model.resumable import LARGE
 
 WEIGHTS = LARGE + 12_345
 FETCH = """
@@ -76,20 +75,6 @@ def test_a_typing_error_a_gate_and_no_network_are_told_apart(hub: FakeHub, tmp_p
     assert fetched(hub, tmp_path).startswith("refused: org/model is gated.")
     hub.url = "http://127.0.0.1:9"  # discard: nothing listens
     assert fetched(hub, tmp_path).startswith("refused: org/model cannot be downloaded. The hub cannot be reached")
-
-
-def test_speed_and_time_left_are_of_the_last_seconds() -> None:
-    now, said = iter([0.0, 0.5, 2.0, 3.0, 4.0]), []
-    progress = DownloadProgress(said.append, lambda: next(now))
-    for done in (100, 150, 200, 250, 400):
-        with contextlib.suppress(StopIteration):
-            progress.tell(done * 2**20, 400 * 2**20)
-    assert said == [
-        "Downloading 100 MiB of 400 MiB",
-        "Downloading 200 MiB of 400 MiB · 50.0 MiB/s · 4.0 s left",
-        "Downloading 250 MiB of 400 MiB · 50.0 MiB/s · 3.0 s left",
-        "Downloading 400 MiB of 400 MiB · 75.0 MiB/s · 0 ms left",
-    ]
 
 
 def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(

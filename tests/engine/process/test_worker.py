@@ -533,6 +533,7 @@ def test_a_plan_is_answered_and_a_refusal_of_one_fails_nothing(child: Child) -> 
     child.server._loader.planned = PLAN
     child.send(Plan(OTHER))
     assert child.until(Planned)[-1] == Planned("other", PLAN)
+    assert child.server._loader.in_use == [child.server._session.snapshot()]
     child.server._loader.planned = DoesNotFitError("Too long.")
     child.send(Plan(OTHER), CHAT)
     assert child.until(Planned)[-1] == Planned("other", None, "Too long.")

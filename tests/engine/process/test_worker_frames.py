@@ -29,7 +29,7 @@ from kvchat.engine.process import mailboxes, worker
 from kvchat.engine.process.loader import EngineLoader, Loader, Progress
 from kvchat.errors import ModelError
 from kvchat.protocol import wire
-from kvchat.protocol.figures import MemoryPlan
+from kvchat.protocol.figures import MemoryPlan, Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -56,7 +56,7 @@ class FuzzedLoader(EngineLoader):
     def fits_beside(self, load: Load, progress: Progress) -> bool:
         return True
 
-    def plan(self, asked: Plan, progress: Progress) -> MemoryPlan:
+    def plan(self, asked: Plan, in_use: Snapshot | None, progress: Progress) -> MemoryPlan:
         raise ModelError("There is no such model.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from support.app_driver import wait_for
 
 from kvchat.catalog import models as catalog
 from kvchat.errors import EngineError, UsageError
-from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Failed, Load, Loading, Plan, Stop
 from kvchat.tui.model_choice import model_commands
 from kvchat.tui.state import Phase
@@ -122,12 +123,17 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     await model_commands.plan(chat.controller, "org/other context=1000")
     assert chat.client.sent == [Plan(Load()), Plan(Load("org/other"), 1000)]
     chat.controller.state.is_stored = True
-    await chat.controller.handle(Snapshot("full", {}, 7, 7, 4096, 2**20, 2**21, 2**20 + 2**19))
-    await chat.controller.handle(Planned("bundled", PLAN))
-    table, measured = chat.view.notes
-    assert "weights, none         host  1.00 MiB    1.50 MiB" in table
+    held = {"state_bytes": 2**18, "snapshot_bytes": 2**19}
+    await chat.controller.handle(Snapshot("sync", {}, 7, 7, 4096, 2**20, 2**21, 2**20 + 2**19, **held))
+    in_use = StoredNeed("sync", 6, 2**20 - 2**18, 2**21)
+    await chat.controller.handle(Planned("bundled", replace(PLAN, state=2**18, stored=in_use)))
+    [table] = chat.view.notes
+    assert re.search(r"weights, none +host +1.00 MiB +1.50 MiB\n", table)
+    assert re.search(r"recurrent state +host +256 KiB +256 KiB\n", table)
+    assert re.search(r"6 tokens now +planned +measured\n", table)
+    assert re.search(r"K/V read, sync +host +768 KiB +768 KiB\n", table)
+    assert re.search(r"K/V stored +host +2.00 MiB +1.50 MiB\n", table)
     assert table.endswith("kvchat -m bundled --mode full\n  gives up nothing")
-    assert measured == "Measured for 7 tokens: K/V read 1.00 MiB, stored 2.00 MiB."
     await chat.controller.handle(Planned("org/other", None, "The hub has no model org/other."))
     refusal = "org/other cannot be planned for. The hub has no model org/other. /model lists those on this machine."
     assert str(chat.view.errors[0]) == refusal

@@ -1,0 +1,63 @@
+"""Tells how many bytes of a checkpoint are read while transformers loads it, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvchat.engine.model.byte_progress import ByteProgress
+from kvchat.engine.model.checkpoint import Checkpoint
+
+READING = "Loading weights"  # what transformers calls the bar over the weights it reads
+
+
+@contextmanager
+def told(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]) -> Iterator[None]:
+    """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
+
+    transformers' bar is replaced by one that counts: each item names the tensors of the files that it is made of.
+    """
+    from transformers.utils import logging
+
+    sizes = {name: nbytes for file in checkpoint.weights for name, nbytes in _tensor_bytes(file, checkpoint.gguf)}
+    words = ByteProgress(progress, f"{stage} ·")
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if options.get("desc") != READING:
+            return factory(*args, **options)
+        return _counted(list(args[0]), sizes, words)
+
+    before = logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _counted(items: list[Any], sizes: dict[str, int], words: ByteProgress) -> Iterator[Any]:
+    nbytes = [sum(sizes.get(name, 0) for names in read.layer_targets.values() for name in names) for _, read in items]
+    done, total = 0, sum(nbytes)
+    for item, size in zip(items, nbytes, strict=True):
+        yield item
+        done += size
+        words.tell(done, total)
+
+
+def _tensor_bytes(file: Path, is_gguf: str) -> Iterator[tuple[str, int]]:
+    """Names and bytes of a file's tensors; its header was checked before."""
+    if is_gguf:
+        from gguf import GGUFReader
+
+        yield from ((tensor.name, int(tensor.n_bytes)) for tensor in GGUFReader(file).tensors)
+        return
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            yield name, end - begin
