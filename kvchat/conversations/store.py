@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from kvchat import files, paths
 from kvchat.conversations.conversation import Changes, Conversation, Message, shorten
+from kvchat.conversations.kept_stats import read_stats
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.saved_kv import SavedKv
 from kvchat.errors import KvchatError, UsageError
@@ -191,7 +190,6 @@ class ConversationStore:
 
 
 ROLES = ("user", "assistant")
-_STATS = TypeAdapter(Stats)
 _MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned"
 _SUMMARY = (
     "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
@@ -281,13 +279,9 @@ def _time(row: sqlite3.Row) -> float:
 
 
 def _stats(text: str | None) -> Stats | None:
-    """Stats of another version: unknown figures are left out, and all of them where one is damaged."""
-    if not text:
-        return None
-    known = {field.name for field in dataclasses.fields(Stats)}
     try:
-        return _STATS.validate_python({name: value for name, value in json.loads(text).items() if name in known})
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return read_stats(json.loads(text)) if text else None
+    except (ValueError, TypeError, RecursionError):
         return None
 
 
