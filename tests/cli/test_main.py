@@ -446,7 +446,7 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
     assert "match.memory.1: [7] is refused" in run("config", "validate", str(other)).err
     for text, words in (
         ('[ui]\ntheme = "kvchat-drak"\n', 'other.toml:2: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?'),
-        ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml: [keys]: The key "ctrl+n" would do two things'),
+        ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml:2: [keys]: The key "ctrl+n" would do two things'),
         ('[keys]\nmode.nxt = "f8"\n', 'Did you mean "mode.next"?'),
     ):
         other.write_text(text)
