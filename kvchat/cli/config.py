@@ -14,7 +14,7 @@ from kvchat import files, paths
 from kvchat.cli.output import echo, note
 from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, schema, sources
-from kvchat.config.sources import SettingsSource
+from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
 
 app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings.", no_args_is_help=True)
@@ -39,9 +39,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
     if file and (profiles.is_profile(source) or _is_among_profiles(file)):
         profiles.read_file(file, None)
     else:
-        _check_all(
-            lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(path.name, source)
-        )
+        _check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
     if not file:
         for profile in sorted(paths.user_profiles_dir().glob("*.toml")):
@@ -91,11 +89,13 @@ def _check_theme(source: SettingsSource) -> None:
     wanted = source.values.get(("ui", "theme"), themes.DEFAULT)
     known, _ = themes.load_all((paths.user_themes_dir(),))
     if isinstance(wanted, str) and wanted not in known:
-        where = source.origins["ui", "theme"]
-        raise UsageError(f'{where}: there is no theme "{wanted}".', did_you_mean(wanted, known))
+        own = f"Your own are files in {paths.user_themes_dir()}."
+        raise _refused(
+            source, ("ui", "theme"), f'there is no theme "{wanted}".', f"{did_you_mean(wanted, known)} {own}"
+        )
 
 
-def _check_keys(name: str, source: SettingsSource) -> None:
+def _check_keys(source: SettingsSource) -> None:
     """Check what only the application knows: that there are such actions and keys, and that no key does two things."""
     from kvchat.tui.rebinding import check_keys
 
@@ -103,7 +103,17 @@ def _check_keys(name: str, source: SettingsSource) -> None:
     try:
         check_keys({id: key for id, key in given.items() if isinstance(key, str)})
     except UsageError as refused:
-        raise UsageError(f"{name}: [keys]: {refused.title}", refused.detail, refused.hint) from None
+        id = max(
+            (id for id in given if id in refused.title), key=len
+        )  # a clash may name two, of which one is a default
+        said = " ".join(filter(None, (refused.title, refused.detail, refused.hint)))
+        raise _refused(source, (sources.KEYS, id), f"[keys]: {said}") from None
+
+
+def _refused(source: SettingsSource, key: Key, title: str, hint: str = "") -> UsageError:
+    """The error of a value, with its line of the file and where that lies."""
+    said = " ".join(filter(None, (title, hint)))
+    return UsageError(f"{source.origins[key]}: {said}{source.excerpts.get(key, '')}")
 
 
 def _is_among_profiles(file: Path) -> bool:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 
 from kvchat.cli.output import echo
-from kvchat.tui.actions import ACTIONS, Action
+from kvchat.tui.action import Action
+from kvchat.tui.actions import ACTIONS
 from kvchat.tui.rebinding import check_keys, describe_keys, keys_of
 
 

@@ -232,19 +232,16 @@ class Conversation:
         """What is not saved yet, counted as saved from now on; None if there is nothing, or nothing was ever said."""
         if not (self._unsaved or self._removed or (self._is_header_unsaved and self.messages)):
             return None
-        changes = Changes(
-            id=self.id,
-            title=self.title,
-            system=self.system,
-            created=self.created,
-            leaf=self._leaf,
-            messages=tuple(message for id, message in self.messages.items() if id in self._unsaved),
-            removed=tuple(self._removed),
-        )
+        messages = tuple(message for id, message in self.messages.items() if id in self._unsaved)
+        changes = self._changes(messages, tuple(self._removed))
         self._unsaved.clear()
         self._removed.clear()
         self._is_header_unsaved = False
         return changes
+
+    def everything(self) -> Changes:
+        """All there is, as changes of a database that has nothing of it; what is not saved yet stays so."""
+        return self._changes(tuple(self.messages.values()), ())
 
     def put_back(self, changes: Changes) -> None:
         """Count ``changes`` as unsaved again: they could not be written."""
@@ -253,6 +250,17 @@ class Conversation:
         self._is_header_unsaved = True
 
     # ---- helpers ---------------------------------------------------------------------------------
+
+    def _changes(self, messages: tuple[Message, ...], removed: tuple[str, ...]) -> Changes:
+        return Changes(
+            id=self.id,
+            title=self.title,
+            system=self.system,
+            created=self.created,
+            leaf=self._leaf,
+            messages=messages,
+            removed=removed,
+        )
 
     def _put(self, message: Message) -> None:
         """Add a message to the tree, or replace it where it stands."""

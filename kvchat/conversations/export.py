@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvchat import files
 from kvchat.conversations.conversation import Conversation, Message, new_id
+from kvchat.conversations.kept_stats import read_stats
 from kvchat.errors import UsageError
+from kvchat.protocol.figures import Stats
 
 SPEAKERS = {"user": "You", "assistant": "Model"}
 PAGE = """<!doctype html>
@@ -64,6 +66,10 @@ def to_html(conversation: Conversation) -> str:
 MAX_BYTES = 64 * 2**20  # of a file that is imported
 
 
+def _read_stats(given: object) -> Stats | None:
+    return given if isinstance(given, Stats) else read_stats(given)
+
+
 class _FileMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     id: Annotated[str, Field(min_length=1)]
@@ -73,6 +79,7 @@ class _FileMessage(BaseModel):
     created: float
     ending: str = ""
     receipt: str = ""
+    stats: Annotated[Stats | None, BeforeValidator(_read_stats)] = None
     pinned: bool = False
 
 
@@ -196,7 +203,7 @@ def from_json(data: bytes, name: str) -> Conversation:
             raise _refusal(name, f"The message {given.id} follows none of the other role.")
         ids[given.id], roles[given.id] = new_id(), given.role
         parent = None if given.parent is None else ids[given.parent]
-        conversation.add(Message(**{**given.model_dump(), "id": ids[given.id], "parent": parent}))
+        conversation.add(Message(**{**dict(given), "id": ids[given.id], "parent": parent}))
     if file.leaf is not None and file.leaf not in ids:
         raise _refusal(name, f"Its last message {file.leaf} is not in it.")
     conversation.go_to(None if file.leaf is None else ids[file.leaf])

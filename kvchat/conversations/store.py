@@ -18,23 +18,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from kvchat import files, paths
 from kvchat.conversations.conversation import Changes, Conversation, Message, shorten
+from kvchat.conversations.kept_stats import read_stats
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.saved_kv import SavedKv
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Stats
 
 BUSY_S = 2.0  # what another application's write may take
+LOCKED = "locked"  # SQLite says so
 RESTORABLE_S = 24 * 3600.0
 LISTED = 200
 MARK = ("\ue000", "\ue001")  # around the words found in an excerpt: of Unicode's private use
 
 
 class StoreError(KvchatError):
-    """The conversations cannot be read or written."""
+    """The conversations cannot be read or written; ``is_locked``: as long as another program writes."""
+
+    is_locked = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +57,16 @@ class ConversationStore:
     Every method raises StoreError where the database cannot be used.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """Open the database, and make or migrate it.
+    def __init__(self, path: Path | None, busy_s: float | None = None) -> None:
+        """Open the database, and make or migrate it; another program's lock is waited for so long, else as in a write.
 
         Raises:
             StoreError: it cannot be opened, is damaged, or was made by a newer version.
         """
         self.path = path
         with self._errors("opened"):
-            self._db = _open(path)
+            self._db = _open(path, BUSY_S if busy_s is None else busy_s)
+            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")
         self._saved_kv = SavedKv(path.parent / paths.SAVED_KV_FOLDER) if path else None
         if self._saved_kv:
             self._saved_kv.purge(RESTORABLE_S)
@@ -91,6 +94,13 @@ class ConversationStore:
                 " receipt = excluded.receipt, stats = excluded.stats, pinned = excluded.pinned",
                 (_row(changes.id, message) for message in changes.messages),
             )
+
+    def copy_to(self, other: ConversationStore) -> None:
+        """Write all conversations that are not deleted into another database, in the order they were written in."""
+        with self._errors("read"):
+            rows = self._db.execute("SELECT id FROM conversation WHERE deleted IS NULL ORDER BY updated").fetchall()
+        for row in rows:
+            other.save(self.load(row["id"]).everything())
 
     def load(self, id: str) -> Conversation:
         """Read a conversation with all its branches.
@@ -185,13 +195,14 @@ class ConversationStore:
             yield
         except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # of an error that names what is damaged
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise StoreError(
+            refused = StoreError(
                 f"The conversations in {self.path} cannot be {done}.", f"{reason.capitalize()}.", _hint(reason)
-            ) from error
+            )
+            refused.is_locked = LOCKED in reason
+            raise refused from error
 
 
 ROLES = ("user", "assistant")
-_STATS = TypeAdapter(Stats)
 _MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned"
 _SUMMARY = (
     "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
@@ -205,11 +216,11 @@ _SEARCH = (
 )
 
 
-def _open(path: Path | None) -> sqlite3.Connection:
+def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
     if path is not None:
         files.make_folder(path.parent)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's other files get its mode
-    db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path or ":memory:", timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         db.row_factory = sqlite3.Row
         db.text_factory = lambda text: text.decode("utf-8", "replace")
@@ -247,7 +258,7 @@ def _hint(reason: str) -> str:
         return "Update kvchat, or set KVCHAT_DATA_DIR to another folder."
     if any(damage in reason for damage in ("malformed", "not a database", "codec can't decode")):
         return "Move the file away, or restore it from a backup: kvchat never deletes it."
-    if "locked" in reason:
+    if LOCKED in reason:
         return "Another program uses it; it is tried again."
     return "See whether the disk is full and who may write there."
 
@@ -281,13 +292,9 @@ def _time(row: sqlite3.Row) -> float:
 
 
 def _stats(text: str | None) -> Stats | None:
-    """Stats of another version: unknown figures are left out, and all of them where one is damaged."""
-    if not text:
-        return None
-    known = {field.name for field in dataclasses.fields(Stats)}
     try:
-        return _STATS.validate_python({name: value for name, value in json.loads(text).items() if name in known})
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return read_stats(json.loads(text)) if text else None
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

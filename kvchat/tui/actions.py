@@ -3,68 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 
 from kvchat.errors import UsageError
 from kvchat.tui import commands
-from kvchat.tui.commands import Handler
+from kvchat.tui.action import Action
 from kvchat.tui.comparing import compare_commands
 from kvchat.tui.kept import conversation_commands, pin_commands
 from kvchat.tui.model_choice import model_commands
 from kvchat.tui.prompt import arguments, words
-from kvchat.tui.prompt.arguments import Values
-from kvchat.tui.scopes import WIDGETS, Scope
-
-
-@dataclass(frozen=True, kw_only=True)
-class Action:
-    """One thing the user can do.
-
-    ``id`` is the id of its key binding, ``keys`` are its keys by default, separated by commas. ``command`` is its slash
-    command, ``usage`` the command's argument, ``values`` offers what that may be; ``aliases`` are other programs'
-    names of the command. ``run`` does the work; without it ``action`` names a Textual action of
-    the ``scope``, the screen or widget where the keys act. An action with neither is built into a widget: its keys are
-    listed, but cannot be changed.
-    ``waits`` says when it is queued while a model is being loaded: always, or with an argument only.
-    ``hint`` is its word in the line of key hints.
-    """
-
-    id: str
-    doc: str
-    keys: str = ""
-    command: str = ""
-    usage: str = ""
-    aliases: tuple[str, ...] = ()
-    values: Values | None = None
-    run: Handler | None = None
-    action: str = ""
-    scope: Scope = "chat"
-    waits: Literal["", "always", "argument"] = ""
-    hint: str = ""
-
-    @property
-    def line(self) -> str:
-        """How the slash command is typed."""
-        return f"/{self.command} {self.usage}".rstrip()
-
-    def needs_model(self, argument: str) -> bool:
-        """Whether it is queued while a model is being loaded."""
-        return self.waits == "always" or (self.waits == "argument" and bool(argument))
-
-    @property
-    def is_bindable(self) -> bool:
-        """Whether its keys can be changed."""
-        return bool(self.keys and (self.run or self.action))
-
-    def binding(self) -> Binding:
-        """Make the key binding; a key of the application or of a screen goes before those of the focused widget."""
-        priority = self.scope not in WIDGETS and self.id != "stop"
-        action = self.action or f"run({self.id!r})"
-        return Binding(self.keys, action, self.hint, show=bool(self.hint), priority=priority, id=self.id)
-
+from kvchat.tui.scopes import Scope
 
 ACTIONS = (
     Action(id="prompt.send", keys="enter", action="send", scope="prompt", hint="send", doc="send"),
@@ -95,7 +44,7 @@ ACTIONS = (
            doc="on a chosen message: pin it, so that every mode attends to it, or unpin it"),
     Action(id="branch.previous", keys="[", run=conversation_commands.previous_branch,
            scope="transcript", hint="branch", doc="on a chosen message: the branch before"),
-    Action(id="branch.next", keys="]", run=conversation_commands.next_branch, scope="transcript",
+    Action(id="branch.next", keys="]", run=conversation_commands.show_branch, scope="transcript",
            doc="on a chosen message: the next branch"),
     Action(id="ribbon.left", keys="left", action="move(-1)", scope="ribbon", hint="earlier",
            doc="in the ribbon: the stored text before"),
@@ -130,13 +79,13 @@ ACTIONS = (
            doc="answer the last question in two modes from the same K/V; alone: full and the present mode"),
     Action(id="needle", command="needle", usage="TOKENS", run=compare_commands.search_needle, waits="always",
            doc="hide a fact in a long text and ask every mode for it; your conversation stays as it is"),
-    Action(id="budget", command="budget", usage="N", values=arguments.tokens("budget"),
+    Action(id="budget", command="budget", usage="N", needs_argument=True, values=arguments.tokens("budget"),
            run=commands.set_tokens("budget"), waits="argument",
            doc="tokens per KV head that a decoded token may attend to"),
-    Action(id="sink", command="sink", usage="N", values=arguments.tokens("sink"), run=commands.set_tokens("sink"),
-           waits="argument",
+    Action(id="sink", command="sink", usage="N", needs_argument=True, values=arguments.tokens("sink"),
+           run=commands.set_tokens("sink"), waits="argument",
            doc="first tokens, always attended"),
-    Action(id="window", command="window", usage="N", values=arguments.tokens("window"),
+    Action(id="window", command="window", usage="N", needs_argument=True, values=arguments.tokens("window"),
            run=commands.set_tokens("window"), waits="argument",
            doc="most recent tokens, always attended"),
     Action(id="set", command="set", usage="KEY VALUE", values=arguments.values_to_set, run=commands.set_value,
@@ -156,8 +105,9 @@ ACTIONS = (
            doc="edit the last question and ask it again on a branch of its own"),
     Action(id="undo", command="undo", run=conversation_commands.undo,
            doc="take back the last question; it stays as a branch"),
-    Action(id="branch", command="branch", run=conversation_commands.next_branch,
-           doc="show the next branch of the last message that has some"),
+    Action(id="branch", command="branch", usage="previous", values=arguments.one_of("previous", "next"),
+           run=conversation_commands.show_branch,
+           doc="show the branch before, or next, of the last message that has some; alone: the next"),
     Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=model_commands.choose,
            doc="load another model, which reads the conversation; alone: the models on this machine"),
     Action(id="unload", command="unload", run=model_commands.unload,
@@ -172,7 +122,7 @@ ACTIONS = (
            doc="new conversation; the present one is kept"),
     Action(id="last", keys="ctrl+r", command="last", run=conversation_commands.resume_last,
            doc="go on with the conversation before"),
-    Action(id="open", command="open", usage="TEXT", run=conversation_commands.open_found,
+    Action(id="open", command="open", usage="TEXT", needs_argument=True, run=conversation_commands.open_found,
            doc="go on with the latest conversation that says TEXT, or with the N-th of /chats"),
     Action(id="title", command="title", usage="TEXT", run=conversation_commands.set_title,
            doc="give the conversation a title; alone: show it"),
@@ -180,9 +130,11 @@ ACTIONS = (
     Action(id="delete", command="delete", run=conversation_commands.delete, doc="delete the conversation"),
     Action(id="restore", command="restore", run=conversation_commands.restore,
            doc="bring the conversation deleted last back"),
-    Action(id="export", command="export", usage="FILE", aliases=("save",), run=conversation_commands.export_file,
+    Action(id="export", command="export", usage="FILE", needs_argument=True, aliases=("save",),
+           run=conversation_commands.export_file,
            doc="write the conversation to FILE.md, FILE.html or FILE.json"),
-    Action(id="import", command="import", usage="FILE", run=conversation_commands.import_file,
+    Action(id="import", command="import", usage="FILE", needs_argument=True,
+           run=conversation_commands.import_file,
            doc="go on with a conversation from an exported FILE.json"),
     Action(id="stats", command="stats", run=commands.show_stats, doc="cost of this conversation so far"),
     Action(id="copy", command="copy", usage="FILE", run=commands.copy_message,
@@ -191,7 +143,7 @@ ACTIONS = (
            doc="copy the last block of code of the last answer into a new file; alone: to the clipboard"),
     Action(id="editor", keys="f4", command="editor", action="editor",
            doc="write the prompt in your own editor: VISUAL, EDITOR, or one that is found"),
-    Action(id="file", command="file", usage="PATH", run=commands.attach,
+    Action(id="file", command="file", usage="PATH", needs_argument=True, run=commands.attach,
            doc="ask about a file; as @PATH in a question, which its text goes with"),
     Action(id="theme", command="theme", usage="NAME", values=arguments.themes, action="app.theme",
            doc="change the theme; alone: list them"),
@@ -202,7 +154,8 @@ ACTIONS = (
            doc="what each layer and KV head reads and holds, how long fetching took, and the GPU's last minutes"),
     Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
-    Action(id="newest", keys="ctrl+end", action="newest", doc="scroll to the newest line and follow it"),
+    Action(id="newest", keys="ctrl+end", command="newest", action="newest",
+           doc="scroll to the newest line and follow it"),
     Action(id="replay.pause", keys="f10", command="pause", run=commands.pause_replay,
            hint="pause", doc="of a replay: pause, or go on"),
     Action(id="replay.faster", keys="ctrl+up", run=commands.change_pace(2), hint="faster",
@@ -282,9 +235,13 @@ ACTIONS = (
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
+KEYED = [action for action in ACTIONS if action.is_bindable and not action.command]  # what has a key only
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
 REPLAY = "replay."  # begins the ids of what only a replay can do
-HINTED = sorted((action for action in ACTIONS if action.hint), key=lambda action: not action.id.startswith(REPLAY))
+HINTED = sorted(
+    (action for action in ACTIONS if action.hint_word),
+    key=lambda action: (not action.id.startswith(REPLAY), not action.hint),
+)
 
 
 def bindings(scope: Scope) -> list[BindingType]:

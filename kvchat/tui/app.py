@@ -268,5 +268,6 @@ class KvchatApp(App[None]):
             UsageError: there is no such theme.
         """
         if name not in self.themes:
-            raise UsageError(f'There is no theme "{name}".', did_you_mean(name, self.themes))
+            own = "".join(f" Your own are files in {folder}." for folder in self.config.theme_dirs)
+            raise UsageError(f'There is no theme "{name}".', f"{did_you_mean(name, self.themes)}{own}")
         self.theme = name

@@ -40,7 +40,7 @@ class ChatController(KeptConversations):
         self.branches = Branches(self.state, self.answers, view)
         self.comparisons = Comparisons(self.state, client, self.branches, view)
         self.models = Models(config, self.state, client, view, self.restart)
-        self.details = DetailsWatch(client)
+        self.details = DetailsWatch(client, is_recorded=config.recorder is not None)
         self._events = EngineEvents(
             self.state, self.answers, self.comparisons, self.models, self.details, view, self.restart
         )

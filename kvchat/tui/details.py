@@ -1,17 +1,19 @@
-"""Details are asked of the engine only as long as a screen shows them; otherwise they cost nothing."""
+"""Details are asked of the engine only as long as a screen shows them or they are recorded; else they cost nothing."""
 
 from __future__ import annotations
 
 from kvchat.protocol.details import Watch
 from kvchat.tui.client import EngineClient
 
+RECORDING = "recording"
+
 
 class DetailsWatch:
-    """Knows by name who shows details."""
+    """Knows by name who shows details; where ``is_recorded`` they come always, so that a replay can show them."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, is_recorded: bool = False) -> None:
         self._client = client
-        self._watching: set[str] = set()
+        self._watching = {RECORDING} if is_recorded else set[str]()
 
     def begin(self, who: str) -> None:
         """``who`` shows details from now on, and wants them at once."""

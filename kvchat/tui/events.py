@@ -37,7 +37,7 @@ from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.details import DetailsWatch
 from kvchat.tui.model_choice.models import Models
-from kvchat.tui.state import ChatState, Phase, without_conversation
+from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
 from kvchat.tui.view import ChatView
 from kvchat.units import count, figure, seconds
 
@@ -162,7 +162,10 @@ class EngineEvents:
 
     async def _finished(self, finished: Finished) -> None:
         self._may_restart = True
-        self.view.log_event(f"answered: {self.state.receipt(finished)}")
+        ending = ENDINGS.get(finished.reason, "")
+        self.view.log_event(
+            ", ".join(filter(None, (f"answered: {count(finished.stats.generated_tokens)} tok", ending)))
+        )
         await self.answers.finish(finished)
         await self.answers.ready()
 

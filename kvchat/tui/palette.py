@@ -1,4 +1,4 @@
-"""The command palette: every command, every mode and every theme."""
+"""The command palette: every command, what else a key of the chat does, every mode and every theme."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.markup import escape
 
 from kvchat.config.modes import mode_names, registered
-from kvchat.tui.actions import COMMANDS
+from kvchat.tui.actions import COMMANDS, KEYED
 from kvchat.tui.rebinding import describe_keys
+
+REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act there alone
 
 
 class PaletteScreen(Protocol):
@@ -22,6 +24,9 @@ class PaletteScreen(Protocol):
 
     async def run_command(self, line: str) -> None:
         """Run a slash command."""
+
+    async def run_keyed(self, id: str) -> None:
+        """Run an action that has no command."""
 
     def run_worker(self, work: Callable[[], Coroutine[Any, Any, None]]) -> object:
         """Run a coroutine function in the background."""
@@ -78,6 +83,11 @@ def choices(chat: PaletteScreen, keys: Mapping[str, str], themes: Iterable[str])
         doc = f"{action.doc}  {describe_keys(action, keys)}".rstrip()
         start = partial(chat.begin_command, f"/{action.command} ") if action.usage else partial(run, action.line)
         yield Choice(action.line, doc, start)
+    commands = [action.run for action in COMMANDS.values() if action.run]
+    for action in KEYED:
+        if action.scope in REACHED and action.run not in commands:
+            doc = f"{action.doc}  {describe_keys(action, keys)}"
+            yield Choice(action.id.replace(".", " "), doc, partial(chat.run_worker, partial(chat.run_keyed, action.id)))
     for name in mode_names():
         yield Choice(f"mode {name}", registered()[name].title, partial(run, f"/mode {name}"))
     for name in themes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui.actions import ACTIONS, Action
+from kvchat.tui.action import Action
+from kvchat.tui.actions import ACTIONS, BY_ID
 from kvchat.tui.keys import describe_key, is_key, types_text
 from kvchat.tui.scopes import LETTERS, scopes_at
 
@@ -29,7 +30,11 @@ def check_keys(rebound: Mapping[str, str]) -> None:
     bindable = {action.id: action for action in ACTIONS if action.is_bindable}
     for id in rebound:
         if id not in bindable:
-            raise UsageError(f'There is no action "{id}" with a key.', did_you_mean(id, bindable))
+            if id in BY_ID:
+                raise UsageError(
+                    f"The keys of {id} are built in.", hint="kvchat keys --json says which can be changed."
+                )
+            raise UsageError(f'There is no action "{id}".', did_you_mean(id, bindable))
         _check_names(bindable[id], keys_of(bindable[id], rebound))
     owners: dict[str, list[Action]] = {}
     for action in bindable.values():

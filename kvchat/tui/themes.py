@@ -19,6 +19,7 @@ from kvchat.paths import bundled_themes_dir
 
 DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"
+THEME_VARIABLE = "TEXTUAL_THEME"
 COLORS_VARIABLE, DETECTED = "TEXTUAL_COLOR_SYSTEM", "auto"
 DIM = 0.75  # how much of its color dim text keeps; terminals differ, and many make it too faint to read
 # What a theme that leaves them out gets: readable on dark and light.
@@ -53,19 +54,34 @@ def color_system() -> Any:
     return asked
 
 
-def suited() -> str:
-    """The theme where none was chosen: a terminal of sixteen colors, and who wants none (NO_COLOR), get their own.
+def suited(directories: Iterable[Path] = ()) -> str:
+    """The theme where the settings choose none: that of TEXTUAL_THEME, one of ``directories``, bundled or Textual's.
+
+    Without it a terminal of sixteen colors, and who wants none (NO_COLOR), get their own.
 
     Raises:
-        UsageError: TEXTUAL_COLOR_SYSTEM names no colors.
+        UsageError: TEXTUAL_THEME names no theme, or TEXTUAL_COLOR_SYSTEM no colors.
     """
+    if asked := os.environ.get(THEME_VARIABLE):
+        known, _ = load_all(directories)
+        if asked not in known:
+            raise UsageError(
+                f"{THEME_VARIABLE} is {asked!r}.",
+                "There is no such theme.",
+                did_you_mean(asked, {*known, *BUILTIN_THEMES}),
+            )
+        return asked
     terminal = Console(force_terminal=True, color_system=color_system())
     return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 
 def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageError]]:
-    """The bundled themes and those in ``directories`` by name (the later wins), and what could not be read."""
-    themes: dict[str, Theme] = {}
+    """The bundled themes and those in ``directories`` by name (the later wins), and what could not be read.
+
+    Of Textual's own there is that which TEXTUAL_THEME names.
+    """
+    asked = os.environ.get(THEME_VARIABLE, "")
+    themes = {asked: BUILTIN_THEMES[asked]} if asked in BUILTIN_THEMES else {}
     problems: list[UsageError] = []
     for directory in (bundled_themes_dir(), *directories):
         for path in sorted(directory.glob("*.toml")):

@@ -448,7 +448,7 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
     assert "match.memory.1: [7] is refused" in run("config", "validate", str(other)).err
     for text, words in (
         ('[ui]\ntheme = "kvchat-drak"\n', 'other.toml:2: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?'),
-        ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml: [keys]: The key "ctrl+n" would do two things'),
+        ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml:2: [keys]: The key "ctrl+n" would do two things'),
         ('[keys]\nmode.nxt = "f8"\n', 'Did you mean "mode.next"?'),
     ):
         other.write_text(text)
@@ -463,10 +463,11 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
 
 
 def test_keys_lists_the_actions_with_the_keys_of_the_settings(run: Run) -> None:
-    files.write(paths.config_file(), b'[keys]\nmode.next = "f12"\n')
+    files.write(paths.config_file(), b'[keys]\nmode.next = "f12"\nexport = "f11"\n')
     listed = {row["id"]: row for row in json.loads(run("keys", "--json").out)}
     assert set(listed) == set(actions.BY_ID)
     assert (listed["mode.next"]["keys"], listed["mode.next"]["default_keys"]) == (["f12"], ["f6"])
+    assert (listed["export"]["keys"], listed["export"]["can_be_changed"]) == (["f11"], True)
     row = next(line for line in run("keys").out.splitlines() if "mode.next " in line)
     assert row.split()[:3] == ["F12", "mode.next", "/next"]
 

@@ -9,6 +9,7 @@ import pytest
 from kvchat.conversations import export
 from kvchat.conversations.conversation import Conversation
 from kvchat.errors import UsageError
+from kvchat.protocol.figures import Stats
 
 
 @pytest.fixture
@@ -44,6 +45,40 @@ def test_json_is_read_back_as_another_conversation(conversation):
     assert [m.text for m in read.messages.values()] == [m.text for m in conversation.messages.values()]
     assert not {read.id, *read.messages} & {conversation.id, *conversation.messages}
     assert len(read.take_changes().messages) == 3
+
+
+def test_json_keeps_what_answers_cost(conversation):
+    stats = Stats(3, 1, 5, 8, read_share=0.5, switches=({"at": 4, "mode": "sync"},), extras={"pages": 2})
+    conversation.ask("and?")
+    conversation.answer("so", "eos", "5 tok", stats)
+    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    assert read.stats == [stats]
+    assert [message.stats for message in read.path] == [None, None, None, stats]
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        3,
+        "x",
+        [],
+        {"prompt_tokens": -1},
+        {"prompt_tokens": 2**63},
+        {"switches": 3},
+        {"read_share": float("inf")},
+        {"ttft_s": float("nan")},
+    ],
+)
+def test_damaged_figures_of_a_file_are_left_out(conversation, stats):
+    data = broken(lambda file, messages: messages[1].update(stats=stats), conversation)
+    assert export.from_json(data, "x.json").stats == []
+
+
+def test_a_file_of_another_version_is_read(conversation):
+    unknown = broken(lambda file, messages: messages[1].update(stats={"total_tokens": 8, "joy": 3}), conversation)
+    assert export.from_json(unknown, "x.json").stats == [Stats(total_tokens=8)]
+    older = broken(lambda file, messages: [message.pop("stats") for message in messages], conversation)
+    assert export.from_json(older, "x.json").stats == []
 
 
 def broken(change, conversation):

@@ -20,13 +20,17 @@ from pathlib import Path
 import pytest
 from support import start_app
 from support.environment import environ
+from support.lost_text import WORDS, loss
 from support.patience import PATIENCE_S, wait_until
 from support.pty_run import PtyRun
 
+from kvchat.conversations.store import ConversationStore
 from kvchat.tui.app import ENDING
+from kvchat.tui.kept.keeping import CHECKPOINT_S
 
 SIGNALS = int(os.environ.get("KVCHAT_TEST_SIGNALS", "1"))
 F4 = b"\x1bOS"
+BUSY_S = 0.5  # how late a machine with other work saves; a quiet one loses less than a second
 # What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
 
@@ -53,7 +57,7 @@ def started_in(folder: Path, unheard: tuple[signal.Signals, ...] = ()) -> Iterat
     heard_by_all = signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT  # a shell's background jobs ignore some
     ways = dict.fromkeys(heard_by_all, signal.SIG_DFL) | dict.fromkeys(unheard, signal.SIG_IGN)
     before = {number: signal.signal(number, way) for number, way in ways.items()}
-    run = PtyRun(start_app.command(folder), environ(TERM="xterm-256color"))
+    run = PtyRun(start_app.command(folder), environ(TERM="xterm-256color", FAKE_LEDGER=str(folder / "ledger")))
     for number, handler in before.items():
         signal.signal(number, handler)
     try:
@@ -132,12 +136,26 @@ def test_a_signal_at_any_moment_leaves_neither_the_terminal_nor_an_engine(tmp_pa
     indirect=True,
     ids=["told", "under nohup", "hears nothing"],
 )
-def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun) -> None:
+def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun, tmp_path: Path) -> None:
+    """As a dropped SSH connection does; what the engine said until a second before is on disk."""
     (engine,) = children(application.process.pid)
+    application.type(b"slow\r")
+    application.until("window moves")
+    until = time.monotonic() + 2.5
+    while (wait_s := until - time.monotonic()) > 0:
+        application.read(wait_s)
+    vanished = time.time()
     os.close(application._terminal)
     application._terminal = os.open(os.devnull, os.O_RDWR)
     application.process.wait(PATIENCE_S)
     wait_until(lambda: not is_alive(engine))
+    store = ConversationStore(tmp_path / "chats.db")
+    question, answer = store.load(store.latest().id).path
+    store.close()
+    assert question.text == "slow"
+    assert answer.text == (WORDS * 10_000)[: len(answer.text)]
+    lost = loss(tmp_path / "ledger", vanished, len(answer.text))
+    assert lost.seconds <= 2 * CHECKPOINT_S + BUSY_S, lost
 
 
 def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path: Path) -> None:

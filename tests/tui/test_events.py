@@ -156,6 +156,15 @@ async def test_without_a_model_the_engine_is_down(chat, fatal):
     assert chat.phase is Phase.DOWN
 
 
+@pytest.mark.parametrize(("reason", "logged"), [("eos", "answered: 63 tok"), ("stopped", "answered: 63 tok, stopped")])
+async def test_the_log_says_of_an_answer_how_long_it_is_and_how_it_ended(chat, reason, logged):
+    await chat.load()
+    await chat.ask("hello")
+    stats = Stats(generated_tokens=63, decode_tokens_per_s=58.2, ttft_s=0.2, read_share=0.5, total_tokens=90)
+    await chat.controller.handle(messages.Finished(reason, "hi", stats))
+    assert chat.view.events[-1] == logged
+
+
 async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
     await chat.load()
     await chat.ask("one")

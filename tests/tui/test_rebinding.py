@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from support.app_driver import finished, opened, press, prompt, toasts
+from support.app_driver import finished, notes, opened, press, prompt, toasts
 
 from kvchat import tui
 from kvchat.errors import UsageError
@@ -28,7 +28,7 @@ from kvchat.tui.widgets.welcome import Welcome
 ROOT = Path(tui.__path__[0])
 FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
 KEY = re.compile(r"\b(Esc|Enter|Tab|PgUp|PgDn|F[1-9][0-2]?)\b|Ctrl\+|⏎|\^[A-Z]\b|[↑↓←→]{2}")
-NAMING = ("keys.py", "actions.py")  # the names of keys, and the table
+NAMING = ("keys.py", "action.py", "actions.py")  # the names of keys, how a binding is made, and the table
 
 
 def hints(app):
@@ -73,7 +73,9 @@ def test_a_key_may_do_something_in_each_part_that_has_the_focus():
     ("keys", "reason"),
     [
         ({"mode.nxet": "f9"}, 'Did you mean "mode.next"'),
-        ({"prompt.history": "f9"}, "no action"),
+        ({"prompt.history": "f9"}, r"prompt\.history are built in"),
+        ({"export": "f7"}, "two things: export and panels"),
+        ({"export": ""}, "Keys are written as in f9"),
         ({"mode.next": "f99"}, "Keys are written as in f9"),
         ({"mode.next": ""}, "Keys are written as in f9"),
         ({"mode.next": "x"}, "types text"),
@@ -109,6 +111,35 @@ async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
         app.rebind({})
         await until(lambda: " F6 mode " in hints.render().plain)
         assert describe_keys(BY_ID["mode.next"], app.keys) == "F6"
+
+
+WITHOUT_KEYS = {"export": "f11", "profile": "f12", "theme": "ctrl+g", "branch": "alt+b"}
+
+
+async def test_actions_without_a_key_take_one_and_show_it_everywhere(running, config):
+    async with running(replace(config, keys=WITHOUT_KEYS), size=(200, 60)) as (app, _pilot, until):
+        await until(lambda: " F12 profile  F11 export  ^G theme" in hints(app))
+        assert "none:" not in hints(app)
+        docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
+        assert docs["/export FILE"].endswith("  F11")
+        assert {("F11", BY_ID["export"].doc), ("Ctrl+G", BY_ID["theme"].doc)} <= set(key_rows(app.keys))
+        press(app, "f12", "ctrl+g", "alt+b")
+        await until(lambda: "only one branch" in toasts(app))
+        await until(lambda: [note for note in notes(app) if note.startswith("Themes: ")])
+        assert [note for note in notes(app) if note.startswith("Profiles in force")]
+        press(app, "f11", "a")
+        await until(lambda: prompt(app).text == "/export a")
+        app.rebind({})
+        await until(lambda: "export" not in hints(app))
+
+
+def test_every_action_that_is_not_built_in_takes_a_key():
+    for action in ACTIONS:
+        if action.run or action.action:
+            check_keys({action.id: "f24"})
+        else:
+            with pytest.raises(UsageError, match="built in"):
+                check_keys({action.id: "f24"})
 
 
 async def test_keys_of_widgets_can_be_rebound(running, config):

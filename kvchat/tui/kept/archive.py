@@ -6,20 +6,23 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import TypeVar
 
 from kvchat.conversations.conversation import Conversation
-from kvchat.conversations.store import ConversationStore, StoreError, Summary
+from kvchat.conversations.store import BUSY_S, ConversationStore, StoreError, Summary
 from kvchat.tui.view import ChatView
 
 T = TypeVar("T")
+RETRY_S = 1.0  # a locked database is tried so often
 
 
 class Archive:
     """Saves conversations; what cannot be saved stays in memory and is tried again with the next ``save``.
 
-    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only. ``writes`` counts
-    the changes of the database.
+    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only; one that another
+    program has locked does so until it is free, which each ``save`` looks for. ``writes`` counts the changes of the
+    database.
     """
 
     def __init__(self, path: Path | None, view: ChatView) -> None:
@@ -31,18 +34,25 @@ class Archive:
         self._unsaved: list[Conversation] = []
         self._saving = asyncio.Lock()
         self._is_problem_shown = False
+        self._tried: float | None = None  # when a locked database was last tried; None where there is none
 
     async def open(self) -> None:
         """Open the database; a problem is shown, and the conversations are kept in memory."""
         try:
             await self._run(self._use, self._path)
         except StoreError as error:
-            text = f"{error} The conversations of this run are kept in memory only."
+            kept = "only" if not error.is_locked else "until then"
+            text = f"{error} The conversations of this run are kept in memory {kept}."
             self._view.toast(text, title="Conversations", severity="warning", timeout=20)
             await self._run(self._use, None)
+            self._tried = monotonic() if error.is_locked else None
 
     async def close(self) -> None:
-        """Close the database; nothing is saved afterwards."""
+        """Close the database; nothing is saved afterwards. A locked one is waited for a last time."""
+        async with self._saving:
+            if self._tried is not None:
+                self._tried = None
+                await self._run(self._leave_memory, BUSY_S)
         store, self._store = self._store, None
         if store is not None:
             await self._run(store.close)
@@ -55,6 +65,8 @@ class Archive:
         if conversation not in self._unsaved:
             self._unsaved.append(conversation)
         async with self._saving:
+            if self._tried is not None and monotonic() - self._tried > RETRY_S:
+                await self._open_again()
             while self._store is not None and self._unsaved:
                 saved = self._unsaved.pop(0)  # one that changes while it is written is put there again
                 changes = saved.take_changes()
@@ -71,13 +83,38 @@ class Archive:
                     return
                 self._is_problem_shown = False
 
+    async def _open_again(self) -> None:
+        """Try a locked database; once it is free, all that was kept in memory is written there."""
+        if await self._run(self._leave_memory, 0.0):
+            self._tried = None
+            self.writes += 1
+            self._view.toast("The database is free again: what was kept in memory is saved.", title="Conversations")
+        else:
+            self._tried = monotonic()
+
+    def _leave_memory(self, busy_s: float) -> bool:
+        """Exchange the database in memory for that on disk; whether it is free."""
+        memory = self._opened()
+        try:
+            store = ConversationStore(self._path, busy_s)
+        except StoreError:
+            return False
+        try:
+            memory.copy_to(store)
+        except StoreError:
+            store.close()
+            return False
+        self._store = store
+        memory.close()
+        return True
+
     async def search(self, text: str) -> list[Summary]:
         """The conversations that say ``text``; for an empty text all, the one written to last first."""
-        return await self._run(self._opened().search, text)
+        return await self._ask(lambda store: store.search(text))
 
     async def latest(self) -> Summary | None:
         """The conversation written to last."""
-        return await self._run(self._opened().latest)
+        return await self._ask(lambda store: store.latest())
 
     async def load(self, id: str) -> Conversation:
         """Read a conversation.
@@ -85,21 +122,21 @@ class Archive:
         Raises:
             KvchatError: there is none with this id, or it cannot be read.
         """
-        return await self._run(self._opened().load, id)
+        return await self._ask(lambda store: store.load(id))
 
     async def rename(self, id: str, title: str) -> None:
         """Give a conversation another title."""
-        await self._run(self._opened().rename, id, title)
+        await self._ask(lambda store: store.rename(id, title))
         self.writes += 1
 
     async def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back."""
-        await self._run(self._opened().delete, id)
+        await self._ask(lambda store: store.delete(id))
         self.writes += 1
 
     async def restore(self, id: str) -> None:
         """Bring a deleted conversation back."""
-        await self._run(self._opened().restore, id)
+        await self._ask(lambda store: store.restore(id))
         self.writes += 1
 
     def _use(self, path: Path | None) -> None:
@@ -109,6 +146,11 @@ class Archive:
         if self._store is None:
             raise StoreError("The conversations are not open yet.", hint="Try again in a moment.")
         return self._store
+
+    async def _ask(self, work: Callable[[ConversationStore], T]) -> T:
+        """Work with the database that is there when the thread is free: meanwhile another may have taken its place."""
+        self._opened()
+        return await self._run(lambda: work(self._opened()))
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))

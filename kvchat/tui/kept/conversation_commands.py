@@ -9,6 +9,8 @@ from kvchat.conversations import export
 from kvchat.errors import UsageError
 from kvchat.tui.controller import ChatController
 
+STEPS = {"next": 1, "previous": -1}  # of ``/branch``
+
 
 async def new(chat: ChatController, argument: str) -> None:
     """``/new``"""
@@ -85,9 +87,11 @@ async def undo(chat: ChatController, argument: str) -> None:
     await chat.branches.undo()
 
 
-async def next_branch(chat: ChatController, argument: str) -> None:
-    """``/branch``"""
-    await chat.branches.select_sibling(1)
+async def show_branch(chat: ChatController, argument: str) -> None:
+    """``/branch previous`` or ``/branch next``; alone the next."""
+    if argument not in ("", *STEPS):
+        raise UsageError(f'/branch "{argument}" is refused.', hint=f"It takes {' or '.join(STEPS)}.")
+    await chat.branches.select_sibling(STEPS[argument or "next"])
 
 
 async def previous_branch(chat: ChatController, argument: str) -> None:

@@ -14,13 +14,15 @@ from functools import partial
 from kvchat.config.modes import mode_infos
 from kvchat.config.sources import KEYS, dotted
 from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.details import Details
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
+from kvchat.tui.plain.figures import figure_lines
 from kvchat.tui.plain.lines import LineReader, LineWriter
-from kvchat.tui.plain.view import PlainView
-from kvchat.tui.prompt import questions
+from kvchat.tui.plain.view import YOU, PlainView
+from kvchat.tui.prompt import external_editor, questions
 from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.screens.conversations import describe_age
 from kvchat.tui.settings import SettingsEditor
@@ -28,8 +30,16 @@ from kvchat.tui.state import Phase
 from kvchat.units import count
 
 PROMPT = "> "
+NO_LINES = "Start kvchat in a terminal without --plain."
 WELCOME = "kvchat, line by line. /help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves."
 INTERRUPTED = 130
+DETAILS = "lines"  # who watches them
+REFUSED = {
+    "theme": ("Lines have no colors.", NO_LINES),
+    "panels": ("Lines have no panels.", "/details prints the figures that stand in them."),
+    "newest": ("Lines do not scroll.", "The newest is the one printed last."),
+}
+"""Why an action has no place here, by its id, and what there is in place of it."""
 
 
 def run(config: AppConfig) -> int:
@@ -77,9 +87,13 @@ class PlainChat:
             "help": self._help,
             "settings": self._list_settings,
             "conversations": self._list_conversations,
+            "details": self._show_details,
+            "editor": self._edit,
+            "thinking": self._fold_thoughts,
             "stop": self._stop,
             "quit": self._quit,
         }
+        self._editor: external_editor.Editor | None = None
 
     async def run(self, reader: LineReader) -> int:
         """Read, ask and answer until the lines end or the user leaves; the exit code."""
@@ -112,7 +126,7 @@ class PlainChat:
         Raises:
             UsageError: lines have no colors.
         """
-        raise UsageError("Lines have no colors.", hint="Start kvchat in a terminal without --plain.")
+        raise UsageError(REFUSED["theme"][0], hint=NO_LINES)
 
     def rebind(self, keys: Mapping[str, str]) -> None:
         """Refuse.
@@ -177,7 +191,8 @@ class PlainChat:
         elif action.id in self._own:
             await self._own[action.id](argument)
         else:
-            raise UsageError(f"/{action.command} needs the whole screen.", hint="/help lists what there is here.")
+            title, hint = REFUSED[action.id]
+            raise UsageError(title, hint=hint)
         if not self._is_typed and (state.wanted, state.pending) != before:
             await self._until(lambda: self.view.switches > done or state.phase is Phase.DOWN)
 
@@ -209,7 +224,9 @@ class PlainChat:
             loop.add_signal_handler(number, self._leave, 128 + number)
 
     def _interrupt(self) -> None:
-        """Stop the answer, else leave."""
+        """Stop the answer, else leave; an editor that has the terminal gets the key itself."""
+        if self._editor is not None:
+            return
         if self.chat.state.phase.busy:
             self.chat.stop()
         else:
@@ -218,6 +235,8 @@ class PlainChat:
     def _leave(self, code: int) -> None:
         self._exit_code = code
         self._left.set()
+        if self._editor is not None:
+            self._editor.terminate()
 
     # ---- commands that the screen has in another way ---------------------------------------------
 
@@ -239,6 +258,45 @@ class PlainChat:
             for one in found
         )
         self._lines.line("/open NUMBER goes on with one." if found else "None was found.")
+
+    async def _show_details(self, argument: str) -> None:
+        """Print the figures of the panels; by layer and head as soon as the engine has sent them."""
+        if self.chat.state.snapshot is None or not self.chat.state.is_stored:
+            raise UsageError("Nothing is stored yet.", hint="Ask something first.")
+        self.view.take_details = self._print_details
+        self.chat.details.begin(DETAILS)
+        if not self._is_typed:
+            await self._until(lambda: self.view.take_details is None or self.chat.state.phase is Phase.DOWN)
+
+    def _print_details(self, details: Details) -> None:
+        self.view.take_details = None
+        self.chat.details.end(DETAILS)
+        state = self.chat.state
+        if state.snapshot is not None:
+            link = self.chat.models.in_use.link_bytes_per_s
+            self._say(figure_lines(state.snapshot, details, state.gpu_history.moments, link))
+
+    async def _fold_thoughts(self, argument: str) -> None:
+        self.view.folds_thoughts = not self.view.folds_thoughts
+        how = "left out from now on, but for their length" if self.view.folds_thoughts else "printed from now on"
+        self._lines.line(f"Thoughts are {how}.")
+
+    async def _edit(self, argument: str) -> None:
+        """Ask what was written in the user's own editor, which has the terminal meanwhile."""
+        if not self._is_typed:
+            raise UsageError("Nobody is at a terminal to write.", hint="Send the question as a line.")
+        if self.chat.state.phase.busy:
+            raise UsageError("An answer would be printed into the editor.", hint="Wait for its end, or /stop it.")
+        try:
+            text = await asyncio.to_thread(external_editor.edit, "", self._began_editing)
+        finally:
+            self._editor = None
+        if text.strip() and not self._left.is_set():
+            self._lines.text(f"{YOU}{text}\n")
+            await self._take(text)
+
+    def _began_editing(self, editor: external_editor.Editor) -> None:
+        self._editor = editor
 
     async def _stop(self, argument: str) -> None:
         self.chat.stop()

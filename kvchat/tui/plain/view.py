@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -15,6 +15,7 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
+from kvchat.tui.answering import thinking
 from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
 from kvchat.tui.comparing.running_comparison import RunningComparison
@@ -41,11 +42,14 @@ class PlainQuestion:
 
 
 class PlainAnswer:
-    """An answer, printed as it comes."""
+    """An answer, printed as it comes; where it ``folds``, a thought between its tags is a line that says its length."""
 
-    def __init__(self, lines: LineWriter) -> None:
+    def __init__(self, lines: LineWriter, folds: bool = False) -> None:
         self.text = ""
         self._lines = lines
+        self._folds = folds
+        self._printed = 0  # characters of what is to be printed
+        self._is_thought_told = False
         self._told = monotonic()
 
     def wait(self, words: str) -> None:
@@ -56,25 +60,53 @@ class PlainAnswer:
 
     def feed(self, text: str) -> None:
         """Print text."""
-        if text and not self.text:
-            self._lines.text(MODEL)
         self.text += text
-        self._lines.text(text)
+        self._print()
 
     async def withdraw(self, chars: int) -> str:
         """Forget the last ``chars`` characters; the note that follows says which."""
         kept = len(self.text) - chars
         self.text, withdrawn = self.text[:kept], self.text[kept:]
+        self._printed = min(self._printed, len(unfolded(self.text, self._folds)[1]))
         return withdrawn
+
+    def _print(self) -> None:
+        """Print what has come since, and once how long the thought before it is."""
+        thought, said = unfolded(self.text, self._folds)
+        if thought and said:
+            self._tell(thought)
+        if said and not self._printed:
+            self._lines.text(MODEL)
+        self._lines.text(said[self._printed :])
+        self._printed = len(said)
+
+    def _tell(self, thought: str) -> None:
+        if not self._is_thought_told:
+            self._is_thought_told = True
+            self._lines.line(f"[{described(thought)}]")
 
     async def finish(self, message: Message, footer: str) -> None:
         """Print the line under the answer."""
+        if thought := unfolded(self.text, self._folds)[0]:
+            self._tell(thought)
         if not self.text:
             self._lines.text(f"{MODEL}{message.text}")
         self._lines.line(f"[{footer}]")
 
     async def remove(self) -> None:
         """What is printed stays."""
+
+
+def unfolded(text: str, folds: bool) -> tuple[str, str]:
+    """The thought that is left out, "" where it is not to be, and what is printed."""
+    begun = text.lstrip()
+    is_thought = begun.startswith(thinking.BEGIN) or (begun and thinking.BEGIN.startswith(begun))
+    return thinking.split(text) if folds and is_thought else ("", text)
+
+
+def described(thought: str) -> str:
+    """``thought, 120 words``: the line in place of a thought."""
+    return thinking.summarize(thought, is_open=False).lstrip("▸ ")
 
 
 class PlainSwitch:
@@ -121,6 +153,7 @@ class PlainView:
 
     ``echoes`` prints the questions: a terminal shows them itself, a pipe does not. ``problems`` counts errors,
     ``switches`` switches and errors: what a switch ends with. ``model_folders`` are looked into for models.
+    ``folds_thoughts`` leaves thoughts out, ``take_details`` gets the details that were asked for.
     """
 
     chosen: str | None = None
@@ -130,6 +163,8 @@ class PlainView:
         self.problems = 0
         self.switches = 0
         self.phase = Phase.DOWN
+        self.folds_thoughts = False
+        self.take_details: Callable[[Details], None] | None = None
         self._lines = lines
         self._echoes = echoes
         self._model_folders = model_folders
@@ -139,7 +174,10 @@ class PlainView:
         if below is None and not messages:
             self._lines.line("A new conversation.")
         for message, footer in messages:
-            self._lines.text(f"{YOU if message.role == 'user' else MODEL}{message.text}")
+            thought, said = unfolded(message.text, self.folds_thoughts and message.role == "assistant")
+            if thought:
+                self._lines.line(f"[{described(thought)}]")
+            self._lines.text(f"{YOU if message.role == 'user' else MODEL}{said}")
             self._lines.end()
             if footer:
                 self._lines.line(f"[{footer}]")
@@ -159,7 +197,7 @@ class PlainView:
 
     async def add_answer(self) -> PlainAnswer:
         """Begin an answer."""
-        return PlainAnswer(self._lines)
+        return PlainAnswer(self._lines, self.folds_thoughts)
 
     async def add_switch(self, switched: Switched, speed: float | None) -> PlainSwitch:
         """Print a switch."""
@@ -199,7 +237,9 @@ class PlainView:
         """Figures that change ten times a second are no lines."""
 
     def show_details(self, details: Details) -> None:
-        """Nothing here watches them."""
+        """Hand them to whoever asked."""
+        if self.take_details is not None:
+            self.take_details(details)
 
     def show_page_text(self, start: int, text: str) -> None:
         """Only the ribbon asks for it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvchat.errors import UsageError
-from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, Action, find_command, is_command
+from kvchat.tui.action import Action
+from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, find_command, is_command
 from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.suggestions import Offer, Suggestion

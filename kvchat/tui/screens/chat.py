@@ -12,9 +12,11 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
+from textual.widget import Widget
 
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.actions import BY_ID, REPLAY, Action, bindings, is_command, parse_command
+from kvchat.tui.action import Action
+from kvchat.tui.actions import BY_ID, REPLAY, bindings, is_command, parse_command
 from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
@@ -24,6 +26,7 @@ from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.rebinding import describe_keys
+from kvchat.tui.scopes import Scope
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.shown_chat import ShownChat
@@ -34,11 +37,15 @@ from kvchat.tui.widgets.conversation_column import ConversationColumn
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
-from kvchat.tui.widgets.transcript import TranscriptPane
+from kvchat.tui.widgets.transcript import Transcript, TranscriptPane
 from kvchat.tui.widgets.welcome import Welcome, example
 from kvchat.units import count
 
 QUIT_WINDOW_S = 2.0
+PARTS: dict[Scope, type[Widget]] = {
+    "prompt": Prompt, "transcript": Transcript, "ribbon": Ribbon, "panels": KvColumn,
+}  # fmt: skip
+"""The parts of the screen by the scope of their keys."""
 COLUMN = "column"  # that watches details
 WITH_CONVERSATIONS = 190  # cells a line: the three columns leave the transcript 82
 
@@ -147,8 +154,23 @@ class ChatScreen(ShownChat):
 
     async def action_run(self, id: str) -> None:
         """Run an action of the table by its key; a refusal is a toast."""
+        if BY_ID[id].needs_argument:
+            self.begin_command(f"/{BY_ID[id].command} ")
+            return
         with self._refusals_as_toasts():
             await self._run(BY_ID[id], "")
+
+    async def run_keyed(self, id: str) -> None:
+        """Run an action without a command as its key does, in the part of the screen where that acts."""
+        action = BY_ID[id]
+        if action.run:
+            await self.action_run(id)
+        elif action.scope in PARTS:
+            part = self.query_one(PARTS[action.scope])
+            part.focus()
+            await part.run_action(action.action)
+        else:
+            await self.run_action(action.action)
 
     async def action_run_lines(self, lines: Sequence[str]) -> None:
         """Run slash commands one after the other, as if they were typed."""
@@ -259,7 +281,7 @@ class ChatScreen(ShownChat):
             await action.run(self.controller, argument)
         else:
             namespace, _, name = action.action.rpartition(".")
-            await self.app.run_action((namespace, name, (argument,) if action.usage else ()), self)
+            await self.app.run_action((namespace, name, (argument,)) if action.usage else action.action, self)
 
     def _welcome(self) -> Welcome:
         return Welcome(self.controller.models.in_use.model, self._key, self.controller.replay.name)

@@ -20,7 +20,7 @@ from kvchat.conversations import comparison
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import ACTIONS, COMMANDS, bindings
 from kvchat.tui.panel_rows import FIGURES
-from kvchat.tui.rebinding import describe_keys
+from kvchat.tui.rebinding import describe_keys, keys_of
 from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.widgets.bars import STATUS, KeyHints
 from kvchat.tui.widgets.panels import legend
@@ -83,7 +83,7 @@ def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:
 
 def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
     """The keys in force, where ``rebound`` holds the changed ones by id of their action."""
-    return [(describe_keys(action, rebound), action.doc) for action in ACTIONS if action.keys]
+    return [(describe_keys(action, rebound), action.doc) for action in ACTIONS if keys_of(action, rebound)]
 
 
 def figure_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:

@@ -12,7 +12,8 @@ from textual.widgets import Static
 
 from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
-from kvchat.tui.actions import BY_ID, HINTED, Action
+from kvchat.tui.action import NO_KEY, Action
+from kvchat.tui.actions import BY_ID, HINTED
 from kvchat.tui.keys import hint_key
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets import badges
@@ -154,7 +155,7 @@ class KeyHints(Widget):
         """Show keys and word of each, as many as fit; keys that do the same thing share a word."""
         words: dict[str, list[str]] = {}
         for action, key in self._hinted():
-            words.setdefault(action.hint, []).append(hint_key(key))
+            words.setdefault(action.hint_word, []).append(hint_key(key))
         line = Content("")
         for hint, keys in words.items():
             word = Content.assemble((f" {'/'.join(keys)}", "bold $primary"), f" {hint} ")
@@ -167,6 +168,8 @@ class KeyHints(Widget):
         """What has a hint, with its first key that acts; keys that are built in are those of the table."""
         acting: dict[str, list[str]] = {}
         for active in self.screen.active_bindings.values():
+            if active.binding.key.startswith(NO_KEY):
+                continue
             acting.setdefault(active.binding.id or "", []).append(active.binding.key)
         scopes = {BY_ID[id].scope for id in acting if id in BY_ID}
         for action in HINTED:

@@ -9,6 +9,7 @@ import threading
 import pytest
 from support.fake_view import FakeView
 
+from kvchat.conversations import store
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore, StoreError
 from kvchat.tui.kept import archive as archives
@@ -90,6 +91,51 @@ async def test_a_database_that_cannot_be_used_leaves_memory(tmp_path, view):
     assert (await archive.latest()).title == "one"
     await archive.close()
     assert path.read_text() == "no database " * 1000
+
+
+@pytest.fixture
+def lock(tmp_path):
+    """Another program that writes to the database until it lets go."""
+    ConversationStore(tmp_path / "chats.db").close()
+    other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    yield other
+    other.close()
+
+
+async def test_a_database_locked_at_the_start_takes_all_once_it_is_free(archive, view, lock, monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "BUSY_S", 0.01)
+    monkeypatch.setattr(archives, "RETRY_S", 0.0)
+    await archive.open()
+    assert "it is tried again. The conversations of this run are kept in memory until then" in view.toasts[0]
+    first, deleted, second = asked("first"), asked("deleted"), asked("second")
+    for conversation in (first, deleted, second):
+        await archive.save(conversation)
+    await archive.delete(deleted.id)
+    first.answer("said", "eos")
+    await archive.save(first)
+    assert len(view.toasts) == 1
+    lock.execute("ROLLBACK")
+    await archive.save(second)
+    assert "free again" in view.toasts[1]
+    second.answer("also said", "eos")
+    await archive.save(second)
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert [one.title for one in on_disk.search("")] == ["second", "first"]
+    assert [on_disk.load(one.id).last_text() for one in (first, second)] == ["said", "also said"]
+    on_disk.close()
+
+
+async def test_a_locked_database_is_waited_for_at_the_end(tmp_path, view, lock, monkeypatch):
+    monkeypatch.setattr(store, "BUSY_S", 0.01)
+    archive = Archive(tmp_path / "chats.db", view)
+    await archive.open()
+    await archive.save(asked("one"))
+    threading.Timer(0.1, lambda: lock.execute("ROLLBACK")).start()
+    await archive.close()
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert on_disk.latest().title == "one"
+    on_disk.close()
 
 
 async def test_nothing_is_saved_after_closing(tmp_path, view):

@@ -10,43 +10,23 @@ import os
 import random
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import pytest
 from support import start_app
 from support.environment import environ
+from support.lost_text import WORDS, Loss, loss
 from support.pty_run import PtyRun
 
 from kvchat.conversations.store import ConversationStore
 
 KILLS = int(os.environ.get("KVCHAT_KILLS", "1"))
-WORDS = "the window moves and older pages rest on the host "
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What the engine had said when something was killed, and is not on disk; ``seconds`` of its speech."""
-
-    characters: int
-    seconds: float
 
 
 def engine_of(pid: int) -> int:
     """The child of the application."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
-def loss(ledger: Path, killed: float, kept: int) -> Loss:
-    """What was said until ``killed`` behind the ``kept`` first characters."""
-    lost, first = 0, killed
-    for line in ledger.read_text().splitlines():
-        when, characters = map(float, line.split())
-        kept -= int(characters)
-        if kept < 0 and when <= killed:
-            lost, first = lost + int(characters), min(first, when)
-    return Loss(lost, killed - first)
 
 
 def kill(folder: Path, victim: str, number: int) -> Loss:

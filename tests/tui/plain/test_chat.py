@@ -6,7 +6,9 @@ import asyncio
 import io
 import os
 import re
+import shlex
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from support.patience import PATIENCE_S
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.client import EngineClient
-from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, PlainChat
+from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
 from kvchat.tui.plain.lines import LineReader, LineWriter
 from kvchat.tui.state import Phase
 
@@ -103,7 +105,7 @@ async def test_the_question_of_the_command_line_is_asked_before_what_is_piped(co
 async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
     code, session = await piped(config, "/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
     assert code == 1
-    for words in ('no KV mode "nothing"', "/panels needs the whole screen", "The mode stays full"):
+    for words in ('no KV mode "nothing"', "Lines have no panels.\n/details prints", "The mode stays full"):
         assert words in session.errors.getvalue()
     assert "you: /x\nmodel: Section 3" in session.said
 
@@ -115,6 +117,69 @@ async def test_every_command_is_listed_or_refused_in_words(config):
     listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
     own = session.plain._own
     assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}
+    assert {action.id for name, action in COMMANDS.items() if name not in listed} == set(REFUSED)
+
+
+async def test_details_are_lines(config, monkeypatch):
+    monkeypatch.setenv("FAKE_GPU", "1")
+    code, session = await piped(config, "/mode speculative\nhello\n/details\n/title\n")
+    assert (code, session.errors.getvalue()) == (0, "")
+    for line in (
+        "this answer:\n  reads 59 of 59, 100 %",
+        "speculative mode:\n  may read 512 tokens",
+        "memory:\n  GPU ",
+        "read by layer and head, of 59:\n  layer 0 59 in each head\n  layer 1 14, 29, 44, 59\n",
+        "  0.5 to 1 ms 90 tokens\n",
+        "  PCIe to the device 10.4 GiB/s",
+    ):
+        assert line in session.said, session.said
+    assert session.said.endswith("Title: hello\n")  # said after the details
+
+
+async def test_there_are_no_details_before_the_first_answer(config):
+    code, session = await piped(config, "/details\n")
+    assert (code, session.errors.getvalue()) == (1, "Error: Nothing is stored yet.\nAsk something first.\n")
+
+
+async def test_a_question_is_written_in_an_editor(config, monkeypatch, tmp_path):
+    code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('from the\\neditor\\n')"
+    monkeypatch.setenv("VISUAL", f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
+    session = Session(config, is_typed=True)
+    running = asyncio.create_task(session.run())
+    await wait_for(lambda: session.phase is Phase.READY)
+    session.send("/editor\n")
+    await wait_for(lambda: "you: from the\neditor\nmodel: Section 3" in session.said)
+    await wait_for(lambda: session.said.endswith(PROMPT))
+    session.close()
+    assert await running == 0
+    code, session = await piped(config, "/editor\n")
+    assert (code, session.errors.getvalue()) == (
+        1,
+        "Error: Nobody is at a terminal to write.\nSend the question as a line.\n",
+    )
+
+
+async def test_keys_are_the_editors_while_it_has_the_terminal(config, monkeypatch, tmp_path):
+    begun = tmp_path / "begun"
+    code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+    monkeypatch.setenv("VISUAL", f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
+    session = Session(config, is_typed=True)
+    running = asyncio.create_task(session.run())
+    await wait_for(lambda: session.phase is Phase.READY)
+    session.send("/editor\n")
+    await wait_for(begun.exists)
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(0.2)
+    assert not running.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 128 + signal.SIGTERM
+
+
+async def test_thoughts_are_left_out_and_printed_again(config):
+    _, session = await piped(config, "/thinking\n/thinking\n")
+    assert (
+        "Thoughts are left out from now on, but for their length.\nThoughts are printed from now on.\n" in session.said
+    )
 
 
 async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
