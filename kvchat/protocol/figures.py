@@ -145,7 +145,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class StoredNeed:
-    """What the ``tokens`` stored now take in the present ``mode``: K/V on the device and in the host pool."""
+    """The bytes that the ``tokens`` stored now take in the present ``mode``: K/V on the device and in the host pool."""
 
     mode: str
     tokens: Count

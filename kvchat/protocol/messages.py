@@ -61,11 +61,9 @@ class Load:
 
     ``Stop`` gives it up. The model in use stays until the other is ready; where memory does not allow that it is
     unloaded first, and after a failure loaded again. After a failure that is not fatal its ``Loaded`` comes.
-
     ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
     for; they override the settings: the budget in every mode, the others in that mode only.
-    ``link_bytes_per_s`` is the measured rate of recall, host to device, ``read_bytes_per_s`` that of reading the
-    device's memory; None without a measurement.
+    ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of reading the device's memory.
     """
 
     model: str = BUNDLED
