@@ -151,7 +151,8 @@ ACTIONS = (
            doc="show or fold what a model thought before its answers"),
     Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
     Action(id="details", keys="shift+f7", command="details", action="details",
-           doc="what each layer and KV head reads and holds, how long fetching took, and the GPU's last minutes"),
+           doc="what each layer and KV head reads and holds, how long fetching took, the GPU's last minutes, the last "
+               "events"),
     Action(id="page.up", keys="pageup", action="page(-1)", doc="scroll the transcript up"),
     Action(id="page.down", keys="pagedown", action="page(1)", doc="scroll the transcript down"),
     Action(id="newest", keys="ctrl+end", command="newest", action="newest",

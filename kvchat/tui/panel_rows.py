@@ -13,6 +13,7 @@ from kvchat.units import MISSING, count, figure, percent, size
 Rows = list[tuple[str, str]]
 READ_BY_HEAD, HELD_BY_HEAD = "read by layer and head", "on the device by layer and head"
 FETCH_TIMES, GPU_HISTORY, READ_OF_STORED = "fetch times", "GPU history", "read of what is stored"
+EVENTS = "events"
 
 FIGURES = {
     "this answer": {
@@ -65,6 +66,7 @@ FIGURES = {
         " model's work or waited for; a CPU hides nothing",
         GPU_HISTORY: "memory in use, load, power and PCIe traffic both ways, a bar a second, by NVML; a full bar is all"
         " the memory, 100 %, and the most power or traffic shown",
+        EVENTS: "the last of them, the newest first: what was loaded, read, answered, switched, and what went wrong",
     },
 }
 """What each label means, by the panel it stands in; the modes say what their own figures mean."""

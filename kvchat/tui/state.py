@@ -23,6 +23,28 @@ PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 
 
+RECEIPT = {
+    "read": "stored tokens that a token attended to, as a share, in the mean over the answer, and how many were stored",
+    "corrected": "choices of heads replaced before attention because the query had turned, of all choices",
+    "fetched in": "time to fetch for one token: the median, and what 95 % of the last tokens stay below",
+    "waited": "the part of that time that the model waited, again the median and what 95 % stay below",
+}
+"""What the words of a receipt mean, but for those that the status bar has too."""
+SUMS = {
+    "answers": "how many, those on other branches included; the rows below add them up or take their mean",
+    "generated": "tokens that the model wrote",
+    "prefilled": "tokens of prompts that the model read, each after what was stored already",
+    "reused": "tokens of prompts that were stored already, so that they were not read again",
+    "speed": "tokens written a second, by the time that all answers took",
+    "first token": "from a question to the first token of its answer, in the mean",
+    "read": "stored tokens that a token attended to, as a share, in the mean over all tokens",
+    "fetched": "copied from host to device",
+    "already there": "of what was chosen, the share that was on the device already",
+    "corrected": "choices of heads replaced before attention because the query had turned, of all choices",
+}
+"""What the rows of ``/stats`` mean."""
+
+
 class Phase(Enum):
     """What the engine is doing."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from kvchat.config.modes import registered
 from kvchat.protocol.figures import Gpu, Price, Snapshot
 from kvchat.tui.panel_rows import (
+    EVENTS,
     EXPLANATIONS,
     FETCH_TIMES,
     FIGURES,
@@ -25,7 +26,7 @@ from kvchat.tui.panel_rows import (
 )
 
 OF_EVERY_MODE = {"pinned", "recurrent state", "recovery"}  # the engine adds them to the mode's own
-DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY, READ_OF_STORED}
+DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY, READ_OF_STORED, EVENTS}
 
 
 def snapshot(**changes: object) -> Snapshot:

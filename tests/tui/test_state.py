@@ -7,7 +7,8 @@ from dataclasses import replace
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.figures import Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Sampling
-from kvchat.tui.state import ChatState, describe_modes, describe_price, summarize
+from kvchat.tui.state import RECEIPT, SUMS, ChatState, describe_modes, describe_price, summarize
+from kvchat.tui.widgets.bars import STATUS
 
 
 def state(mode: str = "full") -> ChatState:
@@ -60,6 +61,23 @@ def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():
     line = state().receipt(Finished("eos", "text", hidden))
     assert line.endswith("fetched in 1.2 / 3.0 ms at 12.3 GB/s · waited 0.0 / 0.4 ms")
     assert "fetched" not in state().receipt(Finished("eos", "text", Stats()))
+
+
+def test_every_word_of_a_receipt_is_explained():
+    stats = Stats(
+        generated_tokens=3, decode_tokens_per_s=5.0, ttft_s=0.2, read_share=0.5, total_tokens=9, corrected_share=0.1,
+        recall_ms_p50=1.0, recall_ms_p95=2.0, exposed_ms_p50=0.0, exposed_ms_p95=1.0,
+    )  # fmt: skip
+    length, *parts = state().receipt(Finished("eos", "text", stats)).split(" · ")
+    explained = {word for word in {**RECEIPT, **STATUS} if any(word in part for part in parts)}
+    assert length == "3 tok"
+    assert [part for part in parts if not any(word in part for word in explained)] == ["full"]
+    assert set(RECEIPT) <= explained
+    assert all("median" in RECEIPT[word] and "95 %" in RECEIPT[word] for word in ("fetched in", "waited"))
+
+
+def test_every_row_of_the_sums_is_explained():
+    assert [line[:14].strip() for line in summarize([Stats()]).split("\n")] == list(SUMS)
 
 
 def test_answers_are_summed():

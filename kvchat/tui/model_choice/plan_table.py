@@ -16,6 +16,20 @@ FLOOR = (
 )
 
 
+PLANNED = {
+    "weights": "the model's weights, by how they are quantized",
+    "K/V read": "what each mode holds beside the weights to read K/V, once the conversation is as long as planned",
+    "over the link": "what full mode with resident reads from the host for every token",
+    "recurrent state": "layers that keep a state of fixed size in place of K/V",
+    "workspace": "what computing takes for a moment: an estimate",
+    "K/V stored": "the K/V of all tokens in host memory, in every mode; on a CPU full mode reads it there",
+    "snapshots": "copies of the recurrent state, to go back to",
+    "free": "memory that nothing uses now",
+    "measured": "what the loaded model takes at this moment, beside what was planned",
+}
+"""What the rows of ``/plan`` mean, by how their names begin."""
+
+
 class Row(NamedTuple):
     """One line of the table; ``key`` names what can be measured."""
 

@@ -34,6 +34,7 @@ from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.conversation_column import ConversationColumn
+from kvchat.tui.widgets.event_log import EventLog
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
 from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.ribbon import Ribbon
@@ -197,8 +198,9 @@ class ChatScreen(ShownChat):
         run_beside(self, self._edit_outside, group="editor", exclusive=True)
 
     def action_details(self) -> None:
-        """Show what each layer and KV head reads, how long fetching took and what the GPU did."""
-        self.app.push_screen(DetailsScreen(self.controller))
+        """Show what each layer and KV head reads, how long fetching took, what the GPU did, and the last events."""
+        events = None if self.query_one(DetailColumn).display else self.query_one(EventLog)
+        self.app.push_screen(DetailsScreen(self.controller, events))
 
     @on(DetailColumn.Shown)
     def watch_details(self) -> None:

@@ -1,4 +1,4 @@
-"""What each layer and KV head reads and holds, how long fetching took and what the GPU did, on a screen of its own."""
+"""What each layer and KV head reads and holds, how long fetching took, the GPU and the last events, on a screen."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.widgets.bars import KeyHints
+from kvchat.tui.widgets.event_log import EventLog
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
 from kvchat.tui.widgets.head_map import HeadMap
 from kvchat.tui.widgets.recall_histogram import RecallHistogram
 
 WATCHER = "screen"
-Part = HeadMap | RecallHistogram | GpuHistoryPlot
+LAST_EVENTS = 12  # as many as a screen of 24 lines holds
+Part = HeadMap | RecallHistogram | GpuHistoryPlot | EventLog
 
 
 class DetailsScreen(ClosesOnce, ModalScreen[None]):
-    """The parts of the detail column, each to be focused: the line at the end says what is under the cursor."""
+    """The parts of the detail column, each to be focused: the line at the end says what is under the cursor.
+
+    ``events`` is the log whose last lines are shown; None where it stands beside the chat.
+    """
 
     CSS = """
     DetailsScreen { align: center middle; }
@@ -40,15 +45,19 @@ class DetailsScreen(ClosesOnce, ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = bindings("details")
     AUTO_FOCUS = "HeadMap"
 
-    def __init__(self, controller: ChatController) -> None:
+    def __init__(self, controller: ChatController, events: EventLog | None) -> None:
         super().__init__()
         self._controller = controller
+        self._events = events
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "details"
             with VerticalScroll(can_focus=False):
-                for part in (HeadMap(), HeadMap(holds=True), RecallHistogram(), GpuHistoryPlot()):
+                parts: list[Part] = [HeadMap(), HeadMap(holds=True), RecallHistogram(), GpuHistoryPlot()]
+                if self._events is not None:
+                    parts.append(EventLog())
+                for part in parts:
                     part.can_focus = True
                     yield part
             yield Static(id="explanation", markup=False)
@@ -63,14 +72,16 @@ class DetailsScreen(ClosesOnce, ModalScreen[None]):
 
     def show(self) -> None:
         """Draw the figures as they are now."""
-        if not self.query("#explanation"):
-            return  # it is not composed yet
+        if not self.query(GpuHistoryPlot):
+            return  # it is not composed yet, where the lines at its end may be before the parts
         state = self._controller.state
         details = state.details or Details(0)
         for heads in self.query(HeadMap):
             heads.details = details
         self.query_one(RecallHistogram).show(details.recall, state.snapshot)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, state.snapshot)
+        if self._events is not None:
+            self.query_one(EventLog).show(self._events.lines[:LAST_EVENTS])
         self.explain()
 
     @on(DescendantFocus)

@@ -19,9 +19,11 @@ from kvchat.config.modes import ModeInfo
 from kvchat.conversations import comparison
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import ACTIONS, COMMANDS, bindings
+from kvchat.tui.model_choice.plan_table import PLANNED
 from kvchat.tui.panel_rows import FIGURES
 from kvchat.tui.rebinding import describe_keys, keys_of
 from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.state import RECEIPT, SUMS
 from kvchat.tui.widgets.bars import STATUS, KeyHints
 from kvchat.tui.widgets.panels import legend
 
@@ -89,9 +91,15 @@ def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
 def figure_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
     """What the figures mean, by the part of the screen and by the mode that has them."""
     of_modes = {f"{mode.name} mode": mode.figures for mode in modes if mode.figures}
-    bars = {"status bar and receipts": STATUS, "comparisons": comparison.FIGURES}
+    others = {
+        "status bar and receipts": STATUS,
+        "receipts": RECEIPT,
+        "comparisons": comparison.FIGURES,
+        "/stats": SUMS,
+        "/plan": PLANNED,
+    }
     rows = []
-    for place, figures in {**FIGURES, **of_modes, **bars}.items():
+    for place, figures in {**FIGURES, **of_modes, **others}.items():
         rows.append((place, ""))
         rows += [(f"  {visible(label)}", visible(text)) for label, text in figures.items()]
     return rows

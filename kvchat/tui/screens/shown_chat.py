@@ -32,6 +32,7 @@ from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.chapter import past
 from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.conversation_column import ConversationColumn
+from kvchat.tui.widgets.event_log import EventLog
 from kvchat.tui.widgets.gutter import Gutter
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn
@@ -98,7 +99,9 @@ class ShownChat(Screen[None]):
         self.app.notify(text, title=title, severity=severity, timeout=timeout)
 
     def log_event(self, text: str) -> None:
-        self.query_one(DetailColumn).log_event(visible(text))
+        self.query_one(EventLog).add(visible(text))
+        if isinstance(self.app.screen, DetailsScreen):
+            self.app.screen.show()
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)

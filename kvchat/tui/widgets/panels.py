@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -33,6 +32,7 @@ from kvchat.tui.panel_rows import (
 )
 from kvchat.tui.state import ChatState
 from kvchat.tui.widgets.badges import Badges
+from kvchat.tui.widgets.event_log import EventLog
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
 from kvchat.tui.widgets.head_map import HeadMap
 from kvchat.tui.widgets.recall_histogram import RecallHistogram
@@ -40,8 +40,6 @@ from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 from kvchat.tui.widgets.timeline import Timeline
 from kvchat.units import BARS, MISSING
 
-MAX_EVENTS = 200
-EVENT_LENGTH = 400  # characters; a library's error may be of any length
 COLUMN_ROWS = 8
 CALM = "calm"
 
@@ -205,7 +203,6 @@ class DetailColumn(VerticalScroll, can_focus=False):
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._events: list[str] = []
         self._on_gpu = True
 
     def compose(self) -> ComposeResult:
@@ -214,11 +211,10 @@ class DetailColumn(VerticalScroll, can_focus=False):
         yield RecallHistogram()
         yield GpuHistoryPlot()
         yield Static(legend(self._on_gpu), id="legend", classes="block")
-        yield Static(id="events", classes="block", markup=False)
+        yield EventLog(id="events")
 
     def on_mount(self) -> None:
         self.query_one("#legend").border_title = " ribbon "
-        self.query_one("#events").border_title = " events "
         self.query_one("#extra-rows", Rowed).display = False
 
     def on_show(self) -> None:
@@ -237,12 +233,6 @@ class DetailColumn(VerticalScroll, can_focus=False):
         self.query_one(RecallHistogram).show(details.recall, s)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, s)
         self._show_legend(s is None or has_gpu(s))
-
-    def log_event(self, text: str) -> None:
-        """One line in the event log, newest first."""
-        line = text if len(text) <= EVENT_LENGTH else text[:EVENT_LENGTH] + "…"
-        self._events = [f"{time.strftime('%H:%M:%S')}  {line}", *self._events][:MAX_EVENTS]
-        self.query_one("#events", Static).update("\n".join(self._events))
 
     def _show_legend(self, on_gpu: bool) -> None:
         """Only where it is another one: an update is a new layout."""

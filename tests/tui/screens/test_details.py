@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from support.app_driver import finished, press, typed
+from support.app_driver import drawn, finished, press, typed
 from textual.widgets import Static
 
 from kvchat.protocol.details import Watch
 from kvchat.tui.screens.details import DetailsScreen
+from kvchat.tui.widgets.event_log import EventLog
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
 from kvchat.tui.widgets.head_map import HeadMap
 from kvchat.tui.widgets.recall_histogram import RecallHistogram
@@ -39,6 +40,39 @@ async def test_the_screen_is_fed_while_it_is_open_and_says_what_is_under_the_cur
         await until(lambda: "hidden behind the model's work" in str(said.content))
         press(app, "escape")
         await until(lambda: watches() == [True, False])
+
+
+async def test_the_last_events_stand_there_where_there_is_no_column_for_them(running):
+    async with running(size=(80, 24)) as (app, pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        press(app, "shift+f7")
+        await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query(EventLog))
+        log = app.screen.query_one(EventLog)
+        await until(lambda: str(log.content).partition("\n")[0].endswith("answered: 58 tok"))
+        press(app, "shift+tab")
+        await until(lambda: log.has_focus and "answered: 58 tok" in drawn(app))
+        said = app.screen.query_one("#explanation", Static)
+        await until(lambda: "the newest first" in str(said.content))
+        app.chat.log_event("a later one")
+        await until(lambda: "a later one" in str(log.content))
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
+        await pilot.resize_terminal(200, 60)
+        await until(lambda: app.chat.query_one("DetailColumn").display)
+        press(app, "shift+f7")
+        await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query("#explanation"))
+        assert not app.screen.query(EventLog)
+
+
+async def test_figures_may_come_before_its_parts_are_composed(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        press(app, "shift+f7")
+        await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query(EventLog))
+        screen = app.screen
+        await screen.query_one("VerticalScroll").remove_children()
+        app.chat.log_event("an event")
+        assert screen.query("#explanation")
 
 
 async def test_the_column_asks_while_it_is_shown_and_says_where_there_is_no_gpu(running, monkeypatch):

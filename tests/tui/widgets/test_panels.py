@@ -10,8 +10,9 @@ from textual.widgets import Static
 
 from kvchat.config.modes import registered
 from kvchat.tui.widgets.bars import STATUS, KeyHints, StatusBar
+from kvchat.tui.widgets.event_log import EVENT_LENGTH
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.panels import EVENT_LENGTH, DetailColumn, KvColumn, Rowed
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed
 from kvchat.tui.widgets.timeline import Timeline
 
 

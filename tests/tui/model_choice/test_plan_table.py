@@ -1,0 +1,19 @@
+"""The words of a plan."""
+
+from __future__ import annotations
+
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
+from kvchat.tui.model_choice.plan_table import PLANNED, plan_lines
+
+MADE = MemoryPlan(
+    "org/model", "qwen3", "cuda:0", "bfloat16", 4096, {"none": 2**30}, {"full": ModeNeed(2**20, {}, "", 2**10)},
+    1, 2**20, 2**20, 1, 2**30, 2**30, proposal=Proposal("none", "full", None, ()),
+)  # fmt: skip
+
+
+def test_every_row_is_explained():
+    table = "\n".join(plan_lines(MADE, {"stored": 1})).split("\n\n")[1]
+    heading, *rows = (line.strip() for line in table.split("\n"))
+    assert heading.split()[-1] in PLANNED
+    assert [row for row in rows if not row.startswith(tuple(PLANNED))] == []
+    assert [word for word in PLANNED if not any(row.startswith(word) for row in (*rows, "measured"))] == []
