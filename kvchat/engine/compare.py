@@ -28,7 +28,7 @@ from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.guards import kind_of, whole
+from kvchat.engine.guards import kind_of, whole_number
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import DoesNotFitError, KvchatError
@@ -74,7 +74,7 @@ class Comparison:
     ) -> Generator[Event, None, None]:
         """``Session.compare``, after ``ask``."""
         with explained(self._runner.kv, "comparing"):
-            yield from self._loop.one.work(self._run(turns, variants, sampling))
+            yield from self._loop.lock.work(self._run(turns, variants, sampling))
 
     def _run(
         self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
@@ -216,7 +216,7 @@ class Comparison:
             try:
                 yield
             finally:
-                loop.one.check_process()
+                loop.lock.check_process()
                 try:
                     self._put_back(saved, stored)
                 finally:
@@ -256,7 +256,7 @@ class Comparisons:
         kind_of(variants, Sequence, "a list of variants")
         self._ask()
         comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
-        return self._loop.one.in_turn(comparison.run(turns, variants, sampling))
+        return self._loop.lock.in_turn(comparison.run(turns, variants, sampling))
 
     def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
         """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
@@ -264,7 +264,7 @@ class Comparisons:
         Raises:
             UsageError: no whole numbers; DoesNotFitError: the model's context is shorter.
         """
-        tokens, seed = whole(tokens, "The number of tokens"), whole(seed, "A seed")
+        tokens, seed = whole_number(tokens, "The number of tokens"), whole_number(seed, "A seed")
         self._switcher.check_context(tokens)
         case = needle.hide(str(seed), tokens, self._runner.model.tokenizer)
         return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)

@@ -33,7 +33,7 @@ class Released:
             raise AttributeError(f"{type(self).__name__} has no {name}")
 
 
-class OneAtATime:
+class SessionLock:
     """Only one answer or rebuild works on the stored tokens, in the process that loaded the model.
 
     Whatever changes what is stored or read does so inside ``with``: a thread is there alone, and may enter again.
@@ -129,7 +129,7 @@ class OneAtATime:
 
 
 def check_loading() -> None:
-    """Refuse to load a model in a fork of a process that loaded one, as ``OneAtATime.check_process``.
+    """Refuse to load a model in a fork of a process that loaded one, as ``SessionLock.check_process``.
 
     Raises:
         UsageError
@@ -143,7 +143,7 @@ def check_loading() -> None:
         )
 
 
-def whole(value: Any, name: str) -> int:
+def whole_number(value: Any, name: str) -> int:
     """The whole number that ``value`` is: of Python, numpy or a tensor.
 
     Raises:
@@ -191,7 +191,7 @@ def token_ids(values: Any) -> list[int]:
         UsageError: it gives none, or what is no whole number.
     """
     with suppress(TypeError):  # also numpy's and torch's single numbers, which have __iter__ and refuse
-        if ids := [whole(token, "A token id") for token in iter(values)]:
+        if ids := [whole_number(token, "A token id") for token in iter(values)]:
             return ids
     raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
 

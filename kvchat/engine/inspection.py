@@ -10,7 +10,7 @@ from kvchat.engine import calibration
 from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.guards import whole
+from kvchat.engine.guards import whole_number
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model import int4_rows
@@ -78,7 +78,7 @@ class Inspection:
         Raises:
             UsageError: the model has no such layer.
         """
-        if not 0 <= whole(layer, "A layer") < self._model.layers:
+        if not 0 <= whole_number(layer, "A layer") < self._model.layers:
             raise UsageError(
                 f"There is no layer {layer}.",
                 f"The model has layers 0 to {self._model.layers - 1}.",
@@ -88,6 +88,6 @@ class Inspection:
 
     def text(self, start: int, end: int) -> str:
         """The text of the stored tokens ``start`` to ``end``, control tokens included."""
-        ids = self._loop.stored.ids[whole(start, "A position") : whole(end, "A position")]
+        ids = self._loop.stored.ids[whole_number(start, "A position") : whole_number(end, "A position")]
         text: str = self._model.tokenizer.decode(ids)
         return text

@@ -133,7 +133,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._ask()
-        return self._loop.one.in_turn(self._chat(text, sampling))
+        return self._loop.lock.in_turn(self._chat(text, sampling))
 
     def _chat(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
         turns = (*self._turns, Turn("user", text))
@@ -167,7 +167,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """
         self._ask()
         answer = self._loop.answer(turns, sampling, function(between or _nothing, "between"))
-        return self._loop.one.in_turn(self._keeper.kept(conversation, turns, answer))
+        return self._loop.lock.in_turn(self._keeper.kept(conversation, turns, answer))
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
@@ -175,7 +175,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
         """
-        return self._loop.one.in_turn(self._resume(conversation, turns))
+        return self._loop.lock.in_turn(self._resume(conversation, turns))
 
     def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
         self._ask()
@@ -184,8 +184,8 @@ class Session(Released, Tokens, Comparisons, Inspection):
 
     def forget(self, conversation: str) -> None:
         """Keep nothing of a conversation that was deleted; call it once its file was set aside."""
-        with self._loop.one:
-            self._loop.one.check_idle()
+        with self._loop.lock:
+            self._loop.lock.check_idle()
             self._keeper.forget(conversation)
 
     def cancel(self) -> None:
@@ -229,7 +229,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
 
     def _switched(self, switch: Callable[[], int]) -> Switched:
         """Time a switch, which returns the bytes that it moved, and note it."""
-        with self._loop.one:
+        with self._loop.lock:
             before, began = self._kv.mode.name, time.perf_counter()
             moved = switch()
             seconds = time.perf_counter() - began
@@ -246,7 +246,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._ask()
-        return self._loop.one.in_turn(self._keeper.saving(self._loop.rebuild()))
+        return self._loop.lock.in_turn(self._keeper.saving(self._loop.rebuild()))
 
     def keep_pages(self, host_dtype: HostDtype) -> str:
         """Keep pages that get full from now on in the model's number format or in int8; what that means now.
@@ -254,7 +254,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         Raises:
             UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
         """
-        with self._loop.one:
+        with self._loop.lock:
             return keep_pages(self._kv.state, host_dtype)
 
     def prices(self) -> tuple[Price, ...]:
@@ -280,7 +280,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """
         if "_keeper" in vars(self):
             self._keeper.close(writing_s)
-        self._loop.one.close()
+        self._loop.lock.close()
         self._loop.release()
         self.release()
         gc.collect()  # a model's layers and what was fused in them refer to each other

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvchat.engine.generate.answer import AnswerLoop
-from kvchat.engine.guards import token_ids, whole
+from kvchat.engine.guards import token_ids, whole_number
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import UsageError
@@ -30,7 +30,7 @@ class Tokens:
                 short.
         """
         ids = token_ids(ids)
-        with self._loop.one:
+        with self._loop.lock:
             self._ask()
             self._switcher.check_prompt(self._kv.total + len(ids))
             logits = self._loop.prefill(ids)
@@ -44,10 +44,10 @@ class Tokens:
             UsageError: the model has no such token.
             DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
         """
-        with self._loop.one:
-            self._loop.one.check_idle()
+        with self._loop.lock:
+            self._loop.lock.check_idle()
             self._keeper.interrupt()
-            return self._loop.step(whole(token, "A token id"))
+            return self._loop.step(whole_number(token, "A token id"))
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens`` stored tokens; with all that are stored nothing happens.
@@ -55,8 +55,8 @@ class Tokens:
         Raises:
             UsageError: no whole number, a negative one, or more than are stored.
         """
-        tokens = whole(tokens, "The number of tokens")
-        with self._loop.one:
+        tokens = whole_number(tokens, "The number of tokens")
+        with self._loop.lock:
             total = self._kv.total
             if not 0 <= tokens <= total:
                 raise UsageError(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.patience import PATIENCE_S
 
-from kvchat.engine.guards import Released, whole
+from kvchat.engine.guards import Released, whole_number
 from kvchat.engine.session import Session, load
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn
@@ -130,7 +130,8 @@ def test_ids_and_layers_that_do_not_exist_are_refused(session, token):
 
 
 def test_whole_takes_what_is_an_integer():
-    assert [whole(value, "It") for value in (3, torch.tensor(3), torch.tensor(3, dtype=torch.int32))] == [3, 3, 3]
+    values = (3, torch.tensor(3), torch.tensor(3, dtype=torch.int32))
+    assert [whole_number(value, "It") for value in values] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from support.tiny_runner import loaded, mode_of, prefilled
 
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored, common_prefix
-from kvchat.engine.guards import OneAtATime
+from kvchat.engine.guards import SessionLock
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
 
@@ -35,7 +35,7 @@ class Chat:
         self.runner = ModelRunner(model, mode_of(model, row))
         self.stored = Stored()
         self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
-        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder(), one=OneAtATime())
+        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder(), lock=SessionLock())
         self.keeper = Keeper(self.runner, self.loop, self.keeping)
 
     def say(self, conversation: str, text: str) -> list:

@@ -17,7 +17,7 @@ from kvchat.engine.generate.recovery_signals import Trigger
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.generate.stored import Stored, common_prefix
-from kvchat.engine.guards import OneAtATime, Released
+from kvchat.engine.guards import Released, SessionLock
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import UsageError
@@ -58,7 +58,7 @@ class AnswerLoop(Released):
         self._switcher = switcher
         self._metrics = metrics
         self._canceled = threading.Event()
-        self.one = OneAtATime()
+        self.lock = SessionLock()
 
     def ask(self) -> None:
         """Announce an answer or a rebuild: from now on ``cancel`` ends it.
@@ -66,7 +66,7 @@ class AnswerLoop(Released):
         Raises:
             UsageError: another is in progress.
         """
-        self.one.check_idle()
+        self.lock.check_idle()
         self._canceled.clear()
 
     def cancel(self) -> None:
@@ -83,7 +83,7 @@ class AnswerLoop(Released):
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
         with explained(self._kv, "answering"):
-            yield from self.one.work(self._answer(turns, sampling, between))
+            yield from self.lock.work(self._answer(turns, sampling, between))
 
     def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Generator[Event, None, None]:
         prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
@@ -249,7 +249,7 @@ class AnswerLoop(Released):
     def rebuild(self) -> Iterator[Event]:
         """``Session.rebuild``, after ``ask``."""
         with explained(self._kv, "reading again"):
-            yield from self.one.work(self._rebuild())
+            yield from self.lock.work(self._rebuild())
 
     def _rebuild(self) -> Generator[Event, None, None]:
         self._switcher.check_context(self._kv.total)

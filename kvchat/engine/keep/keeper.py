@@ -98,7 +98,7 @@ class Keeper:
 
     def close(self, seconds: float = LAST_WRITES_S) -> None:
         """Write what is left, for so long at most, and free the rest."""
-        if not self._loop.one.is_forked:
+        if not self._loop.lock.is_forked:
             self._writer.finish(seconds)
         self._parked.clear()
 
@@ -283,7 +283,7 @@ class Keeper:
 
     @property
     def _saves(self) -> bool:
-        if self._loop.one.is_forked or sys.is_finalizing():  # an answer that was left open ends there
+        if self._loop.lock.is_forked or sys.is_finalizing():  # an answer that was left open ends there
             return False
         return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
 
