@@ -62,8 +62,8 @@ class KVManager:
 
     # ---- a decode step
 
-    def begin_step(self, pinned: bool = False) -> None:
-        """Make room for one token; ``pinned`` asks modes to keep it.
+    def begin_step(self, control: bool = False) -> None:
+        """Make room for one token; a ``control`` token of the chat is kept by modes that have the choice.
 
         Raises:
             DoesNotFitError: the host has no memory for it; nothing changed. After any other error ``rollback_step``
@@ -75,7 +75,7 @@ class KVManager:
             self.refill()
         self._make_room(self.total + 1)
         self._dirty = True
-        self.state.pinned.index_fill_(0, self.state.position.view(1), pinned)
+        self.state.control.index_fill_(0, self.state.position.view(1), control)
         self.step = self.mode.prepare_step()
 
     def graph_key(self) -> tuple[object, ...]:
@@ -135,11 +135,11 @@ class KVManager:
         self._stale = True
         self._prefill = prefill_over(self.state.host, tokens, self.mode.context_end.first_read(self.total + tokens))
 
-    def commit_prefill(self, tokens: int, pinned: Sequence[int] = ()) -> None:
-        """Count the forward's ``tokens`` as stored; those at the offsets ``pinned`` modes should keep."""
+    def commit_prefill(self, tokens: int, control: Sequence[int] = ()) -> None:
+        """Count the forward's ``tokens`` as stored; at the offsets ``control`` are the chat's control tokens."""
         self._end_prefill()
-        if pinned:
-            self.state.pinned[self.total + torch.tensor(pinned, device=self.state.device)] = True
+        if control:
+            self.state.control[self.total + torch.tensor(control, device=self.state.device)] = True
         self.state.host.total += tokens
         self.state.after_step = False
 

@@ -18,13 +18,13 @@ from kvchat.kv.state import KVState
 class SavedTokens:
     """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
 
-    ``pinned`` marks those that modes should keep; ``pins``, ``query`` and ``after_step`` are the state's.
+    ``control`` marks the chat's control tokens; ``pins``, ``query`` and ``after_step`` are the state's.
     """
 
     start: int
     total: int
     pages: Pages
-    pinned: Tensor
+    control: Tensor
     pins: tuple[int, ...]
     query: Tensor
     after_step: bool
@@ -40,8 +40,8 @@ def save(state: KVState, start: int) -> SavedTokens:
     _check_room(state, start)
     _wait_for_device(state)
     pages = state.host.copied(start // state.geometry.page)
-    pinned, query = state.pinned[start : state.total].clone(), state.query.clone()
-    return SavedTokens(start, state.total, pages, pinned, state.pins, query, state.after_step)
+    control, query = state.control[start : state.total].clone(), state.query.clone()
+    return SavedTokens(start, state.total, pages, control, state.pins, query, state.after_step)
 
 
 @torch.inference_mode()
@@ -54,8 +54,8 @@ def restore(state: KVState, saved: SavedTokens) -> None:
     state.prepare_rounded(has_rounded(saved.pages))
     state.host.put(saved.start // state.geometry.page, saved.pages)
     state.host.total = saved.total
-    state.pinned[saved.start :] = False
-    state.pinned[saved.start : saved.total] = saved.pinned
+    state.control[saved.start :] = False
+    state.control[saved.start : saved.total] = saved.control
     state.query.copy_(saved.query)
     state.after_step = saved.after_step
 

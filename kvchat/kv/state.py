@@ -28,7 +28,7 @@ class KVState:
         capacity: tokens that what grows with the conversation has room for.
         position: 0-d int64 on the device, the position of the token being decoded; ``total`` between steps.
         query: ``[layers, H_q, d_k]``, the last token's queries.
-        pinned: ``[reserved]`` bool, tokens that a mode should keep if it has the choice (the chat's control tokens).
+        control: ``[reserved]`` bool, the chat's control tokens, which a mode should keep if it has the choice.
         pins: positions of the pinned messages' tokens, which every mode reads; ascending.
         specs: each layer's attention rule, None until it is known; of all layers at once, ``[layers]`` on the device,
             ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
@@ -46,7 +46,7 @@ class KVState:
         self.transfer = Transfer(g, self.ops, device)
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
-        self.pinned = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
+        self.control = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
         self.pins: tuple[int, ...] = ()
         self.specs: list[AttentionSpec | None] = [None] * g.layers
         self.scales = torch.full((g.layers,), g.d_k**-0.5, device=device)
@@ -101,7 +101,7 @@ class KVState:
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that a step reads or changes and that last from step to step."""
         slots = [tensor for slots in self.slots for tensor in slots.graph_buffers()]
-        own = [self.query, self.position, self.pinned, self.scales, self.sight, self.transfer.counters]
+        own = [self.query, self.position, self.control, self.scales, self.sight, self.transfer.counters]
         return [*own, *self.head_orders.values(), *slots, *self.host.graph_buffers()]
 
     def in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ class KVState:
         """Forget all but the first ``tokens``; the slots give up the others."""
         self.after_step = False  # first: where memory runs out below, tables still name what is gone
         self.host.truncate(tokens)
-        self.pinned[tokens:] = False
+        self.control[tokens:] = False
         for slots in self.slots:
             slots.truncate(tokens)
 
@@ -126,7 +126,7 @@ class KVState:
         self.prepare_rounded(kept.rounded)
         self.host.synchronize()
         self.host.total = kept.read(self.host, kept.tokens)
-        self.pinned[torch.tensor([at for at in kept.pinned if at < self.total], dtype=torch.int64)] = True
+        self.control[torch.tensor([at for at in kept.control if at < self.total], dtype=torch.int64)] = True
         self.query_bytes = kept.query
 
     # ---- room, between steps only
@@ -141,9 +141,9 @@ class KVState:
             self._use_pool(HostPool(self.geometry, self.device, self.host.reserved - 1, self.host.registrar))
         if self.host.reserve(tokens) and not self.host.pinned:
             self._use_pool(self.host)
-        if tokens > len(self.pinned):
-            more = max(self.host.reserved, self.geometry.grown(tokens)) - len(self.pinned)
-            self.pinned = torch.nn.functional.pad(self.pinned, (0, more))
+        if tokens > len(self.control):
+            more = max(self.host.reserved, self.geometry.grown(tokens)) - len(self.control)
+            self.control = torch.nn.functional.pad(self.control, (0, more))
 
     def round_pages(self, rounds: bool) -> None:
         """Let pages that get full from now on be 8-bit ones, or exact; those that are full stay what they are.

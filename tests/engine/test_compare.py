@@ -33,8 +33,8 @@ def state_of(session: Session) -> tuple[object, ...]:
     state, host = session._kv.state, session._kv.state.host
     k_v = [torch.stack(host.dense(layer, host.total)).clone() for layer in range(state.geometry.layers)]
     stored = copy.deepcopy(vars(session._loop.stored))
-    mode = (session._switcher.parameters, session._switcher.preamble, copy.deepcopy(session._switcher._given))
-    return k_v, state.query.clone(), state.pinned.clone(), stored, mode, list(session.token_ids)
+    mode = (session._switcher.parameters, session._switcher.preamble, copy.deepcopy(session._switcher.given))
+    return k_v, state.query.clone(), state.control.clone(), stored, mode, list(session.token_ids)
 
 
 def same(one: object, other: object) -> bool:

@@ -22,7 +22,7 @@ def test_what_was_put_back_is_what_was_stored(row):
     run.step(5)
     kv, start = run.kv, 117  # inside a page
     stored = [torch.stack(kv.state.host.dense(layer, kv.total)).clone() for layer in range(kv.state.geometry.layers)]
-    query, pinned = kv.state.query.clone(), kv.state.pinned.clone()
+    query, pinned = kv.state.query.clone(), kv.state.control.clone()
     saved = save(kv.state, start)
     kv.truncate(start)
     for layer in kv.state.host.layers:
@@ -33,7 +33,7 @@ def test_what_was_put_back_is_what_was_stored(row):
     for layer, before in enumerate(stored):
         assert torch.equal(torch.stack(kv.state.host.dense(layer, kv.total)), before)
     assert torch.equal(kv.state.query, query)
-    assert torch.equal(kv.state.pinned, pinned)
+    assert torch.equal(kv.state.control, pinned)
     check_integrity(kv.state)
 
 

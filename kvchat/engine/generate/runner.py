@@ -83,7 +83,7 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "decoding"):
             self._reread()
             try:
-                self.kv.begin_step(pinned=token in self._control)
+                self.kv.begin_step(control=token in self._control)
                 self._token.fill_(token)
                 logits = self.graphs.run(self._forward)
                 self.kv.commit_step()

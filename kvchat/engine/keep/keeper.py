@@ -41,13 +41,13 @@ States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have 
 
 @dataclass
 class Parked:
-    """A conversation in host memory; ``pinned`` are the positions that modes should keep.
+    """A conversation in host memory; ``control`` are the positions of the chat's control tokens.
 
     ``snapshots`` are those of the recurrent state of a hybrid model, ``worth_saving`` some of them.
     """
 
     stored: Stored
-    pinned: list[int]
+    control: list[int]
     pages: ParkedPages
     snapshots: list[Snapshot]
     worth_saving: list[Snapshot]
@@ -190,7 +190,7 @@ class Keeper:
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, parked in self._parked.items():
             pages, states = parked.pages, {one.tokens: partial(_itself, one) for one in parked.snapshots}
-            kept = KeptTokens(len(parked.stored.ids), pages.read, has_rounded(pages), parked.pinned, pages.query)
+            kept = KeptTokens(len(parked.stored.ids), pages.read, has_rounded(pages), parked.control, pages.query)
             source = self._usable(Source(parked.stored, "memory", kept, states), text)
             yield source if name == conversation else _of_another(source)
 
@@ -225,7 +225,7 @@ class Keeper:
         rows, end = file.rows(), file.end()
         stored = row.stored_of(rows, text)
         stored.links = file.links
-        kept = KeptTokens(len(stored.ids), file.read, file.has_rounded, row.pinned_positions(rows), end.query)
+        kept = KeptTokens(len(stored.ids), file.read, file.has_rounded, row.control_positions(rows), end.query)
         states = {one.tokens: partial(_read_state, file, one) for one in end.states}
         return self._usable(Source(stored, "disk", kept, states), text)
 
@@ -256,7 +256,7 @@ class Keeper:
         if needed <= available.usable(available.host_free()):
             pages = ParkedPages(pool, self._kv.state.query_bytes)
             self._parked[self._present] = Parked(
-                copy.deepcopy(stored), self._pinned(), pages, recurrent.snapshots, recurrent.worth_saving
+                copy.deepcopy(stored), self._control(), pages, recurrent.snapshots, recurrent.worth_saving
             )
 
     def save(self) -> None:
@@ -266,12 +266,12 @@ class Keeper:
         self.interrupt()
         self._kv.state.host.synchronize()
         jobs = [
-            self._job(name, one.stored, one.pinned, one.worth_saving, one.pages) for name, one in self._parked.items()
+            self._job(name, one.stored, one.control, one.worth_saving, one.pages) for name, one in self._parked.items()
         ]
         if self._present:
             recurrent = self._runner.recurrent
             recurrent.keep()
-            jobs.insert(0, self._job(self._present, self._loop.stored, self._pinned(), recurrent.worth_saving, None))
+            jobs.insert(0, self._job(self._present, self._loop.stored, self._control(), recurrent.worth_saving, None))
         self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
 
     def _problem(self) -> Iterator[Event]:
@@ -291,7 +291,7 @@ class Keeper:
         self,
         conversation: str,
         stored: Stored,
-        pinned: list[int],
+        control: list[int],
         snapshots: list[Snapshot],
         pages: ParkedPages | None,
     ) -> Job:
@@ -305,15 +305,15 @@ class Keeper:
             file,
             stored,
             first,
-            row.rows_of(stored, pinned, first * page),
+            row.rows_of(stored, control, first * page),
             pages or self._kv.state.host,
             stored.saved,
             query,
             snapshots,
         )
 
-    def _pinned(self) -> list[int]:
-        found: list[int] = self._kv.state.pinned[: self._kv.total].nonzero().flatten().tolist()
+    def _control(self) -> list[int]:
+        found: list[int] = self._kv.state.control[: self._kv.total].nonzero().flatten().tolist()
         return found
 
     def _file(self, path: Path) -> PageFile:

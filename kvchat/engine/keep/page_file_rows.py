@@ -13,7 +13,7 @@ from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.recurrent_state import is_recurrent
 from kvchat.kv.memory.page_file import TOKEN, Rows
 
-REDUCED, PINNED = 1, 2  # flags
+REDUCED, CONTROL = 1, 2  # flags
 DIGEST_BYTES = 16
 
 
@@ -31,12 +31,12 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def rows_of(stored: Stored, pinned: list[int], start: int) -> Rows:
-    """The rows of the ids from ``start`` on; ``pinned`` are the positions that modes should keep."""
+def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
+    """The rows of the ids from ``start`` on; ``control`` are the positions of control tokens."""
     rows = np.zeros(len(stored.ids) - start, TOKEN)
     rows["id"] = stored.ids[start:]
     rows["flags"] = REDUCED * np.array(stored.reduced[start:], np.uint8)
-    rows["flags"][[at - start for at in pinned if at >= start]] |= PINNED
+    rows["flags"][[at - start for at in control if at >= start]] |= CONTROL
     rows["chars"] = -1
     for ids, chars in stored.marks:
         if ids > start:
@@ -56,9 +56,9 @@ def stored_of(rows: Rows, text: str) -> Stored:
     return stored
 
 
-def pinned_positions(rows: Rows) -> list[int]:
-    """The positions of the ids that modes should keep."""
-    found: list[int] = np.flatnonzero(rows["flags"] & PINNED).tolist()
+def control_positions(rows: Rows) -> list[int]:
+    """The positions of the chat's control tokens."""
+    found: list[int] = np.flatnonzero(rows["flags"] & CONTROL).tolist()
     return found
 
 

@@ -13,17 +13,17 @@ class KeptTokens:
     """The first ``tokens`` of a conversation, as another session or an earlier moment of this one stored them.
 
     ``read`` puts the pages of so many tokens into an empty host pool and returns how many of them are whole;
-    ``rounded`` says that some pages are or were 8-bit ones. ``pinned`` are the positions that modes should keep,
+    ``rounded`` says that some pages are or were 8-bit ones. ``control`` are the positions of control tokens,
     ``query`` is the last token's in bytes, empty if unknown.
     """
 
     tokens: int
     read: Callable[[HostPool, int], int]
     rounded: bool
-    pinned: Sequence[int]
+    control: Sequence[int]
     query: bytes = b""
 
     def beginning(self, tokens: int) -> KeptTokens:
         """The first ``tokens`` of them."""
-        pinned = [position for position in self.pinned if position < tokens]
-        return replace(self, tokens=tokens, pinned=pinned, query=self.query if tokens == self.tokens else b"")
+        control = [position for position in self.control if position < tokens]
+        return replace(self, tokens=tokens, control=control, query=self.query if tokens == self.tokens else b"")

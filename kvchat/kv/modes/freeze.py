@@ -166,7 +166,7 @@ class Freeze(Mode):
                 timers.name(self._named(self.state.position - 1))
         self._read_from = None
         if self.budget is not None:
-            timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
+            timers.limit(self.state.position, self.state.control, torch.zeros_like(timers.frozen))
         self._bring()
 
     def recover(self, level: Level) -> None:
@@ -181,7 +181,7 @@ class Freeze(Mode):
             timers.detections.copy_(torch.where(timers.detections > 0, timers.detections // 2, timers.detections))
             timers.hold.fill_(RECENT)
         if self.budget is not None:
-            timers.limit(self.state.position, self.state.pinned, torch.zeros_like(timers.frozen))
+            timers.limit(self.state.position, self.state.control, torch.zeros_like(timers.frozen))
 
     def _bring(self) -> None:
         """Make the slots hold exactly the tokens that the next one reads."""
@@ -250,7 +250,7 @@ class Freeze(Mode):
         if self.rule.recalls:
             self._widen_bounds(position)
             named = self._named(position)
-        timers.observe(position, table, self._scores.result(), self.state.pinned, named)
+        timers.observe(position, table, self._scores.result(), self.state.control, named)
         if not self.slots.layout.in_place:  # rounded pages come from the host
             timers.keep_in_slots(table, self.slots.held, keeps=self.state.host.rounded_share is None)
         timers.close(table)

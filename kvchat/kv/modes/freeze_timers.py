@@ -150,12 +150,12 @@ class Timers:
         """Number of the ``total`` tokens that the next one reads; waits for the device."""
         return total - int(self.frozen[:total].sum())
 
-    def observe(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor, named: Tensor | None) -> None:
+    def observe(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor, named: Tensor | None) -> None:
         """One step: the tokens in ``table [n]`` scored ``score [n]``; ``frozen`` says what the next step leaves out.
 
         ``position`` (0-d) is that of the newest token, ``named [capacity + 1]`` the tokens whose pages its query named.
         """
-        counts, away, sought = self._flag(position, table, score, pinned)
+        counts, away, sought = self._flag(position, table, score, control)
         if self.rule.floor:
             away = torch.where(self._above_floor(away > 0, score, (table != EMPTY).sum()), away, 0)
         self.hold.sub_(1).clamp_(min=0)
@@ -163,7 +163,7 @@ class Timers:
         if named is not None:
             self.name(self._followed(table, sought, position, named))
         if self.budget is not None:
-            self.limit(position + 1, pinned, waiting)
+            self.limit(position + 1, control, waiting)
 
     def list_awake(self, total: int, table: Tensor) -> int:
         """Let ``table [n]`` name those of ``total`` tokens that are not frozen, in order; return how many are new.
@@ -202,10 +202,10 @@ class Timers:
         """Take frozen tokens out of ``table [n]``."""
         table.masked_fill_((table != EMPTY) & self.frozen[table.long()], EMPTY)
 
-    def _flag(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is sought."""
         p, index = self.parameters, self._index(table)
-        may = (table != EMPTY) & self._may(index, position + 1, pinned)
+        may = (table != EMPTY) & self._may(index, position + 1, control)
         low = may & (score < p.tau)
         counts = self._counted(self.detections[index], low, score)
         # A timer that falls in the step it is set in: a token that were to leave and return at once does not move.
@@ -239,14 +239,14 @@ class Timers:
         near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
         return named | (near & (self.index <= position))
 
-    def limit(self, total: Tensor, pinned: Tensor, waiting: Tensor) -> None:
+    def limit(self, total: Tensor, control: Tensor, waiting: Tensor) -> None:
         """Freeze the least relevant tokens until the next one reads ``budget``, itself included.
 
         ``total`` (0-d) tokens are stored. The urgency of those ``waiting [capacity + 1]``, whose timer ran out, grows.
         """
         assert self.budget is not None
         awake = ~self.frozen & (self.index < total)
-        may = awake & self._may(self.index, total, pinned)
+        may = awake & self._may(self.index, total, control)
         over = awake.sum() - (self.budget - 1)
         urgent = torch.where(waiting, self.score.clamp(min=MIN_RETURN_SCORE) * (1 - self.timer), self.score)
         order = torch.where(may, urgent, torch.inf).argsort(stable=True)
@@ -270,12 +270,12 @@ class Timers:
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return leaves & (rank < awake - self.rule.floor)
 
-    def _may(self, index: Tensor, total: Tensor, pinned: Tensor) -> Tensor:
+    def _may(self, index: Tensor, total: Tensor, control: Tensor) -> Tensor:
         """The tokens at positions ``index`` may be frozen: neither sinks nor in the window nor protected."""
         may = (index >= self.rule.sink) & (index < total - self.parameters.K)
         if self._pin_mask is not None:
             may &= ~self._pin_mask[index.clamp(max=len(self._pin_mask) - 1)]
-        return may & ~pinned[index.clamp(max=len(pinned) - 1)] if self.rule.protects else may
+        return may & ~control[index.clamp(max=len(control) - 1)] if self.rule.protects else may
 
     def _offsets(self, entries: int) -> Tensor:
         return -(torch.arange(entries, dtype=torch.int32, device=self.device) % self.rule.stagger)

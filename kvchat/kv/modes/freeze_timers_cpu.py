@@ -18,12 +18,12 @@ NONE = torch.zeros(1, dtype=torch.bool)  # of the tokens
 class CpuTimers(Timers):
     """``Timers`` where reading back costs no wait; without numba the operations are torch's."""
 
-    def _flag(self, position: Tensor, table: Tensor, score: Tensor, pinned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not (loops := freeze_loops()):
-            return super()._flag(position, table, score, pinned)
+            return super()._flag(position, table, score, control)
         p, rule, end = self.parameters, self.rule, position + 1 - self.parameters.K
         counts, away, sought = torch.empty_like(table), torch.empty_like(table), torch.empty(len(table)).bool()
-        masks = NONE if self._pin_mask is None else self._pin_mask, pinned if rule.protects else NONE
+        masks = NONE if self._pin_mask is None else self._pin_mask, control if rule.protects else NONE
         limits = rule.sink, int(end), p.tau, self.sought_above, p.k
         how = rule.recalls, rule.same_step, bool(self.hold > 0)
         loops.flag(*_shared((table, score, self.detections, *masks)), *limits, *how, *_shared((counts, away, sought)))

@@ -211,7 +211,7 @@ def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
     chat.say("a", TALE)
     chat.keeper.interrupt()
     with torch.inference_mode():
-        chat.runner.kv.state.pinned[200:210] = True
+        chat.runner.kv.state.control[200:210] = True
     chat.stored.saved = 0
     chat.keeper.save()
     chat.written()
@@ -222,7 +222,7 @@ def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
     chat = chat.restarted(tmp_path)
     list(chat.keeper.resume("a", (Turn("user", TALE),)))
     assert chat.runner.kv.total == 64
-    assert not chat.runner.kv.state.pinned.any()
+    assert not chat.runner.kv.state.control.any()
 
 
 @pytest.mark.parametrize("saved", [0, 2**30])
