@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from kvchat import files
 from kvchat.conversations.conversation import Conversation, Message, new_id
@@ -84,7 +84,7 @@ class _File(BaseModel):
     system: str | None
     created: float
     leaf: str | None
-    messages: list[_FileMessage]
+    messages: Annotated[list[_FileMessage], FailFast()]
 
 
 def to_json(conversation: Conversation) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -80,6 +81,15 @@ def test_what_is_no_conversation_is_refused(conversation, change, reason):
 def test_what_is_no_json_is_refused(data):
     with pytest.raises(UsageError, match="no conversation of kvchat"):
         export.from_json(data, "x.json")
+
+
+def test_many_wrong_messages_cost_no_more_than_one():
+    began = time.process_time()
+    with pytest.raises(UsageError, match=r"messages\.0"):
+        export.from_json(
+            b'{"title": "", "system": null, "created": 1, "leaf": null, "messages": [' + b"1," * 500_000 + b"1]}", "x"
+        )
+    assert time.process_time() - began < 3
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):
