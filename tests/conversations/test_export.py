@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -36,6 +37,17 @@ def test_html_renders_answers_and_runs_nothing(conversation):
     assert "3 tok" in page
     for harmful in ("<script", "<img", 'href="javascript'):
         assert harmful not in page
+
+
+@pytest.mark.parametrize(
+    "answer", ["![x](http://a.example/p.png?q=secret)", "![x][1]\n\n[1]: http://a.example/p.png", "![x]"]
+)
+def test_html_asks_no_server_for_anything(conversation, answer):
+    conversation.go_to(conversation.leaf.parent)
+    conversation.answer(answer, "eos")
+    page = export.to_html(conversation)
+    assert not re.search(r"<(img|link|script|iframe|object)|src=|url\(", page)
+    assert """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; """ in page
 
 
 def test_json_is_read_back_as_another_conversation(conversation):
