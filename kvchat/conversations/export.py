@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from kvchat import files
 from kvchat.conversations.conversation import Conversation, Message, new_id
@@ -23,6 +23,7 @@ PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
 body {{ max-width: 48rem; margin: 2rem auto; padding: 0 1rem; font-family: system-ui, sans-serif; line-height: 1.5; }}
@@ -50,10 +51,10 @@ def to_markdown(conversation: Conversation) -> str:
 
 
 def to_html(conversation: Conversation) -> str:
-    """The path as one page without scripts; markup in the texts is text."""
+    """The path as one page without scripts and images, which asks no server for anything; markup in texts is text."""
     from markdown_it import MarkdownIt
 
-    render = MarkdownIt("commonmark", {"html": False}).enable("table").render
+    render = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image").render
     parts = [f'<p class="system">{html.escape(conversation.system)}</p>'] if conversation.system else []
     for message in conversation.path:
         body = render(message.text) if message.role == "assistant" else html.escape(message.text)
@@ -91,7 +92,7 @@ class _File(BaseModel):
     system: str | None
     created: float
     leaf: str | None
-    messages: list[_FileMessage]
+    messages: Annotated[list[_FileMessage], FailFast()]
 
 
 def to_json(conversation: Conversation) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvchat.protocol.figures import Count, Params, Run
+from kvchat.protocol.figures import Count, Params, Run, Several
 
 MAX_VARIANTS = 8
 
@@ -45,5 +45,5 @@ class Comparing:
 class Compared:
     """The comparison is over: a run for each variant, in order; fewer where it was stopped."""
 
-    runs: tuple[Run, ...]
+    runs: Several[Run]
     prompt_tokens: Count = 0

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvchat.protocol.figures import Count
+from kvchat.protocol.figures import Count, Several
 
 # Milliseconds that separate the bins of the recall histogram; the first bin is below the first of them.
 RECALL_EDGES_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 MAX_LAYERS = MAX_HEADS = 512
 
-Heads = Annotated[tuple[Count, ...], Field(max_length=MAX_HEADS)]
+Heads = Annotated[Several[Count], Field(max_length=MAX_HEADS)]
 Milliseconds = Annotated[float, Field(ge=0)]
 
 
@@ -42,8 +42,8 @@ class Details:
     """
 
     total: Count
-    read: Annotated[tuple[Heads, ...], Field(max_length=MAX_LAYERS)] = ()
-    held: Annotated[tuple[Heads, ...], Field(max_length=MAX_LAYERS)] = ()
-    recall: Annotated[tuple[RecallBin, ...], Field(max_length=len(RECALL_EDGES_MS) + 1)] = ()
+    read: Annotated[Several[Heads], Field(max_length=MAX_LAYERS)] = ()
+    held: Annotated[Several[Heads], Field(max_length=MAX_LAYERS)] = ()
+    recall: Annotated[Several[RecallBin], Field(max_length=len(RECALL_EDGES_MS) + 1)] = ()
     pcie_to_device: Count | None = None
     pcie_to_host: Count | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
+Item = TypeVar("Item")
+Several = Annotated[tuple[Item, ...], FailFast()]  # else a message of a million wrong items has a million errors
 Params = dict[str, Any]
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a message arrives
 
@@ -44,7 +46,7 @@ class Stats:
     recall_bytes_per_s: float | None = None
     recoveries: Count = 0
     withdrawn_tokens: Count = 0
-    switches: tuple[Params, ...] = ()
+    switches: Several[Params] = ()
     extras: Params = field(default_factory=dict)
 
 
@@ -75,7 +77,7 @@ class Run:
 
     mode: str
     params: Params
-    pieces: tuple[str, ...] = ()
+    pieces: Several[str] = ()
     reason: str = ""
     stats: Stats = Stats()
     agreement: Agreement | None = None
@@ -139,7 +141,7 @@ class Proposal:
     quantize: str
     mode: str
     budget: Count | None
-    gave_up: tuple[str, ...]
+    gave_up: Several[str]
     install: str = ""
 
 
@@ -252,8 +254,8 @@ class Snapshot:
     ribbon: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
     attended: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
     extras: Params = field(default_factory=dict)
-    prices: tuple[Price, ...] = ()
-    badges: tuple[str, ...] = ()
+    prices: Several[Price] = ()
+    badges: Several[str] = ()
     kv_parked_bytes: Count = 0
     state_bytes: Count = 0
     snapshot_bytes: Count = 0

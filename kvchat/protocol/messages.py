@@ -13,7 +13,7 @@ from pydantic import Field
 from kvchat.paths import BUNDLED
 from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
 from kvchat.protocol.details import Details, Watch
-from kvchat.protocol.figures import Count, Params, Planned, Snapshot, Stats
+from kvchat.protocol.figures import Count, Params, Planned, Several, Snapshot, Stats
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 
 Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: as small GGUF files are
@@ -42,7 +42,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Several[str] = ()
     max_new_tokens: int = 512
 
 
@@ -96,7 +96,7 @@ class Chat:
     empty for one whose K/V are not kept.
     """
 
-    turns: tuple[Turn, ...]
+    turns: Several[Turn]
     sampling: Sampling = Sampling()
     conversation: str = ""
 
@@ -109,7 +109,7 @@ class Resume:
     """
 
     conversation: str
-    turns: tuple[Turn, ...]
+    turns: Several[Turn]
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class Compare:
     the mode and its parameters are as before. The turns need not be those that are stored.
     """
 
-    turns: tuple[Turn, ...]
-    variants: Annotated[tuple[Variant, ...], Field(min_length=1, max_length=MAX_VARIANTS)]
+    turns: Several[Turn]
+    variants: Annotated[Several[Variant], Field(min_length=1, max_length=MAX_VARIANTS)]
     sampling: Sampling = Sampling()
 
 
@@ -195,7 +195,7 @@ class Loaded:
     kv_bytes_per_token: Count
     mode: str
     params: Params
-    notes: tuple[str, ...] = ()
+    notes: Several[str] = ()
     weights: str = ""
     fast: str = ""
     temperature: float = TEMPERATURE
@@ -318,7 +318,7 @@ class Rebuilt:
 class NeedleHidden:
     """``turns`` end with the question; a right answer has ``fact`` in it and takes at most ``tokens`` tokens."""
 
-    turns: tuple[Turn, ...]
+    turns: Several[Turn]
     fact: str
     tokens: Count
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 
@@ -36,6 +38,17 @@ def test_html_renders_answers_and_runs_nothing(conversation):
     assert "3 tok" in page
     for harmful in ("<script", "<img", 'href="javascript'):
         assert harmful not in page
+
+
+@pytest.mark.parametrize(
+    "answer", ["![x](http://a.example/p.png?q=secret)", "![x][1]\n\n[1]: http://a.example/p.png", "![x]"]
+)
+def test_html_asks_no_server_for_anything(conversation, answer):
+    conversation.go_to(conversation.leaf.parent)
+    conversation.answer(answer, "eos")
+    page = export.to_html(conversation)
+    assert not re.search(r"<(img|link|script|iframe|object)|src=|url\(", page)
+    assert """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; """ in page
 
 
 def test_json_is_read_back_as_another_conversation(conversation):
@@ -115,6 +128,15 @@ def test_what_is_no_conversation_is_refused(conversation, change, reason):
 def test_what_is_no_json_is_refused(data):
     with pytest.raises(UsageError, match="no conversation of kvchat"):
         export.from_json(data, "x.json")
+
+
+def test_many_wrong_messages_cost_no_more_than_one():
+    began = time.process_time()
+    with pytest.raises(UsageError, match=r"messages\.0"):
+        export.from_json(
+            b'{"title": "", "system": null, "created": 1, "leaf": null, "messages": [' + b"1," * 500_000 + b"1]}", "x"
+        )
+    assert time.process_time() - began < 3
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):

@@ -6,6 +6,7 @@ import gzip
 import json
 import resource
 import stat
+import time
 
 import pytest
 
@@ -117,6 +118,21 @@ def damaged(good: bytes) -> dict[str, bytes]:
 def test_what_is_damaged_is_refused_with_a_reason(recorded, what):
     recorded.write_bytes(damaged(recorded.read_bytes())[what])
     with pytest.raises(UsageError, match=f"(?i){what}"):
+        read(recorded)
+
+
+def test_a_line_with_many_mistakes_costs_no_more_than_one(recorded):
+    with recorded.open("ab") as file:
+        file.write(b'[9, {"type": "Compared", "runs": [' + b"1," * 500_000 + b"1]}]\n")
+    began = time.process_time()
+    with pytest.raises(UsageError, match=r"runs\.0"):
+        read(recorded)
+    assert time.process_time() - began < 3
+
+
+def test_a_line_of_too_many_lists_is_not_unpacked(recorded):
+    recorded.write_bytes(recorded.read_bytes() + b"[" + b"[]," * 2_000_000 + b"1]\n")
+    with pytest.raises(UsageError, match="too many parts"):
         read(recorded)
 
 

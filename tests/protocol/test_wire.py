@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import struct
+import subprocess
+import sys
 import types
 import typing
 from typing import Any, get_args
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Gpu, Snapshot, Stats
-from kvchat.protocol.messages import Chat, Event, Failed, Finished, Load, Sampling, Stop, Switch, Text, Turn
+from kvchat.protocol.messages import Chat, Command, Event, Failed, Finished, Load, Sampling, Stop, Switch, Text, Turn
 
 
 def decode(body: bytes) -> wire.Message:
@@ -123,6 +125,57 @@ def test_what_is_no_message_is_refused_in_one_line(body: bytes) -> None:
         decode(body)
     assert type(caught.value) is ValueError
     assert str(caught.value).isprintable()
+
+
+KEYS = b",".join(b'"%d":1' % number for number in range(100_000))
+MANY = {
+    "turns that are numbers": b'{"type":"Chat","turns":[' + b"1," * 500_000 + b"1]}",
+    "turns with other keys": b'{"type":"Chat","turns":[' + b'{"a":1},' * 120_000 + b"1]}",
+    "wrong turns with long texts": b'{"type":"Chat","turns":[' + b'{"role":"user","content":"hello","a":1},' * 50_000,
+    "unknown keys": b'{"type":"Stop",' + KEYS + b"}",
+    "unknown keys of a turn": b'{"type":"Chat","turns":[{' + KEYS + b"}]}",
+    "modes of numbers": b'{"type":"Load","given":{' + KEYS + b"}}",
+    "lists in a parameter": b'{"type":"Switch","params":{"a":[' + b"[]," * 2_000_000 + b"1]}}",
+    "an endless text": b'{"type":"Switch","params":"' + b'\\"' * 500_000,
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=MANY)
+def test_a_message_with_many_mistakes_costs_no_more_than_one(body: bytes) -> None:
+    """In a process of its own, whose largest memory is not that of other tests."""
+    code = (
+        "import resource, sys, time\n"
+        "from kvchat.protocol import wire\n"
+        'wire.decode_command(b\'{"type": "Stop"}\')\n'
+        "body = sys.stdin.buffer.read()\n"
+        "before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()\n"
+        "try:\n    wire.decode_command(body)\n"
+        "except ValueError as error:\n    assert len(str(error)) < 1000\n"
+        "else:\n    raise AssertionError('it is taken')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.process_time() - began)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], input=body, capture_output=True, timeout=100)
+    assert not result.returncode, result.stderr[-500:]
+    kilobytes, seconds = map(float, result.stdout.split())
+    assert kilobytes < 64 * 2**10
+    assert seconds < 3
+
+
+def test_no_tuple_of_a_message_collects_mistakes() -> None:
+    def tuples(schema: Any) -> typing.Iterator[dict[str, Any]]:
+        if isinstance(schema, dict) and schema.get("type") == "tuple":
+            yield schema
+        for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+            yield from tuples(inner)
+
+    found = [one for messages in (Command, Event) for one in tuples(wire._adapter(messages).core_schema)]
+    assert len(found) > 15
+    assert all(one.get("fail_fast") for one in found)
+
+
+def test_texts_may_hold_any_number_of_braces_and_colons() -> None:
+    code = '{"a": [1, 2]}, \\"x\\": "' * 200_000
+    assert decode(wire.encode(Text(code, 1))[4:]) == Text(code, 1)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers(), lambda inner: st.lists(inner), max_leaves=5))

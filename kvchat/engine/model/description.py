@@ -85,7 +85,7 @@ def _read_config(location: ModelLocation) -> Any:
     if location.gguf:
         return _gguf_config(location)
     # Its message for a damaged file is better, and transformers builds lists as long as a file says.
-    supported.check_layers(read_json(location.folder / "config.json"), location.name)
+    supported.check_counts(read_json(location.folder / "config.json"), location.name)
     try:
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the hub's checks of a field's type have errors of their own

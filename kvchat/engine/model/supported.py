@@ -14,7 +14,10 @@ from kvchat.engine.model.recurrent_state import ATTENTION, BOTH, RECURRENT, atte
 from kvchat.errors import ModelError
 
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
-MOST_LAYERS, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; positions are int32
+MOST_COUNTED, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; positions are int32
+# Beside keys with "layer" in them: what transformers makes as many entries for, of any kind of model, when it reads a
+# config.json. Found by giving every integer of its 800 configurations a value of millions, and in its code.
+COUNTED = {"num_labels", "first_k_dense_replace", "attention_types", "out_indices", "stage_num_blocks"}
 
 
 def model_class(config: Any) -> tuple[Any, Any]:
@@ -57,21 +60,29 @@ def refusal(config: Any, model_class: Any) -> str | None:
     return None
 
 
-def check_layers(config: dict[str, Any], name: str) -> None:
-    """Refuse a config.json that names more layers than there can be, in whatever words.
+def check_counts(config: dict[str, Any], name: str) -> None:
+    """Refuse a config.json that counts more than there can be of something that transformers makes a list of.
 
     Raises:
         ModelError: it does.
     """
     for key, value in config.items():
         if isinstance(value, dict):
-            check_layers(value, name)
-        elif isinstance(value, int) and "layer" in key and value > MOST_LAYERS:
-            raise ModelError(
-                f"{name} cannot be loaded.",
-                f"Its config.json says {key} = {value:,}, and no model has more than {MOST_LAYERS:,} layers.",
-                "Download the model again.",
-            )
+            check_counts(value, name)
+        elif key in COUNTED or (isinstance(value, int) and "layer" in key):
+            _check_count(key, value, name)
+
+
+def _check_count(key: str, value: Any, name: str) -> None:
+    if isinstance(value, list):
+        for each in value:
+            _check_count(key, each, name)
+    elif isinstance(value, int) and value > MOST_COUNTED:
+        raise ModelError(
+            f"{name} cannot be loaded.",
+            f"Its config.json says {key} = {value:,}, and no model has more than {MOST_COUNTED:,}.",
+            "Download the model again.",
+        )
 
 
 def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> None:

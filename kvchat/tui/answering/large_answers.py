@@ -22,12 +22,25 @@ WIDGETS_OF_TABLE = 2  # around its cells
 WIDGETS_OF_FENCE = 3  # around its code; one of them scrolls
 LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
 CHARACTERS_OF_WIDGET = 800
+# What is parsed as long as a widget takes, about 1.5 ms: marks of emphasis, code, links and such; addresses that become
+# links; marks behind a bracket that stays open, for each such bracket up to a depth; the product of the length of a
+# word and the addresses in it, each of which is tried to the word's end.
+MARKS = "*_~`<>&[]{}!\\$%+-:=@^#"  # where the parser stops in a line
+MARKS_OF_WIDGET = 50
+ADDRESSES_OF_WIDGET = 10
+MARKS_IN_BRACKETS_OF_WIDGET = 200
+DEEPEST_BRACKETS = 100
+ADDRESSES_IN_WORD_OF_WIDGET = 20_000
 DEEPEST_INDENT = 80  # what is nested deeper than ``MOST_NESTED`` is dropped by the parser
 MOST_NESTED = 100
 _ANYWHERE = re.compile(r"([-*+]|\d{1,9}[.)])\s")
 _AFTER_BLANK = re.compile(r"[^\s#>`~]")
 _DEFINITION = re.compile(r"(?m)^ {0,3}\[[^\]\n]{1,999}\]:[^\n]{1,2000}$")
 MOST_DEFINITIONS = 200  # of links
+MOST_OF_DEFINITION = 5
+_CLOSED = re.compile(r"\[[^][]*\]")
+_ADDRESS = re.compile(r"\w\.(?=\w)")
+_BEGINS_ADDRESS = re.compile(r"//|:|@|www\.")
 _WITH_GAP = re.compile(r"\S")
 _MARKS = re.compile(r"(\s*(>|([-*+]|\d{1,9}[.)])(?=\s)))*")
 
@@ -85,14 +98,15 @@ def definitions(text: str) -> str:
     """The lines that say where reference links lead, ``[1]: https://...``, for all parts; not those in code."""
     if not _DEFINITION.search(text):
         return ""
-    blocks = (block.text for block in _blocks(text) if not block.is_large)
+    # One that is none is parsed as text, and costs as much.
+    blocks = (block.text for block in _blocks(text) if not block.is_large and block.widgets < MOST_OF_DEFINITION)
     found = [match[0] for match in map(_DEFINITION.match, blocks) if match]
     return "\n".join(found[:MOST_DEFINITIONS])
 
 
 def _blocks(text: str) -> Iterator[_Block]:
     """The text line by line, but fences and tables whole; the last one may go on."""
-    block, fence, was_blank = _Block("", 0), "", True
+    block, fence, was_blank, brackets = _Block("", 0), "", True, 0
     for line in lines(text):
         word = line.strip()
         is_table = word.startswith("|") and not fence
@@ -103,6 +117,9 @@ def _blocks(text: str) -> Iterator[_Block]:
             block = _Block("", _around(word, is_table), begins_at=_begins_at(line, was_blank))
         block.text += line
         block.widgets += _widgets(line, word, bool(fence), is_table)
+        if not fence and block.widgets <= MOST_WIDGETS:  # no more than that is parsed
+            brackets = brackets + _CLOSED.sub("", line).count("[") if word else 0
+            block.widgets += _parsing(line, brackets)
         if fence and word.startswith(fence) and not word.strip(fence[0]):
             fence = ""
         elif not fence and word.startswith(("```", "~~~")):
@@ -141,3 +158,16 @@ def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
     quotes = marks[0].count(">")
     items = len(marks[0].split()) - quotes
     return size + bool(word) + max(items - 1, 0) + quotes * (quotes + 1) / 2  # in a quote layouts visit all twice
+
+
+def _parsing(line: str, brackets: int) -> float:
+    """About how many widgets are made in the time that the marks and addresses of a line are parsed.
+
+    ``brackets`` are open in its paragraph.
+    """
+    marks = sum(map(line.count, MARKS))
+    inside = min(brackets, DEEPEST_BRACKETS) * marks / MARKS_IN_BRACKETS_OF_WIDGET
+    addresses = len(_ADDRESS.findall(line)) + line.count("//")
+    tried = sum(len(word) * len(_BEGINS_ADDRESS.findall(word)) for word in line.split()) / ADDRESSES_IN_WORD_OF_WIDGET
+    # The first of them is that of the line's own widget.
+    return max(marks / MARKS_OF_WIDGET + inside + addresses / ADDRESSES_OF_WIDGET + tried - 1, 0)

@@ -80,6 +80,16 @@ DAMAGES = {
     "100,000 layers": lambda it: edit(it / CONFIG, num_hidden_layers=100_000),
     "10**9 layers": lambda it: edit(it / CONFIG, num_hidden_layers=10**9),
     "10**9 layers inside": lambda it: edit(it / CONFIG, text_config={"n_layer": 10**9}),
+    "2,000,000 labels": lambda it: edit(it / CONFIG, num_labels=2_000_000),
+    "2,000,000 labels inside": lambda it: edit(it / CONFIG, text_config={"num_labels": 2_000_000}),
+    "10**9 dense layers": lambda it: edit(
+        it / CONFIG, model_type="cohere2_moe", first_k_dense_replace=10**9, prefix_dense_sliding_window_pattern=1
+    ),
+    "10**9 kinds of attention": lambda it: edit(
+        it / CONFIG, model_type="gpt_neo", attention_types=[[["global"], 10**9]]
+    ),
+    "10**9 stages": lambda it: edit(it / CONFIG, model_type="rf_detr_dinov2", out_indices=[10**9]),
+    "10**9 blocks of a stage": lambda it: edit(it / CONFIG, model_type="efficientloftr", stage_num_blocks=[10**9]),
     "a context of 10**18": lambda it: edit(it / CONFIG, max_position_embeddings=10**18),
     "layers of text": lambda it: edit(it / CONFIG, num_hidden_layers="four"),
     "no heads": lambda it: edit(it / CONFIG, num_attention_heads=0),

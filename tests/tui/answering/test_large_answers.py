@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
-from kvchat.tui.answering.large_answers import MOST_DEFINITIONS, MOST_WIDGETS, definitions, parts
+import pytest
+from markdown_it import MarkdownIt
+
+from kvchat.tui.answering.large_answers import MOST_DEFINITIONS, MOST_NESTED, MOST_WIDGETS, definitions, parts
 
 TABLE = "".join("| " + " | ".join(f"c{row}.{column}" for column in range(60)) + " |\n" for row in range(150))
 LARGE = {
@@ -20,6 +23,23 @@ LARGE = {
     "quotes": "".join(f"> quote {n}\n" for n in range(1500)),
     "line": "word " * 100_000,
 }
+SLOW = {  # to parse: seconds for what is a few thousand characters
+    "brackets": "[" * 2000,
+    "images": "![" * 1000,
+    "references": "[a][" * 2000,
+    "brackets in an item": f"- {'[' * 4000}",
+    "brackets on lines": "[[[[\n" * 500,
+    "brackets before marks": "[" * 50 + "\n" + "$> " * 2000,
+    "brackets in brackets": "[" * 2000 + "]" * 2000,
+    "addresses": "http://a." * 4000,
+    "addresses in an item": f"- {'http://a.' * 4000}",
+    "schemes": "://" * 8000,
+    "addresses of two kinds": "www.a." * 1000 + "http:" * 1000,
+    "many addresses": "a.com " * 5000,
+    "emphasis": "a*" * 20_000,
+    "no definition": ("[a]: http://b " + "[" * 1900 + "\n") * 100,
+}
+PARSER = MarkdownIt("gfm-like", {"html": False, "maxNesting": MOST_NESTED})  # as an answer's
 
 
 def markdown_of(text: str) -> str:
@@ -32,6 +52,26 @@ def test_little_of_a_large_answer_becomes_widgets(name):
     assert "".join(part.text for part in parts(text)) == text
     assert len(markdown_of(text)) < len(text) / 4
     assert len(parts(text)) <= MOST_WIDGETS
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_is_slow_to_parse_is_plain(name):
+    text = f"It begins.\n\n{SLOW[name]}\n\nIt ends."
+    made = parts(text)
+    assert "".join(part.text for part in made) == text
+    assert not made[-1].is_markdown
+    began = time.process_time()
+    for part in made:
+        if part.is_markdown:
+            PARSER.parse(part.text)
+    PARSER.parse(definitions(text))
+    assert time.process_time() - began < 1  # a tenth of it is usual
+
+
+def test_links_and_formulas_of_an_ordinary_answer_are_markdown():
+    sources = "".join(f"- [Paper {n}](https://example.org/papers/{n}?q=a.b#c), see [{n}]\n" for n in range(40))
+    text = "**It** is `a[0]`, $x_1 + y^2 = [0, 1)$, *so*: https://example.org/a. " * 3 + f"\n\n{sources}\n- [ ] open\n"
+    assert markdown_of(text) == text
 
 
 @pytest.mark.parametrize("name", LARGE)
