@@ -12,6 +12,7 @@ from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.guards import whole_number
 from kvchat.engine.keep.keeper import Keeper
+from kvchat.engine.memory_errors import explained
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model import int4_rows
 from kvchat.engine.model.load import LoadedModel
@@ -19,8 +20,10 @@ from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.protocol.details import Details
-from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.figures import Price, Snapshot
 from kvchat.protocol.messages import Loaded
+
+LOOKING = "looking at what is stored"
 
 
 class Inspection:
@@ -62,21 +65,31 @@ class Inspection:
         )
 
     def snapshot(self) -> Snapshot:
-        """The present figures of the KV manager; cheap enough for ten calls a second."""
-        snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
-        badges = *snapshot.badges, *self._runner.badges
-        prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
+        """The present figures of the KV manager; cheap enough for ten calls a second.
+
+        Raises:
+            DoesNotFitError: memory ran out.
+        """
+        with explained(self._kv, LOOKING):
+            snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
+            badges = *snapshot.badges, *self._runner.badges
+            prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
         return replace(snapshot, prices=prices, badges=badges, kv_parked_bytes=parked)
 
     def details(self) -> Details:
-        """The same by layer and KV head, and recall by its time; cheap enough for two a second."""
-        return self._metrics.details()
+        """The same by layer and KV head, and recall by its time; cheap enough for two a second.
+
+        Raises:
+            DoesNotFitError: memory ran out.
+        """
+        with explained(self._kv, LOOKING):
+            return self._metrics.details()
 
     def attended(self, layer: int) -> Tensor:
         """The stored tokens that the last token's attention read in ``layer``, as a mask: bool ``[kv_head, total]``.
 
         Raises:
-            UsageError: the model has no such layer.
+            UsageError: the model has no such layer; DoesNotFitError: memory ran out.
         """
         if not 0 <= whole_number(layer, "A layer") < self._model.layers:
             raise UsageError(
@@ -84,7 +97,17 @@ class Inspection:
                 f"The model has layers 0 to {self._model.layers - 1}.",
                 "Give one of these.",
             )
-        return attended(self._kv.state, layer)
+        with explained(self._kv, LOOKING):
+            return attended(self._kv.state, layer)
+
+    def prices(self) -> tuple[Price, ...]:
+        """The cost of switching to each of the other modes now.
+
+        Raises:
+            DoesNotFitError: memory ran out.
+        """
+        with explained(self._kv, LOOKING):
+            return self._switcher.prices()
 
     def text(self, start: int, end: int) -> str:
         """The text of the stored tokens ``start`` to ``end``, control tokens included."""

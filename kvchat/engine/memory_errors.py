@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +13,18 @@ from kvchat.errors import OutOfMemoryError
 from kvchat.kv.manager import KVManager
 from kvchat.units import size
 
-# torch's allocator for host memory raises a plain RuntimeError, which has only its text.
-HOST_ALLOCATOR = "DefaultCPUAllocator"
+# Of torch's allocator for host memory, C++, the CUDA driver and its libraries: errors that have only their text.
+NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator|std::bad_alloc|(CUDA|HIP)( error|\])?: out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+)
 ASKED_FOR = re.compile(r"tried to allocate (\d+) bytes")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error says that device or host memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or HOST_ALLOCATOR in str(error)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
 
 
 @contextmanager
@@ -27,11 +32,11 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
     """Say what ran out of memory while ``doing`` something; what was stored before is kept.
 
     Raises:
-        OutOfMemoryError: instead of torch's out-of-memory errors.
+        OutOfMemoryError: instead of the errors of Python, the system and torch.
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(

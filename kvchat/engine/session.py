@@ -27,7 +27,7 @@ from kvchat.engine.keep.keeper import LAST_WRITES_S, Keeper
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.tokens import Tokens
-from kvchat.protocol.figures import Params, Price
+from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Event, HostDtype, Load, Sampling, Switched, Text, Turn
 
 
@@ -256,10 +256,6 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """
         with self._loop.lock:
             return keep_pages(self._kv.state, host_dtype)
-
-    def prices(self) -> tuple[Price, ...]:
-        """The cost of switching to each of the other modes now."""
-        return self._switcher.prices()
 
     # ---- what is stored
 

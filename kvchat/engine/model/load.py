@@ -33,6 +33,7 @@ from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weights_memory import lay_out
+from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
 from kvchat.kv.ops.first_compile import compile_loops
 from kvchat.protocol.messages import TEMPERATURE, Load
@@ -167,15 +168,16 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False, **_gguf(checkpoint)
-        )
+        with explained_panics():
+            tokenizer = AutoTokenizer.from_pretrained(
+                checkpoint.folder, local_files_only=True, trust_remote_code=False, **_gguf(checkpoint)
+            )
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise supported.unreadable(checkpoint.name, "its tokenizer", error) from error
     processors = checkpoint.folder / "chat_template.json"  # where older multimodal repositories keep it
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
-    return tokenizer
+    return guarded(tokenizer)
 
 
 def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:

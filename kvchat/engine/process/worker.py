@@ -237,7 +237,8 @@ class Server:
                 session.cancel()
             for event in events:
                 self._outbox.send(event)
-                self._snapshot(at_most_every=SNAPSHOT_S)
+                with suppress(KvchatError):  # it costs no answer; where it fails the one after the answer says why
+                    self._snapshot(at_most_every=SNAPSHOT_S)
         finally:
             self._answering = False
             self._outbox.flush()
@@ -272,10 +273,10 @@ class Server:
 
     def _snapshot(self, at_most_every: float = 0.0) -> None:
         if self._session and self._clock() - self._snapshot_at >= at_most_every:
+            self._snapshot_at = self._clock()  # one that fails is not tried again at each token
             snapshot = self._session.snapshot()
             self._reads_gpu = snapshot.gpu is not None
             self._outbox.send(snapshot)
-            self._snapshot_at = self._clock()
             if self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0):
                 self._details()
 

@@ -184,6 +184,21 @@ def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
 
 
+def test_a_snapshot_that_fails_ends_no_answer(
+    child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory() -> Snapshot:
+        raise DoesNotFitError("Memory ran out.", "None is left.", "Close something.")
+
+    child.until(Snapshot)
+    monkeypatch.setattr(session, "snapshot", no_memory)
+    child.send(CHAT)
+    events = child.until(Finished)
+    assert events[-1].reason == "eos"
+    assert not any(isinstance(event, Failed) for event in events)
+    assert child.until(Failed)[-1].title == "Memory ran out."  # of the one after the answer
+
+
 def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock: Clock) -> None:
     output = io.BytesIO()
     server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
