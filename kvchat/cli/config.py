@@ -103,9 +103,8 @@ def _check_keys(source: SettingsSource) -> None:
     try:
         check_keys({id: key for id, key in given.items() if isinstance(key, str)})
     except UsageError as refused:
-        id = max(
-            (id for id in given if id in refused.title), key=len
-        )  # a clash may name two, of which one is a default
+        # A clash may name two, of which one is a default.
+        id = max((id for id in given if id in refused.title), key=len)
         said = " ".join(filter(None, (refused.title, refused.detail, refused.hint)))
         raise _refused(source, (sources.KEYS, id), f"[keys]: {said}") from None
 

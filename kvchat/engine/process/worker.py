@@ -242,9 +242,8 @@ class Server:
         finally:
             self._answering = False
             self._outbox.flush()
-            failures, self._failures = self._failures, []
-            for failure in failures:
-                self._outbox.send(failure)
+            while self._failures:
+                self._outbox.send(self._failures.pop(0))
         self._snapshot()
 
     def _between(self, _generated: int) -> None:
