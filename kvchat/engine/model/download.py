@@ -1,4 +1,4 @@
-"""Downloads a model in a process of its own, a chat goes on meanwhile.
+"""Downloads a model in a process of its own; a chat goes on meanwhile.
 
 ``python -m kvchat.engine.model.download PID NAME`` ends with the process PID that starts it, and is tied to that before
 anything else is imported, as the engine.
