@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvchat.cli.output import note, write
+from kvchat.cli.output import note, report, write
 from kvchat.cli.session import INTERRUPTED, interrupt_cancels, opened
 from kvchat.engine.generate.hold_back import hold_back
 from kvchat.errors import KvchatError
@@ -68,7 +67,7 @@ def ask(question: Question) -> int:
     for switch in switcher.pending:
         note(f"the answer ended before the switch to {switch.mode} after {switch.after} tokens.")
     if question.show_stats:
-        sys.stderr.write(stats_table(finished.stats))
+        report(stats_table(finished.stats))
     session.close()
     return INTERRUPTED if interrupted else switcher.exit_code
 
@@ -78,7 +77,7 @@ def stats_table(stats: Stats) -> str:
     rows = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     rows["switches"] = len(stats.switches)
     rows |= rows.pop("extras")
-    return "".join(f"{name:<22} {_cell(value):>14}\n" for name, value in rows.items())
+    return "\n".join(f"{name:<22} {_cell(value):>14}" for name, value in rows.items())
 
 
 class _Switcher:

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +220,9 @@ def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
     if path is not None:
         files.make_folder(path.parent)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's other files get its mode
+        for each in (path, *(path.with_name(f"{path.name}-{kind}") for kind in ("wal", "shm", "journal"))):
+            with suppress(FileNotFoundError, PermissionError):  # another user's file keeps its mode
+                each.chmod(0o600)  # it may come from a backup, or from a crash
     db = sqlite3.connect(path or ":memory:", timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         db.row_factory = sqlite3.Row

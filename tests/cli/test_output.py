@@ -25,6 +25,7 @@ from support.fake_session import FakeSession
 from support.hostile import hostile
 session = FakeSession({PIECES!r}, failure=DoesNotFitError(hostile("refusal")))
 session.notes = (hostile("note"),)
+session.extras = dict([(hostile("figure"), hostile("value"))])  # of a mode of another package
 def open_session(load, progress):
     progress(hostile("stage"))
     return session.open(load, progress)
@@ -48,7 +49,8 @@ def test_ask_on_a_terminal_writes_no_control_character() -> None:
         assert run.finish() == 3  # the refused switch
     assert not forbidden_in(run.written)
     shown = run.written.decode()
-    for name in ("«stage»", "«note»", "«refusal»", "␛]52;c;aGFja2Vk␛\\", "‹U+009B›31m", MARKUP):
+    names = "«stage»", "«note»", "«figure»", "«value»", "«refusal»"
+    for name in (*names, "␛]52;c;aGFja2Vk␛\\", "‹U+009B›31m", MARKUP):
         assert name in shown
 
 

@@ -60,6 +60,15 @@ def test_a_conversation_is_read_as_it_was_written(store):
     assert read.take_changes() is None
 
 
+def test_files_that_others_could_read_are_made_private(store, path):
+    saved(store, "one")
+    for entry in path.parent.iterdir():
+        entry.chmod(0o644)
+    other = ConversationStore(path)
+    assert {stat.S_IMODE(entry.stat().st_mode) for entry in path.parent.iterdir()} == {0o600}
+    other.close()
+
+
 def test_the_files_are_private(store, path):
     saved(store, "one")
     modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in path.parent.iterdir()}

@@ -57,6 +57,7 @@ class FakeSession:
         self.loaded: Load | None = None
         self.withdrawable = 0
         self.notes: tuple[str, ...] = ()
+        self.extras = {"heads corrected": "20%"}
 
     def open(self, load: Load, progress: Callable[[str], None] = lambda stage: None) -> FakeSession:
         """Replace ``kvchat.open_session``."""
@@ -104,7 +105,7 @@ class FakeSession:
             prompt_tokens=7,
             generated_tokens=len(self.token_ids),
             switches=tuple(self.switches),
-            extras={"heads corrected": "20%"},
+            extras=self.extras,
         )
         text = "".join(self.pieces[: len(self.token_ids)])
         yield Finished("stopped" if self.canceled.is_set() else "eos", text, stats)

@@ -22,10 +22,12 @@ from kvchat.paths import BUNDLED, INDEX, bundled_model_dir
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CONFIGURATION = ["config.json"]
+CONFIGURATIONS = (*CONFIGURATION, "generation_config.json")
 GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
 MAX_TEXT_BYTES = 2**28  # the largest tokenizers have a tenth of it
+MAX_CONFIGURATION_BYTES = 2**23  # parsed twice, to ten times its size; the longest in use have a hundredth of that
 TAIL_BYTES = 2**16
 
 
@@ -96,13 +98,14 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     return Checkpoint(location.name, folder, revision, weights, weight_bytes, tensors=tensors)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+def read_json(file: Path, most: int = MAX_CONFIGURATION_BYTES) -> dict[str, Any]:
+    """The object in a JSON file of at most so many bytes.
 
     Raises:
-        ModelError: it is no JSON object.
+        ModelError: it is no JSON object, or too large.
     """
     try:
+        _check_size(file, most)
         content = json.loads(files.read(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
@@ -151,7 +154,7 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
             raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", _format_hint(folder))
         return files
     try:
-        shards = sorted({str(shard) for shard in read_json(index).get("weight_map", {}).values()})
+        shards = sorted({str(shard) for shard in read_json(index, MAX_TEXT_BYTES).get("weight_map", {}).values()})
     except AttributeError as error:
         raise ModelError(
             f"{INDEX} cannot be read.", "Its weight_map is no object.", "Download the model again."
@@ -179,9 +182,14 @@ def _check_kinds(folder: Path) -> None:
             continue
         if not entry.is_file():
             raise ModelError(f"{entry.name} is no file.", f"{entry} is a pipe, a socket or a device.", "Remove it.")
-        if entry.suffix in TEXTS and entry.stat().st_size > MAX_TEXT_BYTES:
-            size = units.size(entry.stat().st_size)
-            raise ModelError(f"{entry.name} is too large.", f"{entry} has {size}.", "Download the model again.")
+        if entry.suffix in TEXTS:
+            _check_size(entry, MAX_CONFIGURATION_BYTES if entry.name in CONFIGURATIONS else MAX_TEXT_BYTES)
+
+
+def _check_size(file: Path, most: int) -> None:
+    if file.stat().st_size > most:
+        size = f"{file} has {units.size(file.stat().st_size)}; at most {units.size(most)} are read."
+        raise ModelError(f"{file.name} is too large.", size, "Download the model again.")
 
 
 def _only_gguf(folder: Path) -> str:

@@ -1,4 +1,7 @@
-"""Downloads a model in a process of its own, ``python -m kvchat.engine.model.download NAME``; a chat goes on meanwhile.
+"""Downloads a model in a process of its own; a chat goes on meanwhile.
+
+``python -m kvchat.engine.model.download PID NAME`` ends with the process PID that starts it, and is tied to that before
+anything else is imported, as the engine.
 
 Each line on stdout is a JSON object: ``{"stage": TEXT}`` while it works, at last ``{"done": NAME}`` or ``{"error":
 [TITLE, DETAIL, HINT]}``. Ending the process leaves what has come: the next download of the model goes on from there.
@@ -8,20 +11,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from kvchat.engine.model.checkpoint import complete, locate
-from kvchat.engine.model.hub import Progress
 from kvchat.engine.parent import end_with_parent
 from kvchat.errors import KvchatError
 
 
-def download(name: str, progress: Progress) -> None:
+def download(name: str, progress: Callable[[str], None]) -> None:
     """Download the model ``name``, unless its configuration shows that kvchat cannot run it.
 
     Raises:
         ModelError: there is no such model, it is gated, it cannot be run, or the hub cannot be reached.
     """
+    from kvchat.engine.model.checkpoint import complete, locate
+
     location = locate(name, progress)  # a wrong name is refused before torch is imported
     progress("Checking the model")
     from kvchat.engine.model.description import describe, quiet
@@ -32,10 +36,8 @@ def download(name: str, progress: Progress) -> None:
     complete(location, progress)
 
 
-def main() -> None:
-    """Download the model named on the command line."""
-    end_with_parent()
-    name = sys.argv[1]
+def main(name: str) -> None:
+    """Download the model ``name`` and say how far it is."""
     try:
         download(name, lambda stage: _say(stage=stage))
         _say(done=name)
@@ -49,4 +51,5 @@ def _say(**fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with_parent(int(sys.argv[1]))
+    main(sys.argv[2])

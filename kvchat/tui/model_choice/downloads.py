@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from contextlib import suppress
 from kvchat.errors import EngineError, ModelError
 from kvchat.foreign_text import visible
 
-DOWNLOAD = (sys.executable, "-m", "kvchat.engine.model.download")
+DOWNLOAD = (sys.executable, "-m", "kvchat.engine.model.download", str(os.getpid()))
 
 
 class Download:

@@ -76,6 +76,10 @@ DAMAGES = {
     "an endless header": lambda it: lying_header(it, 2**64 - 1),
     "an index of lists": lambda it: (it / INDEX).write_text('{"weight_map": []}'),
     "an index that leaves": lambda it: (it / INDEX).write_text('{"weight_map": {"a": "../x"}}'),
+    "a config of 20 MB": lambda it: edit(it / CONFIG, a=[0] * 7_000_000),
+    "a generation config of 20 MB": lambda it: (it / "generation_config.json").write_text(
+        json.dumps({"a": [0] * 7_000_000})
+    ),
     "deep json": lambda it: (it / CONFIG).write_text('{"a":' * 100_000),
     "100,000 layers": lambda it: edit(it / CONFIG, num_hidden_layers=100_000),
     "10**9 layers": lambda it: edit(it / CONFIG, num_hidden_layers=10**9),
