@@ -76,6 +76,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         host_share=share,
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
         file_bits=gguf_weights.bits(described.location),
+        unpacked=weights["none"] if described.location.gguf else 0,
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
     )
     made = replace(made, proposal=propose(made))

@@ -32,7 +32,7 @@ from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
-from kvchat.engine.model.weights_memory import lay_out
+from kvchat.engine.model.weights_memory import give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
 from kvchat.kv.ops.first_compile import compile_loops
@@ -109,6 +109,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":
         compile_loops(lambda: progress("Compiling for this CPU, once on this machine"))
+    give_back()
     return replace(loaded, notes=(*loaded.notes, *_notes_on(described, asked.dtype, chosen.note)))
 
 

@@ -6,6 +6,8 @@ faster (``kv.memory.huge_pages``), and what is merged later (``fusion``) is one 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,12 @@ def lay_out(model: Any) -> None:
             place = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
             weight.data = place.copy_(weight.data)
             at += weight.nbytes
+
+
+def give_back() -> None:
+    """Give the system back what loading freed: glibc keeps it, 190 MiB beside int8 weights of 69."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:

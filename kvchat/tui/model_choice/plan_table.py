@@ -19,6 +19,7 @@ FLOOR = (
 PLANNED = {
     "weights": "the model's weights, by how they are quantized",
     "K/V read": "what each mode holds beside the weights to read K/V, once the conversation is as long as planned",
+    "unpacked": "a GGUF file's weights, all of them in host memory while it is loaded, before they are packed again",
     "over the link": "what full mode with resident reads from the host for every token",
     "recurrent state": "layers that keep a state of fixed size in place of K/V",
     "workspace": "what computing takes for a moment: an estimate",
@@ -90,6 +91,8 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
         )
         if need.link_bytes:
             yield Row(f"link {name}", "  over the link, a token", "host", size(need.link_bytes, 2))
+    if made.unpacked:
+        yield Row("unpacked", "unpacked while it is loaded", "host", size(made.unpacked, 2))
     if made.state:
         yield Row("state", "recurrent state", where, size(made.state, 2))
     yield Row("workspace", "workspace, estimated", where, size(made.workspace, 2))

@@ -115,7 +115,12 @@ def test_the_plan_has_both_sizes_and_says_which_is_loaded(read, file_of, model):
     }
     assert any(line.startswith("weights, int8, by default") for line in plan_lines(made))
     assert made.proposal.quantize == "int8"
-    assert memory_plan(Load("bundled", "cpu"), 4096, silent).by_default == "none"
+    assert made.unpacked == made.weights["none"]
+    (row,) = [line.split() for line in plan_lines(made) if line.startswith("unpacked while it is loaded")]
+    assert row[-3:] == ["host", *size(model.weight_bytes, 2).split()]
+    of_no_file = memory_plan(Load("bundled", "cpu"), 4096, silent)
+    assert (of_no_file.by_default, of_no_file.unpacked) == ("none", 0)
+    assert not any("unpacked" in line for line in plan_lines(of_no_file))
 
 
 @needs("gguf", "accelerate")

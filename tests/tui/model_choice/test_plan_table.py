@@ -7,7 +7,7 @@ from kvchat.tui.model_choice.plan_table import PLANNED, plan_lines
 
 MADE = MemoryPlan(
     "org/model", "qwen3", "cuda:0", "bfloat16", 4096, {"none": 2**30}, {"full": ModeNeed(2**20, {}, "", 2**10)},
-    1, 2**20, 2**20, 1, 2**30, 2**30, proposal=Proposal("none", "full", None, ()),
+    1, 2**20, 2**20, 1, 2**30, 2**30, unpacked=2**30, proposal=Proposal("none", "full", None, ()),
 )  # fmt: skip
 
 
