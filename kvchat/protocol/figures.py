@@ -38,7 +38,6 @@ class Stats:
     recall_hit_rate: float | None = None
     corrections: Count = 0
     corrected_share: float | None = None
-    mean_cosine: float | None = None
     recall_ms_p50: float | None = None
     recall_ms_p95: float | None = None
     exposed_ms_p50: float | None = None
@@ -48,6 +47,7 @@ class Stats:
     withdrawn_tokens: Count = 0
     switches: Several[Params] = ()
     extras: Params = field(default_factory=dict)
+    mean_cosine: float | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from kvchat.protocol.figures import Params
 
@@ -62,6 +62,8 @@ def _value(hint: Any, name: str) -> Any:
         return hostile(name)
     if hint == Params:
         return {hostile(f"{name}.key"): hostile(f"{name}.value")}
+    if get_origin(hint) is dict:
+        return {hostile(f"{name}.of"): _value(get_args(hint)[1], name)}
     if hint in (int, float, bool):
         return hint(1)
     if dataclasses.is_dataclass(hint):
