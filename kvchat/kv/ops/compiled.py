@@ -1,9 +1,8 @@
 """The loops behind ``cpu_ops``, compiled by numba.
 
 Choosing, moving and opening a layer's pages is some forty operations on a few hundred numbers: in torch and in numpy
-their number is what they cost, in one loop the numbers are. One token's attention is two products of a few rows, which
-a matrix library reads at half of the memory's speed. The first process of a machine compiles them, for some seconds;
-later ones read numba's cache, beside this file or in the user's cache folder.
+their number is what they cost, in one loop the numbers are. The first process of a machine compiles them, for some
+seconds; later ones read numba's cache, beside this file or in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ Array = np.ndarray[Any, Any]
 Loop = Callable[..., Any]
 
 TINY = 1e-30  # a query of zeros has turned
-TOKENS = 512  # that one thread reads at a time
 
 
 def _has_threads() -> bool:
@@ -73,57 +71,6 @@ def _start_threads() -> None:
 
 
 _start_threads()
-
-
-@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
-def attention_scores(query: Array, keys: Array, head_stride: int, token_stride: int, scores: Array) -> None:
-    """Products of ``query [H, G, d_k]`` and ``keys`` into ``scores [H, G, n]``.
-
-    ``keys`` is the memory from the first key on; strides are in numbers.
-    """
-    heads, group, n = scores.shape
-    d = query.shape[2]
-    parts = -(-n // TOKENS)
-    for task in numba.prange(heads * parts):
-        head, first = task // parts, task % parts * TOKENS
-        for token in range(first, min(n, first + TOKENS)):
-            start = head * head_stride + token * token_stride
-            key = keys[start : start + d]
-            for g in range(group):
-                score = np.float32(0)
-                for i in range(d):
-                    score += query[head, g, i] * key[i]
-                scores[head, g, token] = score
-
-
-@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, :, ::1])", fastmath=True, parallel=HAS_THREADS)
-def attention_sums(weights: Array, values: Array, head_stride: int, token_stride: int, sums: Array) -> None:
-    """The values times ``weights [H, G, n]``, added up for each ``TOKENS`` tokens into ``sums [H, part, G, d_v]``."""
-    heads, parts, group, d = sums.shape
-    n = weights.shape[2]
-    for task in numba.prange(heads * parts):
-        head, part = task // parts, task % parts
-        total = sums[head, part]
-        total[:] = 0
-        end = min(n, (part + 1) * TOKENS)
-        whole = end - end % 4
-        # Four tokens at once: the sums are read and written a quarter as often.
-        for token in range(part * TOKENS, whole, 4):
-            start = head * head_stride + token * token_stride
-            v0 = values[start : start + d]
-            v1 = values[start + token_stride : start + token_stride + d]
-            v2 = values[start + 2 * token_stride : start + 2 * token_stride + d]
-            v3 = values[start + 3 * token_stride : start + 3 * token_stride + d]
-            for g in range(group):
-                w = weights[head, g, token : token + 4]
-                for i in range(d):
-                    total[g, i] += w[0] * v0[i] + w[1] * v1[i] + w[2] * v2[i] + w[3] * v3[i]
-        for token in range(whole, end):
-            start = head * head_stride + token * token_stride
-            value = values[start : start + d]
-            for g in range(group):
-                for i in range(d):
-                    total[g, i] += weights[head, g, token] * value[i]
 
 
 @compiled("i8(i4[:, ::1], i4[:, ::1], i8, f4[:, ::1])")

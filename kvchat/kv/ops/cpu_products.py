@@ -6,11 +6,10 @@ precision or without numba they are torch's. Tensors are shared with numpy, not 
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from kvchat.kv.memory import rounding
 MANY = 2048  # tokens from which on loops are faster on two threads; fewer never ask for numba
 NUMBER = 4  # bytes of float32
 
-Memory = np.ndarray[Any, Any]
+Arguments = tuple[Any, ...]
 
 
 @cache
@@ -39,22 +38,11 @@ def compiled_loops() -> ModuleType | None:
 
 def in_a_row(keys: Tensor, values: Tensor) -> Products:
     """Over ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
-    if keys.shape[1] < MANY or keys.dtype != torch.float32 or not (loops := _threaded()):  # numpy knows no bfloat16
+    if keys.shape[1] < MANY or keys.dtype != torch.float32 or not _threaded():  # numpy knows no bfloat16
         return products(keys, values)
-    return Products(partial(_scores, loops, keys), partial(_sums, loops, values))
+    from kvchat.kv.ops import compiled_in_a_row as loops
 
-
-def _scores(loops: ModuleType, keys: Tensor, query: Tensor) -> Tensor:
-    scores = torch.empty((*query.shape[:2], keys.shape[1]))
-    loops.attention_scores(query.contiguous().numpy(), _memory(keys), *keys.stride()[:2], scores.numpy())
-    return scores
-
-
-def _sums(loops: ModuleType, values: Tensor, weights: Tensor) -> Tensor:
-    heads, group, n = weights.shape
-    sums = torch.empty((heads, -(-n // loops.TOKENS), group, values.shape[2]))
-    loops.attention_sums(weights.numpy(), _memory(values), *values.stride()[:2], sums.numpy())
-    return sums.sum(1)
+    return _compiled(loops, keys.shape[1], values.shape[2], _rows(keys), _rows(values))
 
 
 # ---- over scattered tokens
@@ -69,21 +57,8 @@ def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Produc
         return None
     from kvchat.kv.ops import compiled_scattered as loops
 
-    rows = table.numpy(), first
-    return Products(partial(_scattered_scores, loops, keys, *rows), partial(_scattered_sums, loops, values, *rows))
-
-
-def _scattered_scores(loops: ModuleType, keys: Tensor, table: Memory, first: int, query: Tensor) -> Tensor:
-    scores = torch.empty((*query.shape[:2], len(table)))
-    loops.scores(query.contiguous().numpy(), _memory(keys), *keys.stride()[:2], table, first, scores.numpy())
-    return scores
-
-
-def _scattered_sums(loops: ModuleType, values: Tensor, table: Memory, first: int, weights: Tensor) -> Tensor:
-    heads, group, n = weights.shape
-    sums = torch.empty((heads, -(-n // loops.TOKENS), group, values.shape[2]))
-    loops.sums(weights.numpy(), _memory(values), *values.stride()[:2], table, first, sums.numpy())
-    return sums.sum(1)
+    named = table.numpy(), first
+    return _compiled(loops, len(table), values.shape[2], (*_rows(keys), *named), (*_rows(values), *named))
 
 
 # ---- over pages of which some are kept in 8 bits
@@ -109,40 +84,42 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
         return None
     from kvchat.kv.ops import compiled_eight_bit as loops
 
-    return Products(partial(_mixed_scores, loops, pages, g), partial(_mixed_sums, loops, pages, g))
-
-
-def _mixed_scores(loops: ModuleType, pages: MixedPages, g: Geometry, query: Tensor) -> Tensor:
-    scores = torch.empty((*query.shape[:2], len(pages.table)))
-    loops.scores(query.contiguous().numpy(), *_mixed(pages, 0, g), scores.numpy())
-    return scores
-
-
-def _mixed_sums(loops: ModuleType, pages: MixedPages, g: Geometry, weights: Tensor) -> Tensor:
-    heads, group, n = weights.shape
-    sums = torch.empty((heads, -(-n // loops.TOKENS), group, g.d_v))
-    loops.sums(weights.numpy(), *_mixed(pages, 1, g), sums.numpy())
-    return sums.sum(1)
-
-
-def _mixed(pages: MixedPages, kind: int, g: Geometry) -> tuple[Any, ...]:
-    rows, blocks = pages.exact[kind], pages.rounded.view(-1)
-    exact = _memory(rows), *rows.stride()[:2]
+    blocks = pages.rounded.view(-1)
     codes = blocks.view(torch.int8).numpy(), blocks.view(torch.float32).numpy(), rounding.block_bytes(g), g.page
-    return pages.table.numpy(), pages.first, pages.places.numpy(), *exact, *codes
+    named = pages.table.numpy(), pages.first, pages.places.numpy()
+    keys, values = ((*named, *_rows(exact), *codes) for exact in pages.exact)
+    return _compiled(loops, len(pages.table), g.d_v, keys, values)
 
 
 # ---- inside
 
 
-def _threaded() -> ModuleType | None:
-    """The compiled loops, told how many threads to run on."""
-    if loops := compiled_loops():
-        loops.use_threads(torch.get_num_threads())
-    return loops
+def _threaded() -> bool:
+    """True if there are compiled loops; they know then how many threads to run on."""
+    if not (loops := compiled_loops()):
+        return False
+    loops.use_threads(torch.get_num_threads())
+    return True
 
 
-def _memory(rows: Tensor) -> Memory:
-    """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other."""
+def _compiled(loops: ModuleType, tokens: int, d_v: int, keys: Arguments, values: Arguments) -> Products:
+    """Those of the module over ``tokens`` tokens; ``keys`` and ``values`` are what its loops read, as they take it."""
+
+    def scores(query: Tensor) -> Tensor:
+        made = torch.empty((*query.shape[:2], tokens))
+        loops.scores(query.contiguous().numpy(), *keys, made.numpy())
+        return made
+
+    def sums(weights: Tensor) -> Tensor:
+        heads, group, _ = weights.shape
+        made = torch.empty((heads, -(-tokens // loops.TOKENS), group, d_v))
+        loops.sums(weights.numpy(), *values, made.numpy())
+        return made.sum(1)
+
+    return Products(scores, sums)
+
+
+def _rows(rows: Tensor) -> Arguments:
+    """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other, and the strides in them."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    return rows.as_strided((last + 1,), (1,)).numpy()
+    return rows.as_strided((last + 1,), (1,)).numpy(), *rows.stride()[:2]

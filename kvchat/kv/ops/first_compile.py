@@ -25,7 +25,12 @@ def compile_loops(tell: Callable[[], None]) -> None:
         return
     tell()
     if compiled_loops():
-        from kvchat.kv.ops import compiled_eight_bit, compiled_freeze, compiled_scattered  # noqa: F401  # importing them compiles
+        from kvchat.kv.ops import (  # noqa: F401  # importing them compiles
+            compiled_eight_bit,
+            compiled_freeze,
+            compiled_in_a_row,
+            compiled_scattered,
+        )
 
         for index in _indices():
             with suppress(OSError):
