@@ -218,15 +218,20 @@ PIVOTS: dict[str, Callable[[str, list[Row]], list[Table]]] = {
 }
 
 
-def _right(rows: list[Row], **place: Any) -> str:
+def _counts(rows: list[Row], place: dict[str, Any]) -> tuple[int, int]:
+    """Right answers at a place, and all."""
     mine = [row for row in rows if place.items() <= row.items()]
-    return f"{sum(row['right'] for row in mine)} of {sum(row['cases'] for row in mine)}"
+    return sum(row["right"] for row in mine), sum(row["cases"] for row in mine)
+
+
+def _right(rows: list[Row], **place: Any) -> str:
+    right, cases = _counts(rows, place)
+    return f"{right} of {cases}"
 
 
 def _right_of(rows: list[Row], **place: Any) -> str:
-    """Right answers at a place, with the interval of their share in percent."""
-    mine = [row for row in rows if place.items() <= row.items()]
-    found = wilson(sum(row["right"] for row in mine), sum(row["cases"] for row in mine))
+    """``_right`` with the interval of the share in percent."""
+    found = wilson(*_counts(rows, place))
     return _right(rows, **place) + ("" if found is None else f" ({100 * found[0]:.0f} – {100 * found[1]:.0f} %)")
 
 

@@ -23,9 +23,11 @@ PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 
 
+CORRECTED = "choices of heads replaced before attention because the query had turned, of all choices"
 RECEIPT = {
     "read": "stored tokens that a token attended to, as a share, in the mean over the answer, and how many were stored",
-    "corrected": "choices of heads replaced before attention because the query had turned, of all choices",
+    "corrected": CORRECTED,
+    "mean C": "cosine of a head's query to the one before, in the mean over the answer: 1 is no turn",
     "fetched in": "time to fetch for one token: the median, and what 95 % of the last tokens stay below",
     "waited": "the part of that time that the model waited, again the median and what 95 % stay below",
 }
@@ -40,7 +42,7 @@ SUMS = {
     "read": "stored tokens that a token attended to, as a share, in the mean over all tokens",
     "fetched": "copied from host to device",
     "already there": "of what was chosen, the share that was on the device already",
-    "corrected": "choices of heads replaced before attention because the query had turned, of all choices",
+    "corrected": CORRECTED,
 }
 """What the rows of ``/stats`` mean."""
 

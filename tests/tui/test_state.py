@@ -66,7 +66,7 @@ def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():
 def test_every_word_of_a_receipt_is_explained():
     stats = Stats(
         generated_tokens=3, decode_tokens_per_s=5.0, ttft_s=0.2, read_share=0.5, total_tokens=9, corrected_share=0.1,
-        recall_ms_p50=1.0, recall_ms_p95=2.0, exposed_ms_p50=0.0, exposed_ms_p95=1.0,
+        mean_cosine=0.5, recall_ms_p50=1.0, recall_ms_p95=2.0, exposed_ms_p50=0.0, exposed_ms_p95=1.0,
     )  # fmt: skip
     length, *parts = state().receipt(Finished("eos", "text", stats)).split(" · ")
     explained = {word for word in {**RECEIPT, **STATUS} if any(word in part for part in parts)}
