@@ -13,21 +13,21 @@ TEMPLATE = (
 )
 
 
-def byte_level(normalizer=None, **added: bool) -> PreTrainedTokenizerBase:
-    """One token a byte; the markers are added tokens with the given properties."""
+def byte_level(normalizer=None, markers=MARKERS, **added: bool) -> PreTrainedTokenizerBase:
+    """One token a byte; the markers of a turn's begin and end are added tokens with the given properties."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return finished(backend, normalizer, added)
+    return finished(backend, normalizer, added, markers)
 
 
-def finished(backend: Tokenizer, normalizer, added: dict[str, bool]) -> PreTrainedTokenizerBase:
+def finished(backend: Tokenizer, normalizer, added: dict[str, bool], markers=MARKERS) -> PreTrainedTokenizerBase:
     """A backend as transformers' tokenizer, with the markers and the template."""
     if normalizer is not None:
         backend.normalizer = normalizer
     add = backend.add_special_tokens if added.get("special", True) else backend.add_tokens
-    add([AddedToken(marker, **{"special": True, "normalized": False, **added}) for marker in MARKERS])
+    add([AddedToken(marker, **{"special": True, "normalized": False, **added}) for marker in markers])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TEMPLATE.replace(MARKERS[0], markers[0]).replace(MARKERS[1], markers[1])
     return tokenizer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,7 @@ ROLES = ("system", "user", "assistant")
 ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenizing
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 EDGE = "\ufdd2"  # around what a turn says, where its place in the text is asked for
+MARK = "\N{REPLACEMENT CHARACTER}"
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 THOUGHT_END = "</think>"
@@ -192,36 +194,35 @@ class PromptEncoder:
         return self._escaped(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
 
     def _as_text(self, text: str) -> str:
-        """``text`` with ``ESCAPE`` in whatever the tokenizer takes for a control token.
+        """``text`` with ``ESCAPE`` in whatever the tokenizer takes for a control token; ``MARK`` for one character.
 
         Only the tokenizer can tell: it may normalize, ignore case or take the white space around a token.
         """
         encoded = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast, verbose=False
         )
-        if self._control.isdisjoint(encoded.input_ids):
+        forging = self._control - {self._tokenizer.unk_token_id}  # an unknown character is no control token
+        if forging.isdisjoint(encoded.input_ids):
             return text
         spans = encoded.offset_mapping if self._tokenizer.is_fast else [(0, len(text))] * len(encoded.input_ids)
-        forged = {span for span, token in zip(spans, encoded.input_ids, strict=True) if token in self._control}
+        forged = {span for span, token in zip(spans, encoded.input_ids, strict=True) if token in forging}
         parts, end = [], 0
-        # What is one character long cannot be written in another way.
-        for start, stop in sorted(span for span in forged if span[1] - span[0] > 1):
+        for start, stop in sorted(forged):
             middle = (start + stop) // 2
-            parts += [text[end:start], text[start:middle], text[middle:stop]]
+            alone = middle == start  # what is one character long cannot be written in another way
+            parts += [text[end:start], *([MARK] if alone else [text[start:middle], text[middle:stop]])]
             end = stop
-        if not parts:
-            return text
-        return ESCAPE.join(map(self._escaped, filter(None, [*parts, text[end:]])))
+        return ESCAPE.join(part if part == MARK else self._escaped(part) for part in [*parts, text[end:]] if part)
 
     def _turn_markers(self) -> frozenset[int]:
         """The added tokens that the template writes around turns, also those not marked special."""
         if not self._tokenizer.chat_template:
             return frozenset()
-        turns = [Turn("user", "x"), Turn("assistant", "y"), Turn("user", "z")]
-        try:
-            text = self._apply_template(turns if self._folds_system else [Turn("system", "s"), *turns], self._in_parts)
-        except UsageError:
-            return frozenset()
+        user, others = Turn("user", "x"), [Turn("assistant", "y"), Turn("user", "z")]
+        text = ""
+        for turns in ([user], [user, *others], [Turn("system", "s"), user, *others]):
+            with suppress(UsageError):  # it may refuse a role
+                text += self._apply_template(turns, self._in_parts)
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset(i for i, token in added if token.content.strip() and token.content in text)
 
