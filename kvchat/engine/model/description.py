@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvchat.engine.model import supported
+from kvchat.engine.model import gguf_file, supported
 from kvchat.engine.model.checkpoint import ModelLocation, locate, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.hub import Progress
@@ -100,6 +100,7 @@ def _gguf_config(location: ModelLocation) -> Any:
         raise ModelError(
             f"{location.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
         )
+    gguf_file.header(location.folder / location.gguf)
     try:
         config = AutoConfig.from_pretrained(
             location.folder, gguf_file=location.gguf, local_files_only=True, trust_remote_code=False

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from kvchat.engine.model import int4_rows, int8_rows, quantization, supported
+from kvchat.engine.model import gguf_file, int4_rows, int8_rows, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
@@ -115,27 +113,6 @@ def pack(model: Any, config: Any, device: torch.device) -> None:
         quantize_(linear.to(device), config.quant_type, filter_fn=lambda module, name: True)
 
 
-class GgufTensor(NamedTuple):
-    """A tensor as a file holds it."""
-
-    name: str
-    nbytes: int
-    elements: int
-    is_matrix: bool
-
-
-def tensors(file: Path) -> tuple[GgufTensor, ...]:
-    """Those of a GGUF file.
-
-    Raises:
-        ModelError: the file is damaged.
-    """
-    try:
-        return _tensors(file, file.stat().st_mtime_ns)
-    except Exception as error:  # the package raises anything for a damaged file
-        raise supported.unreadable(str(file), "the GGUF file", error) from error
-
-
 def bits(location: ModelLocation) -> float:
     """Bits that a weight of the file's matrices takes; 0 for what is no GGUF file.
 
@@ -144,14 +121,5 @@ def bits(location: ModelLocation) -> float:
     """
     if not location.gguf:
         return 0.0
-    matrices = [tensor for tensor in tensors(location.folder / location.gguf) if tensor.is_matrix]
+    matrices = [tensor for tensor in gguf_file.header(location.folder / location.gguf).tensors if tensor.is_matrix]
     return 8 * sum(one.nbytes for one in matrices) / max(1, sum(one.elements for one in matrices))
-
-
-@lru_cache(maxsize=1)
-def _tensors(file: Path, written: int) -> tuple[GgufTensor, ...]:
-    """Asked for by the plan and by loading: the package also reads the vocabulary, in Python, for seconds."""
-    from gguf import GGUFReader
-
-    found = GGUFReader(file).tensors
-    return tuple(GgufTensor(each.name, int(each.n_bytes), int(each.n_elements), len(each.shape) > 1) for each in found)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvchat.engine.model import gguf_weights
+from kvchat.engine.model import gguf_file
 from kvchat.engine.model.byte_progress import ByteProgress
 from kvchat.engine.model.checkpoint import Checkpoint
 
@@ -51,7 +51,7 @@ def _counted(items: list[Any], sizes: dict[str, int], words: ByteProgress) -> It
 def _tensor_bytes(file: Path, is_gguf: str) -> Iterator[tuple[str, int]]:
     """Names and bytes of a file's tensors; its header was checked before."""
     if is_gguf:
-        yield from ((tensor.name, tensor.nbytes) for tensor in gguf_weights.tensors(file))
+        yield from ((tensor.name, tensor.nbytes) for tensor in gguf_file.header(file).tensors)
         return
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import struct
 import time
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def test_a_damaged_file_is_refused(file, tmp_path):
     path = tmp_path / "cut.gguf"
     path.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ModelError, match="transformers refuses the GGUF file"):
+        load_model(Load(str(path), "cpu"), silent)
+
+
+@needs_gguf
+def test_layers_that_the_file_does_not_hold_are_refused_before_they_are_listed(file, tmp_path):
+    path, key = tmp_path / "deep.gguf", b"llama.block_count" + struct.pack("<I", 4)
+    before, after = file.read_bytes().split(key)
+    path.write_bytes(before + key + struct.pack("<I", 2**31 - 1) + after[4:])
+    with pytest.raises(ModelError, match=r"names 2,147,483,647 layers, and there are \d+ tensors"):
         load_model(Load(str(path), "cpu"), silent)
 
 

@@ -1,0 +1,61 @@
+"""The header of a GGUF file, read once for its configuration, for the plan and for loading."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from kvchat.engine.model.supported import unreadable
+from kvchat.errors import ModelError
+
+
+class GgufTensor(NamedTuple):
+    """A tensor as a file holds it."""
+
+    name: str
+    nbytes: int
+    elements: int
+    is_matrix: bool
+
+
+class GgufHeader(NamedTuple):
+    """The number of layers that a file names, and its tensors."""
+
+    layers: int
+    tensors: tuple[GgufTensor, ...]
+
+
+def header(file: Path) -> GgufHeader:
+    """That of a GGUF file.
+
+    Raises:
+        ModelError: the file is damaged, or names more layers than it has tensors; transformers would list them all.
+    """
+    try:
+        found = _header(file, file.stat().st_mtime_ns)
+    except Exception as error:  # the package raises anything for a damaged file
+        raise unreadable(str(file), "the GGUF file", error) from error
+    if found.layers > len(found.tensors):
+        raise ModelError(
+            f"{file} is damaged.",
+            f"It names {found.layers:,} layers, and there are {len(found.tensors):,} tensors.",
+            "Download the model again.",
+        )
+    return found
+
+
+@lru_cache(maxsize=1)
+def _header(file: Path, written: int) -> GgufHeader:
+    """The package also reads the vocabulary, in Python, for seconds."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    layers = (field for name, field in reader.fields.items() if name.endswith(".block_count"))
+    return GgufHeader(
+        max((int(field.parts[field.data[0]][0]) for field in layers), default=0),
+        tuple(
+            GgufTensor(each.name, int(each.n_bytes), int(each.n_elements), len(each.shape) > 1)
+            for each in reader.tensors
+        ),
+    )
