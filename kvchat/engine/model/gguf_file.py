@@ -27,7 +27,7 @@ class GgufHeader(NamedTuple):
 
 
 def header(file: Path) -> GgufHeader:
-    """That of a GGUF file.
+    """Read the header of a GGUF file.
 
     Raises:
         ModelError: the file is damaged, or names more layers than it has tensors; transformers would list them all.
