@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvchat.doctor.check import Check, guarded
+from kvchat.hub_kernels import import_bitsandbytes
 
 Importer = Callable[[str], Any]
 OLDEST_PYTHON = (3, 11)
@@ -104,7 +105,7 @@ def numba(load: Importer) -> Check:
 def bitsandbytes(load: Importer) -> Check:
     """Weights in 4 or 8 bits."""
     try:
-        return Check("bitsandbytes", "ok", str(load("bitsandbytes").__version__))
+        return Check("bitsandbytes", "ok", str(import_bitsandbytes(load).__version__))
     except ImportError:
         return Check("bitsandbytes", "ok", "not installed; only nf4 weights need it")
 

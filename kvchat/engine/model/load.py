@@ -187,6 +187,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     Those of a GGUF file are packed here.
     """
     attention_hook.register()
+    quantization.import_package(quantized)
     device = described.device
     packed_here = bool(checkpoint.gguf and quantized.options)
     in_place = bool(quantized.method) and not packed_here and find_spec("accelerate") is not None
@@ -219,7 +220,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
         model.config.quantization_config = options["quantization_config"]  # of what it unpacked transformers forgets it
     if packed_here:
         gguf_weights.pack(model, quantized.options["quantization_config"], device)
-    if device.type == "cpu" and quantization.describe(model) == "int8":
+    if device.type == "cpu":
         quantization.multiply_on_cpu(model)
     return model.eval() if in_place else model.eval().to(device)
 

@@ -7,6 +7,7 @@ int8 and int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from kvchat.engine.model import int8_rows
 from kvchat.engine.model.packed_rows import body
 from kvchat.errors import ModelError, UsageError, did_you_mean
+from kvchat.hub_kernels import import_bitsandbytes
 from kvchat.protocol.messages import Quantize
 
 CHOICES: tuple[str, ...] = get_args(Quantize)
@@ -61,6 +63,13 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
     stored = config.get_text_config(decoder=True).dtype or torch.float32
     method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
     return Quantization(method, {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
+
+
+def import_package(quantized: Quantization) -> None:
+    """Import the package that reads quantized weights as kvchat needs it, before transformers does."""
+    if quantized.method == "bitsandbytes":
+        with suppress(ImportError):  # transformers names it
+            import_bitsandbytes()
 
 
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
@@ -110,7 +119,16 @@ def own_method(config: Any) -> str:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Let a model with int8 weights on a CPU multiply as ``int8_rows`` does, its head too."""
+    """Let int8 weights on a CPU multiply as ``int8_rows`` does, the head too, and nf4 weights in the model's dtype.
+
+    bitsandbytes would round nf4 to bfloat16 where the CPU multiplies it, and fail at rows that are no multiple of 32.
+    """
+    if own_method(model.config) == "bitsandbytes":
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+    if describe(model) != "int8":
+        return
     for linear in body(model):
         weight: Any = linear.weight
         if hasattr(weight, "qdata"):  # of a checkpoint that torchao made
