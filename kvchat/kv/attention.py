@@ -58,13 +58,14 @@ class Weights:
         """Add to ``total [n]`` the mean over the heads of their weights as shares of an equal one.
 
         Args:
-            total: float32, updated.
-            counted: float32, 1 for the slots among which a head's weights are shared out, else 0.
+            total: float32, updated; there may be weights of its first slots only.
+            counted: float32 ``[n]``, 1 for the slots among which a head's weights are shared out, else 0.
             number: how many these are, 0-d.
         """
         rows = self._weights.flatten(0, 1)
-        shares = (rows @ counted).clamp(min=torch.finfo(rows.dtype).tiny)
-        total.addmv_(rows.t(), number / len(rows) / shares)
+        n = rows.shape[1]
+        shares = (rows @ counted[:n]).clamp(min=torch.finfo(rows.dtype).tiny)
+        total[:n].addmv_(rows.t(), number / len(rows) / shares)
 
 
 class Products(NamedTuple):

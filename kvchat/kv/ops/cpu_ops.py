@@ -53,15 +53,16 @@ class CpuOps(TorchOps):
     def _attend_in_place(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the tokens that the table names, where they are stored, and its weights by slot."""
-        table, end = slots.table[0, 0], self._now + 1
-        first = 0 if spec.window is None else max(0, end - spec.window)
+        """Attention over the tokens that the table names, where they are stored, and the weights of these slots."""
         bias = slots.bias(layer, self.position, spec.window)
+        end, named = self._now + 1, int(slots.free_slot())  # in order from the front, empty ones behind
+        first = 0 if spec.window is None else max(0, end - spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        if len(table) >= end and int(table[end - 1]) == end - 1:  # in order from the front: all are read
+        if named == end:
             attended, weights = attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)
-            return attended, torch.nn.functional.pad(weights, (first, len(table) - end))
-        return attend(grouped, self._products_of_some(layer, table, first), bias, spec, sinks)
+            return attended, torch.nn.functional.pad(weights, (first, 0)) if first else weights
+        some = self._products_of_some(layer, slots.table[0, 0, :named], first)
+        return attend(grouped, some, None if spec.window is None else bias[..., :named], spec, sinks)
 
     def _products_of_all(self, layer: int, first: int, end: int) -> Products:
         """Those of the stored tokens from ``first`` up to ``end``."""
