@@ -39,7 +39,7 @@ from kvchat.protocol.messages import Load, Prefilled, Sampling, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session
-    from kvchat.tui.comparing.running_comparison import RunningComparison
+    from kvchat.tui.running_comparison import RunningComparison
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def compare(asked: Asked) -> int:
 
 def _run(session: Session, asked: Asked, is_stopped: bool) -> RunningComparison:
     """Note what comes until the result; how far it is stands on stderr."""
-    from kvchat.tui.comparing.running_comparison import RunningComparison
+    from kvchat.tui.running_comparison import RunningComparison
 
     running = RunningComparison(asked.turns[-1].content, session.info.model, asked.variants, asked.sampling)
     events = session.compare(asked.turns, asked.variants, asked.sampling)

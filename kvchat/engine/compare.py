@@ -25,12 +25,12 @@ from kvchat.engine import needle
 from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.detokenizer import AnswerText
+from kvchat.engine.generate.mode_switcher import ModeSwitcher
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import kind_of, whole_number
 from kvchat.engine.memory_errors import explained
-from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.kv.saved_tokens import SavedTokens, save
 from kvchat.protocol.comparing import Compared, Comparing, Variant

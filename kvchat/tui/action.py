@@ -7,7 +7,7 @@ from typing import Literal
 
 from textual.binding import Binding
 
-from kvchat.tui.commands import Handler
+from kvchat.tui.commands.chat import Handler
 from kvchat.tui.prompt.arguments import Values
 from kvchat.tui.scopes import WIDGETS, Scope
 

@@ -16,12 +16,12 @@ from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui.answering import thinking
-from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
-from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.plain.lines import LineWriter
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
 from kvchat.tui.view import Severity
+from kvchat.tui.ways_out import WayOut
 from kvchat.units import count, size
 
 YOU, MODEL = "you: ", "model: "

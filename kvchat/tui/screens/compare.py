@@ -22,7 +22,7 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.tui.actions import bindings
 from kvchat.tui.comparing.comparisons import Comparisons
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.widgets.bars import KeyHints
 

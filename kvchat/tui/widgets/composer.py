@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import OptionList, TextArea
 
-from kvchat.tui.prompt import command_offers
+from kvchat.tui import command_offers
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.folders import FolderReader
 from kvchat.tui.prompt.history import PromptHistory

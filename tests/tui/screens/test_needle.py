@@ -10,7 +10,7 @@ from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Run, Stats
 from kvchat.protocol.messages import Sampling
 from kvchat.tui.comparing.needle_rows import FOUND, MISSED, WAITING, needle_rows, verdict
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
 from kvchat.tui.screens.needle import NeedleScreen
 from kvchat.tui.screens.settings import SettingsScreen

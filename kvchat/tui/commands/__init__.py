@@ -1,0 +1,1 @@
+"""What slash commands do with their arguments; ``tui.actions`` lists the commands."""
