@@ -37,15 +37,15 @@ def complete_device(incomplete: str) -> list[Offer]:
 
 def complete_mode(incomplete: str) -> list[Offer]:
     """The KV modes."""
-    return [(info.name, info.title) for info in modes.mode_infos() if info.name.startswith(incomplete)]
+    return [(name, mode.title) for name, mode in modes.registered().items() if name.startswith(incomplete)]
 
 
 def complete_param(incomplete: str) -> list[Offer]:
     """``KEY=`` of all modes, and after it the words that the parameter takes in any mode."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
-        docs = {f"{p.name}=": p.doc for info in modes.mode_infos() for p in info.params}
-        return [(key, doc) for key, doc in docs.items() if key.startswith(incomplete)]
+        fields = {name: field for mode in modes.registered().values() for name, field in mode.model_fields.items()}
+        return [(f"{name}=", field.description or "") for name, field in fields.items() if name.startswith(incomplete)]
     fields = {mode: modes.registered()[mode].model_fields[name] for mode in modes.having(name)}
     words = {f"{name}={word}": mode for mode, field in fields.items() for word in choices(field)}
     return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]

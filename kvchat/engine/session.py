@@ -36,7 +36,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
-    mode: str = "full",
+    mode: str = Load.mode,
     system: str | None = None,
     mode_params: Mapping[str, Params] | None = None,
     quantize: str = "auto",

@@ -5,7 +5,7 @@ A missing reading is drawn ``n/a``.
 
 from __future__ import annotations
 
-from kvchat.config.modes import mode_names, registered
+from kvchat.config.modes import REFERENCE, mode_names, registered
 from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.units import MISSING, count, figure, percent, size
@@ -124,7 +124,8 @@ def context_rows(s: Snapshot) -> Rows:
 
 def saved_bytes(s: Snapshot) -> int:
     """What full mode would hold on the device beyond what is held now; 0 where the engine does not tell."""
-    full = next((price.device_bytes for price in s.prices if price.mode == "full" and not price.refusal), 0)
+    of_full = (price for price in s.prices if price.mode == REFERENCE)
+    full = next((price.device_bytes for price in of_full if not price.refusal), 0)
     return max(full - s.kv_device_bytes, 0)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from kvchat.config.modes import mode_infos, registered
+from kvchat.config.modes import registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.details import Details
@@ -219,7 +219,7 @@ def describe_modes(state: ChatState) -> str:
     """List all modes, a line each, with the price of entering them."""
     prices = {price.mode: describe_price(price) for price in state.snapshot.prices} if state.snapshot else {}
     lines = []
-    for mode in mode_infos():
+    for mode in registered().values():
         here = "●" if mode.name == state.mode else " "
         price = f"   ({prices[mode.name]})" if mode.name in prices else ""
         lines.append(f"{here} {mode.name:<12} {mode.title}{price}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvchat.config.modes import mode_infos, registered
+from kvchat.config.modes import registered
 from kvchat.config.schema import SamplingSettings
 from kvchat.config.validation_errors import choices, expected
 from kvchat.tui import sampling
@@ -33,8 +33,8 @@ Values = Callable[[Surroundings, Sequence[str]], Iterator[Suggestion]]
 def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
     """``/mode``: a mode, then its parameters."""
     if not words:
-        for info in mode_infos():
-            yield Suggestion(info.name, info.name, info.title, info.name == now.state.mode)
+        for name, parameters in registered().items():
+            yield Suggestion(name, name, parameters.title, name == now.state.mode)
         return
     mode = next((name for name in registered() if name.startswith(words[0])), "")
     given = {word.partition("=")[0] for word in words[1:]}
