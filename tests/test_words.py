@@ -54,10 +54,9 @@ def docstrings(path: Path) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("room", ["kv", "engine", "bench", "config", "protocol"])
-def test_docstrings_state_what_a_thing_is_or_does(room: str) -> None:
-    found = {doc for path in (ROOT / "kvchat" / room).rglob("*.py") for doc in docstrings(path)}
-    assert len(found) > 60
+def test_docstrings_state_what_a_thing_is_or_does() -> None:
+    found = {doc for path in (ROOT / "kvchat").rglob("*.py") for doc in docstrings(path)}
+    assert len(found) > 2000
     assert not sorted(doc for doc in found if re.match(r"(What|How|Whether|Which|Where|When|Why|That|So|Can)\b", doc))
 
 

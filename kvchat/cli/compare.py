@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to compare on which model, and where to write it; ``out`` is a new file, None for none."""
+    """The variants to compare, the model and where to write the result; ``out`` is a new file, None for none."""
 
     load: Load
     turns: tuple[Turn, ...]

@@ -1,4 +1,4 @@
-"""What a shell completes: the words that options take, from the settings' schema, the modes and the themes."""
+"""Completion in a shell: the words that options take, from the settings' schema, the modes and the themes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAM, VARIABLE = "kvchat", "_KVCHAT_COMPLETE"
 
 
 def script(shell: str) -> str:
-    """What the shell has to read for it to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
+    """The script that a shell reads to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer lists no exports
 
     return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)

@@ -248,7 +248,7 @@ def bindings(scope: Scope) -> list[BindingType]:
 
 
 def is_command(text: str) -> bool:
-    """Whether a text is a command: one slash, and one line unless it begins with a known name (``/system``)."""
+    """True if a text is a command: one slash, and one line unless it begins with a known name (``/system``)."""
     if not text.startswith("/") or text.startswith("//"):
         return False
     return "\n" not in text.strip() or text[1:].split(None, 1)[0] in COMMANDS

@@ -161,7 +161,7 @@ class KvchatApp(App[None]):
             await super().on_event(event)
 
     def _hits_removed(self, event: MouseEvent) -> bool:
-        """Whether a widget is there that stays on the screen only until the next layout: Textual fails at it."""
+        """True if a widget is there that stays on the screen only until the next layout: Textual fails at it."""
         try:
             return not self.get_widget_at(event.x, event.y)[0].is_attached
         except NoWidget:

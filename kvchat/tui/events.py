@@ -1,4 +1,4 @@
-"""What the engine reports: the state changes, the view shows it."""
+"""Handle the engine's events: change the state and let the view show it."""
 
 from __future__ import annotations
 

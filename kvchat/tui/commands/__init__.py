@@ -1,1 +1,1 @@
-"""What slash commands do with their arguments; ``tui.actions`` lists the commands."""
+"""Handlers of slash commands; ``tui.actions`` lists the commands."""

@@ -1,4 +1,4 @@
-"""What a comparison compares, as a person writes it: ``streaming budget=256 sync``."""
+"""Variants of a comparison, as a person writes them: ``streaming budget=256 sync``."""
 
 from __future__ import annotations
 

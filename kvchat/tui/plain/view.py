@@ -38,7 +38,7 @@ class PlainQuestion:
         """Nothing changes in a line that is printed."""
 
     async def remove(self) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
 
 class PlainAnswer:
@@ -94,7 +94,7 @@ class PlainAnswer:
         self._lines.line(f"[{footer}]")
 
     async def remove(self) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
 
 def unfolded(text: str, folds: bool) -> tuple[str, str]:
@@ -119,7 +119,7 @@ class PlainSwitch:
         self.is_idle = True
 
     async def remove(self) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
     def count(self, tokens: int, now: float) -> None:
         """Tokens have come: a later switch is another one."""
@@ -131,7 +131,7 @@ class PlainSwitch:
 
 
 def comparison_lines(shown: RunningComparison) -> list[str]:
-    """What each mode answered with its figures, and the verdict."""
+    """Lines with each mode's answer and its figures, and the verdict."""
     if shown.result is None:
         return [shown.error]
     if shown.fact is not None:
@@ -183,7 +183,7 @@ class PlainView:
                 self._lines.line(f"[{footer}]")
 
     def show_footer(self, message: Message, footer: str) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
     async def add_question(self, text: str, queued: bool) -> PlainQuestion:
         """Print a question that the terminal did not show."""

@@ -1,4 +1,4 @@
-"""What the arguments of slash commands may be: values offered while they are typed, the present one marked."""
+"""Values offered for the arguments of slash commands while they are typed, the present one marked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvchat.tui.state import ChatState
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is in force while a command is typed; ``entries`` tells what lies in a folder."""
+    """The state and theme while a command is typed; ``entries`` lists a folder."""
 
     state: ChatState
     themes: Sequence[str]

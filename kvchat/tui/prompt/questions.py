@@ -1,4 +1,4 @@
-"""What is sent of what was written."""
+"""Turn the text of the prompt into the question that is sent."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def figure_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
-    """What the figures mean, by the part of the screen and by the mode that has them."""
+    """The meaning of the figures, by the part of the screen and by the mode that has them."""
     of_modes = {f"{mode.name} mode": mode.figures for mode in modes if mode.figures}
     others = {
         "status bar and receipts": STATUS,

@@ -55,7 +55,7 @@ def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> 
 
 
 def task(shown: RunningComparison) -> Content:
-    """What is hidden where, and what is asked."""
+    """The hidden fact, its place and the question."""
     if not shown.fact:
         return Content("A fact is being hidden in a long text.")
     read = f" of {count(shown.result.prompt_tokens)} tokens" if shown.result else ""

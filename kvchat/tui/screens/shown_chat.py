@@ -1,4 +1,4 @@
-"""What the chat screen shows of a chat: the controller's ``ChatView``, by its widgets."""
+"""ShownChat: the controller's ``ChatView``, by the widgets of the chat screen."""
 
 from __future__ import annotations
 

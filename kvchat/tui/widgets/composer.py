@@ -1,4 +1,4 @@
-"""Where a question is written: the prompt, and above it the list of what may follow."""
+"""The prompt, and above it the list of suggestions."""
 
 from __future__ import annotations
 

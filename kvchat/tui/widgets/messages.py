@@ -98,7 +98,7 @@ class SwitchNote(Note):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no token has come after the switch."""
+        """True if no token has come after the switch."""
         return self._begun is None
 
     def count(self, tokens: int, now: float) -> None:
