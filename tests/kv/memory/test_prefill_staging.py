@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.kv_run import Run
-from support.kv_steps import prefill
-from support.mode_rows import ROWS
-from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvchat.kv import manager as store_module
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import prefill_plan
 from kvchat.kv.memory import prefill_staging as prefill_module
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
-from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
@@ -222,64 +216,6 @@ def test_a_missing_join_would_be_found(monkeypatch):
         monkeypatch.setattr(prefill_module.SideStream, "join", lambda self: None)
         run(StagedPrefill, host, new_kv(g, 20, 0))
     assert races.found
-
-
-# ---- bounds come with the prefill
-
-
-def speculative(chunks: tuple[int, ...]) -> Run:
-    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS["speculative"][0], **ROWS["speculative"][1])
-    for tokens in chunks:
-        run.prefill(tokens, chunk=37)
-        run.step(3)
-    return run
-
-
-def assert_bounds_right(run: Run) -> None:
-    bounds, g = run.kv.mode.bounds, run.toy.geometry
-    anew = PageBounds(g, CPU, bounds.first)
-    anew.refresh(run.kv.state.host)
-    pages = g.pages(run.kv.total)
-    whole = run.kv.total // g.page  # on a CPU a page's bounds are computed when it is full
-    assert whole * g.page <= bounds.tokens <= run.kv.total
-    assert torch.equal(bounds.data[:, :, :whole], anew.data[:, :, :whole])
-    assert bool((bounds.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
-
-
-@pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])
-def test_bounds_are_made_of_the_keys_at_hand(chunks):
-    assert_bounds_right(speculative(chunks))
-
-
-def test_bounds_read_at_most_one_page_back(monkeypatch):
-    run, dense, read = speculative((150,)), HostPool.dense, []
-
-    def noted(self, layer, tokens, page=0):
-        read.append(tokens - page * self.geometry.page)
-        return dense(self, layer, tokens, page)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store_module, "prefill_over", StagedPrefill)
-        patch.setattr(HostPool, "dense", noted)
-        run.prefill(100)
-    assert 0 < max(read) <= run.toy.geometry.page
-    assert_bounds_right(run)
-
-
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_bounds_of_a_failed_prefill_are_forgotten(after):
-    run = speculative((150,))
-    start = run.kv.total
-    with suppress(torch.OutOfMemoryError), prefill(run.kv, 90):
-        for layer in range(after + 1):
-            run.kv.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.specs[layer])
-        raise torch.OutOfMemoryError("no memory")
-    assert run.kv.total == start
-    if after % 2:
-        run.kv.refill(fresh=True)
-        assert_bounds_right(run)
-    run.prefill(20)
-    assert_bounds_right(run)
 
 
 # ---- on a GPU
