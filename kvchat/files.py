@@ -55,13 +55,13 @@ def write(path: Path, data: bytes) -> None:
 
 
 def unwritable(path: Path, error: OSError | ValueError, hint: str) -> UsageError:
-    """What is said of a file that could not be written; ``hint`` is what to do where the disk has room."""
+    """The error for a file that could not be written; ``hint`` is the advice where the disk has room."""
     hint = "Free space on the disk, or write elsewhere." if getattr(error, "errno", None) in FULL else hint
     return UsageError(f"{path} cannot be written.", f"{reason(error)}.", hint)
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Why a path is no use; Python refuses one with NUL as a value, each version in other words."""
+    """The reason why a path is no use; Python refuses one with NUL as a value, each version in other words."""
     return error.strerror or str(error) if isinstance(error, OSError) else "There is a NUL in its name"
 
 

@@ -50,7 +50,7 @@ class GpuUsage:
 
 @dataclass(frozen=True)
 class PcieTraffic:
-    """What goes over the PCIe link, in bytes per second."""
+    """Traffic over the PCIe link, in bytes per second."""
 
     to_device: int | None = None
     to_host: int | None = None

@@ -1,4 +1,4 @@
-"""Where kvchat's files lie; nothing here creates a file or a folder.
+"""The locations of kvchat's files; nothing here creates a file or a folder.
 
 ``KVCHAT_CONFIG`` names another config.toml (its folder is then the config folder), ``KVCHAT_DATA_DIR`` one folder for
 data and state both.
@@ -39,7 +39,7 @@ def state_dir() -> Path:
 
 
 def log_file() -> Path:
-    """Where the engine's stderr and unexpected tracebacks go."""
+    """The file for the engine's stderr and unexpected tracebacks."""
     return state_dir() / "kvchat.log"
 
 

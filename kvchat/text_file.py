@@ -36,7 +36,7 @@ def decoded(raw: bytes, name: str) -> str:
 
 
 def unreadable(name: str, error: OSError) -> UsageError:
-    """What is said of the file ``name`` that the system does not let this process read."""
+    """The error for the file ``name`` that the system does not let this process read."""
     return UsageError(f"{name} cannot be read.", f"{error.strerror}.", "Check its name and permissions.")
 
 

@@ -1,4 +1,4 @@
-"""How many threads torch computes with and how they wait for each other; used before torch is imported."""
+"""Set how many threads torch computes with and how they wait for each other, before torch is imported."""
 
 from __future__ import annotations
 

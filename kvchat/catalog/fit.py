@@ -1,4 +1,4 @@
-"""Whether a model's weights fit this machine, as far as the headers of its files tell; ``kvchat plan`` is exact."""
+"""Estimate from the headers of a model's files if its weights fit this machine; ``kvchat plan`` is exact."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fit:
 
 
 def room(device: str, released: int = 0) -> Room:
-    """What is free on ``device`` (as in the settings), with the ``released`` bytes that the model in use takes."""
+    """Bytes free on ``device`` (as in the settings), with the ``released`` ones that the model in use takes."""
     if profiles.read_gpu(device) is not None:
         reader = nvml.visible_gpu(int(device.partition(":")[2] or 0))
         usage = reader.usage() if reader else nvml.GpuUsage()
@@ -45,7 +45,7 @@ def room(device: str, released: int = 0) -> Room:
 
 
 def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
-    """How the weights fit, loaded in ``dtype`` (as in the settings); None where they could not be read."""
+    """The fit of the weights, loaded in ``dtype`` (as in the settings); None where their headers could not be read."""
     weights = found.weights
     if weights is None:
         return None
@@ -63,7 +63,7 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
 
 
 def _gguf_fit(bits: float, by_choice: dict[str, int], usable: int) -> Fit:
-    """How a GGUF file of so many ``bits`` an element fits: a small one is packed by itself."""
+    """The fit of a GGUF file with so many ``bits`` an element: a small one is packed by itself."""
     default = next((name for name, most in GGUF_AT_MOST.items() if bits <= most and name in by_choice), "none")
     found = _first({name: size for name, size in by_choice.items() if size <= by_choice[default]}, usable)
     return Fit(found.needed, "none") if found.quantize == default else found

@@ -1,4 +1,4 @@
-"""What the headers of weight files say: how many elements there are, and of which type. No tensor is read.
+"""Read from the headers of weight files how many elements there are, and of which type; no tensor is read.
 
 safetensors files begin with a JSON object, GGUF files with a table of values and one of tensors.
 """

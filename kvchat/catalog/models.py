@@ -89,12 +89,12 @@ def at(path: Path) -> FoundModel | None:
 
 
 def is_here(name: str) -> bool:
-    """Whether the model ``name`` needs no download; a path needs none, even if nothing is there."""
+    """True if the model ``name`` needs no download; a path needs none, even if nothing is there."""
     return not is_hub_name(name) or any(model.name == name and not model.problem for model in in_hub_cache())
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether ``name`` is that of a repository on the hub, or REPOSITORY:FILE for a GGUF file of one."""
+    """True if ``name`` is that of a repository on the hub, or REPOSITORY:FILE for a GGUF file of one."""
     return name != BUNDLED and bool(HUB_NAME.fullmatch(name)) and not os.path.lexists(os.path.expanduser(name))
 
 

@@ -30,7 +30,7 @@ class SwitchAt:
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask whom, and how to tell."""
+    """A question, the model that answers it and the form of the output."""
 
     load: Load
     turns: tuple[Turn, ...]

@@ -1,4 +1,4 @@
-"""Where a measurement's rows are kept while it runs, and what is printed when it is complete."""
+"""Keep a measurement's rows while it runs, and print the result when it is complete."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def compare_results(
     before: Annotated[Path, typer.Argument(metavar="A.json")],
     after: Annotated[Path, typer.Argument(metavar="B.json")],
 ) -> None:
-    """What changed from one result to another of the same experiment, and why they may differ."""
+    """Print the changes from one result to another of the same experiment, and possible reasons for them."""
     echo(reports.compared(before, after).markdown())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvchat import paths
 from kvchat.bench import plot as plots
 from kvchat.cli.output import echo, note, progress
-from kvchat.config.modes import parse
+from kvchat.config.modes import SyncParameters, parse
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Load
 
@@ -30,7 +30,7 @@ def calibrate(
     """
     if out and not out.absolute().parent.is_dir():
         raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
-    parse("sync", {"representatives": rule, "clusters": clusters})
+    parse(SyncParameters.name, {"representatives": rule, "clusters": clusters})
     if plot:
         plots.check(plot)
     # Imports torch, so after the checks.

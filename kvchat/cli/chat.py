@@ -69,14 +69,14 @@ def start(config: AppConfig, plain: bool) -> int:
 
 
 def prefers_lines() -> bool:
-    """Whether there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines."""
+    """True if there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines."""
     if os.environ.get("TERM") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0"):
         return True
     return not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _draws(sys.stdout))
 
 
 def load_of(chosen: Settings) -> Load:
-    """What the engine is to load."""
+    """The model, device and mode that the engine loads."""
     measured = profiles.find(chosen.model.device).measured
     return Load(
         **chosen.model.of_load(),
@@ -95,7 +95,7 @@ def _keeping(chosen: Settings) -> Keeping:
 
 
 def _draws(stream: Any) -> bool:
-    """Whether the stream's encoding has the signs that a screen is drawn with."""
+    """True if the stream's encoding has the signs that a screen is drawn with."""
     try:
         return bool("╭─▓".encode(stream.encoding or "ascii"))
     except (LookupError, UnicodeEncodeError):

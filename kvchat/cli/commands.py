@@ -1,4 +1,4 @@
-"""How the first word is understood, a command or a question, and how a command ends that cannot print."""
+"""Tell a command from a question by the first word, and end a command that cannot print."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Commands(TyperGroup):
             ) from None
 
     def _is_question(self, word: str) -> bool:
-        """Whether a first word is no command, not even one with a slip."""
+        """True if a first word is no command, not even one with a slip."""
         is_near = word in MEANT or get_close_matches(word, self.commands, n=1)
         return len(word.split()) > 1 or not is_near
 
 
 @contextmanager
 def _made_visible() -> Iterator[None]:
-    """What was typed is quoted by the errors of typer, which typer itself prints."""
+    """Make control characters visible in typer's errors: they quote the command line, and typer itself prints them."""
     try:
         yield
     except typer.TyperException as error:

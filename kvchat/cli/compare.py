@@ -39,12 +39,12 @@ from kvchat.protocol.messages import Load, Prefilled, Sampling, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session
-    from kvchat.tui.comparing.running_comparison import RunningComparison
+    from kvchat.tui.running_comparison import RunningComparison
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to compare on which model, and where to write it; ``out`` is a new file, None for none."""
+    """The variants to compare, the model and where to write the result; ``out`` is a new file, None for none."""
 
     load: Load
     turns: tuple[Turn, ...]
@@ -122,7 +122,7 @@ def compare(asked: Asked) -> int:
 
 def _run(session: Session, asked: Asked, is_stopped: bool) -> RunningComparison:
     """Note what comes until the result; how far it is stands on stderr."""
-    from kvchat.tui.comparing.running_comparison import RunningComparison
+    from kvchat.tui.running_comparison import RunningComparison
 
     running = RunningComparison(asked.turns[-1].content, session.info.model, asked.variants, asked.sampling)
     events = session.compare(asked.turns, asked.variants, asked.sampling)

@@ -1,4 +1,4 @@
-"""What a shell completes: the words that options take, from the settings' schema, the modes and the themes."""
+"""Completion in a shell: the words that options take, from the settings' schema, the modes and the themes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAM, VARIABLE = "kvchat", "_KVCHAT_COMPLETE"
 
 
 def script(shell: str) -> str:
-    """What the shell has to read for it to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
+    """The script that a shell reads to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer lists no exports
 
     return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
@@ -37,15 +37,15 @@ def complete_device(incomplete: str) -> list[Offer]:
 
 def complete_mode(incomplete: str) -> list[Offer]:
     """The KV modes."""
-    return [(info.name, info.title) for info in modes.mode_infos() if info.name.startswith(incomplete)]
+    return [(name, mode.title) for name, mode in modes.registered().items() if name.startswith(incomplete)]
 
 
 def complete_param(incomplete: str) -> list[Offer]:
     """``KEY=`` of all modes, and after it the words that the parameter takes in any mode."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
-        docs = {f"{p.name}=": p.doc for info in modes.mode_infos() for p in info.params}
-        return [(key, doc) for key, doc in docs.items() if key.startswith(incomplete)]
+        fields = {name: field for mode in modes.registered().values() for name, field in mode.model_fields.items()}
+        return [(f"{name}=", field.description or "") for name, field in fields.items() if name.startswith(incomplete)]
     fields = {mode: modes.registered()[mode].model_fields[name] for mode in modes.having(name)}
     words = {f"{name}={word}": mode for mode, field in fields.items() for word in choices(field)}
     return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]

@@ -334,8 +334,8 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
             having.setdefault(origin, set()).add(key[1])
     for origin, names in having.items():
         if not names & set(used):
-            of_full = (origin, used[0]) == ("--budget", "full")
-            hint = " What full keeps on a GPU is --param resident=N." if of_full else ""
+            spills = origin == "--budget" and "resident" in modes.registered()[used[0]].model_fields
+            hint = f" What {used[0]} keeps on a GPU is --param resident=N." if spills else ""
             note(f"{origin} has no effect in the {used[0]} mode, only in {', '.join(sorted(names))}.{hint}")
 
 

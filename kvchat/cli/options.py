@@ -34,7 +34,7 @@ KEYS = {"model": (NAME,), **{key[1]: (key,) for key, _ in sources.leaves() if le
 
 
 def described(section: Section, name: str) -> str:
-    """What a setting's schema says of it, for people."""
+    """The description of a setting in its schema, for people."""
     field = section.model_fields[name]
     repeats = "; repeatable" if get_origin(field.annotation) is tuple else ""
     return f"{field.description}{repeats}"
@@ -54,7 +54,7 @@ def setting(section: Section, name: str, *flags: str, complete: Completer | None
 
 
 def _number(annotation: Any) -> str | None:
-    """What stands for the value where the setting is a number; the settings refuse what is none, in their own words."""
+    """The placeholder of a value that is a number; the settings refuse what is none, in their own words."""
     kinds = [annotation, *get_args(annotation)]
     return next((f"<{kind.__name__}>" for kind in (int, float) if kind in kinds), None)
 
@@ -129,7 +129,7 @@ def mode_named(given: str | None) -> str | None:
 
 
 def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
-    """Where a parameter that means the same in every mode is set: in ``mode`` and every other that accepts the value.
+    """The keys of a parameter that means the same in every mode: of ``mode`` and every other that accepts the value.
 
     If no mode accepts it, ``mode`` or else all modes refuse it.
     """
@@ -150,7 +150,7 @@ def _params(given: Iterable[str], mode: str | None) -> dict[str, tuple[tuple[Key
 
 
 def _key_of(parameter: str, value: str, mode: str | None) -> Key:
-    """Where the parameter of one mode is set: in the one named before it, in ``mode``, or in the only one that has it.
+    """The key of one mode's parameter: of the one named before it, of ``mode``, or of the only one that has it.
 
     Raises:
         UsageError: there is no such mode or parameter, or it is not said which mode is meant.

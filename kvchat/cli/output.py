@@ -1,4 +1,4 @@
-"""What a command prints: results on stdout, everything else on stderr, without control characters for a terminal."""
+"""Print results on stdout, everything else on stderr, without control characters for a terminal."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvchat.units import count, size
 
 
 def turns(prompt: str | None, files: Sequence[Path], system: str | None) -> tuple[Turn, ...]:
-    """What a command asks: the system prompt, if there is one, and the question with what was piped in.
+    """The turns of a command: the system prompt, if there is one, and the question with the text that was piped in.
 
     Raises:
         KvchatError: as ``piped`` and ``compose``.
@@ -26,7 +26,7 @@ def turns(prompt: str | None, files: Sequence[Path], system: str | None) -> tupl
 
 
 def piped() -> bytes:
-    """What comes through stdin, nothing from a terminal.
+    """The text that comes through stdin; empty from a terminal.
 
     Raises:
         DoesNotFitError: it is more than a model could read, perhaps without an end.

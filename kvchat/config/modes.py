@@ -8,8 +8,7 @@ used is listed in ``problems()`` and changes nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +28,8 @@ class ModeParameters(BaseModel):
 
     ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
     tokens than before with the same parameters, so that results of before are known to be older. ``figures`` says what
-    each figure means that the mode reports, by its label: in help, and in the panels where it is chosen.
+    each figure means that the mode reports, by its label: in help, and in the panels where it is chosen. ``gives_up``
+    says where the mode is proposed what is lost beside full mode.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -39,6 +39,7 @@ class ModeParameters(BaseModel):
     implementation: ClassVar[str]
     version: ClassVar[int] = 1
     figures: ClassVar[Mapping[str, str]] = {}
+    gives_up: ClassVar[str] = ""
 
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
@@ -51,25 +52,6 @@ class ModeParameters(BaseModel):
         if isinstance(value, int) and value > MAX_COUNT:
             raise ValueError(f"it must be at most {MAX_COUNT:,}")
         return value
-
-
-@dataclass(frozen=True)
-class ParamInfo:
-    """One parameter of a mode for display; ``default`` None means chosen by kvchat."""
-
-    name: str
-    default: int | float | str | bool | None
-    doc: str
-
-
-@dataclass(frozen=True)
-class ModeInfo:
-    """One KV mode for display."""
-
-    name: str
-    title: str
-    params: tuple[ParamInfo, ...] = ()
-    figures: Mapping[str, str] = field(default_factory=dict)
 
 
 class FullParameters(ModeParameters):
@@ -120,6 +102,7 @@ class StreamingParameters(BudgetParameters, PaperParameters):
         "cached": "tokens that are kept: the sinks, and what no prune has dropped yet",
         "dropped": "tokens between the sinks and what is kept: out of reach here, but stored for other modes",
     }
+    gives_up: ClassVar[str] = "everything between the first tokens and the window"
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """C, sinks, window and B: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
@@ -150,6 +133,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
         "mean C": "cosine of a head's query to its last one, in the mean since the mode was entered: 1 is no turn, and"
         " below tau the head is corrected",
     }
+    gives_up: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
 
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended (auto: a page of 32; profile=paper: a quarter of the budget)"""
@@ -234,6 +218,15 @@ BUILT_IN: tuple[type[ModeParameters], ...] = (
     SpeculativeParameters,
 )
 
+# Modes by what they are for; no room above names one.
+REFERENCE = FullParameters.name  # what reads everything, and others are compared with
+COMPARED = SpeculativeParameters.name  # what it is compared with where no other is named
+HOLDS_LEAST = StreamingParameters.name
+# Ways to run a model, the one that costs most memory first, and whether what has no room is read over the link. What is
+# given up last is first: choosing what is read costs some answers, reading over the link time, reading no more than a
+# window most of what was said.
+PROPOSED = ((REFERENCE, False), (COMPARED, False), (REFERENCE, True), (HOLDS_LEAST, False))
+
 
 def registered() -> Mapping[str, type[ModeParameters]]:
     """Every mode's parameter class by name, in the order F6 visits them: built-in modes, then installed ones."""
@@ -309,17 +302,6 @@ def in_force(
     known = registered()[mode].model_fields if mode in registered() else {}
     shared = {name: value for name, value in shared.items() if name in known}
     return parse(mode, {**settings.get(mode, {}), **shared, **own, **(changes or {})})
-
-
-def mode_infos() -> tuple[ModeInfo, ...]:
-    """All modes with their parameters and figures, for lists and menus."""
-    return tuple(ModeInfo(name, cls.title, tuple(_param_infos(cls)), cls.figures) for name, cls in registered().items())
-
-
-def _param_infos(cls: type[ModeParameters]) -> Iterator[ParamInfo]:
-    defaults = cls()
-    for name, info in cls.model_fields.items():
-        yield ParamInfo(name, getattr(defaults, name), info.description or "")
 
 
 def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def verdicts(comparison: Comparison) -> list[str]:
 
 
 def first_difference(runs: Sequence[Run]) -> int | None:
-    """How many tokens all answers have in common; None where no answer leaves the first one's."""
+    """Number of first tokens that all answers have in common; None where no answer leaves the first one's."""
     found = [run.agreement.first_difference for run in runs if run.agreement]
     return min((at for at in found if at is not None), default=None)
 

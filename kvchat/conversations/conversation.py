@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What has to be written of a conversation: ``messages`` new or changed, ``removed`` ids of withdrawn ones."""
+    """Changes that are not written yet: ``messages`` new or changed, ``removed`` ids of withdrawn ones."""
 
     id: str
     title: str
@@ -108,7 +108,7 @@ class Conversation:
 
     @property
     def stats(self) -> list[Stats]:
-        """What each answer cost, those on other branches included."""
+        """The cost of each answer, those on other branches included."""
         return [message.stats for message in self.messages.values() if message.stats]
 
     def path_to(self, id: str | None) -> list[Message]:
@@ -229,7 +229,7 @@ class Conversation:
     # ---- saving ----------------------------------------------------------------------------------
 
     def take_changes(self) -> Changes | None:
-        """What is not saved yet, counted as saved from now on; None if there is nothing, or nothing was ever said."""
+        """Changes that are not saved yet, counted as saved from now on; None without any, or if nothing was said."""
         if not (self._unsaved or self._removed or (self._is_header_unsaved and self.messages)):
             return None
         messages = tuple(message for id, message in self.messages.items() if id in self._unsaved)

@@ -11,7 +11,7 @@ from kvchat.units import MISSING
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, its state, and advice unless it is ok; a ``problem`` keeps kvchat from running."""
+    """A finding, its state, and advice unless it is ok; a ``problem`` keeps kvchat from running."""
 
     name: str
     state: Literal["ok", "warning", "problem"]

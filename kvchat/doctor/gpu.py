@@ -68,7 +68,7 @@ def gpu(info: GpuInfo) -> Check:
 
 
 def chosen_device(device: str, torch: Any) -> Check:
-    """Whether torch has the device in the settings."""
+    """Check that torch has the device in the settings."""
     there = sees_gpu(torch)
     if device.startswith("cuda") and not there:
         advice = 'Set [model] device = "auto", or make torch see the GPU.'
@@ -104,7 +104,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
 
 
 def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
-    """How a decoded token would be computed, and why."""
+    """The way a decoded token would be computed, with the reason."""
     name = "decode steps"
     if not cuda:
         return Check(name, "ok", "CPU: stock torch operations")

@@ -41,7 +41,7 @@ def imported(name: str, load: Importer = importlib.import_module) -> Any:
 
 
 def sees_gpu(torch: Any) -> bool:
-    """Whether ``torch``, the module or None, sees a GPU."""
+    """True if ``torch``, the module or None, sees a GPU."""
     try:
         return bool(torch.cuda.is_available())
     except Exception:  # noqa: BLE001  # no torch, or a driver that it does not understand

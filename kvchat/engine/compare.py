@@ -25,14 +25,14 @@ from kvchat.engine import needle
 from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.detokenizer import AnswerText
+from kvchat.engine.generate.mode_switcher import ModeSwitcher
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import kind_of, whole_number
 from kvchat.engine.memory_errors import explained
-from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import DoesNotFitError, KvchatError
-from kvchat.kv.saved_tokens import SavedTokens, save
+from kvchat.kv.set_aside import SetAside, set_aside
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Event, NeedleHidden, Sampling, Started, Turn
@@ -210,7 +210,7 @@ class Comparison:
         """Put the tokens from ``start`` on, their ids and the mode back at the end of the block."""
         loop, switcher = self._loop, self._switcher
         switcher.narrow()
-        saved, stored = save(self._runner.kv.state, start), copy.deepcopy(loop.stored)
+        aside, stored = set_aside(self._runner.kv.state, start), copy.deepcopy(loop.stored)
         parameters, preamble = switcher.parameters, switcher.preamble
         with self._metrics.beside():
             try:
@@ -218,19 +218,19 @@ class Comparison:
             finally:
                 loop.lock.check_process()
                 try:
-                    self._put_back(saved, stored)
+                    self._put_back(aside, stored)
                 finally:
                     switcher.preamble = preamble
                     switcher.enter(parameters)
 
-    def _put_back(self, saved: SavedTokens, stored: Stored) -> None:
+    def _put_back(self, aside: SetAside, stored: Stored) -> None:
         """Store again what was set aside; where memory runs out the next question reads it again."""
         try:
             with explained(self._runner.kv, "putting the conversation back"):
-                self._runner.put_back(saved, stored.ids[saved.start :])
+                self._runner.put_back(aside, stored.ids[aside.start :])
         except DoesNotFitError:
-            self._loop.stored.truncate(saved.start)
-            self._runner.truncate(saved.start)
+            self._loop.stored.truncate(aside.start)
+            self._runner.truncate(aside.start)
             raise
         self._loop.stored.become(stored)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from kvchat.engine import calibration
 from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.generate.answer import AnswerLoop
+from kvchat.engine.generate.mode_switcher import ModeSwitcher
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.guards import whole_number
 from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.memory_errors import explained
-from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model import int4_rows
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError

@@ -34,11 +34,7 @@ from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, St
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
-# What is given up last is first: choosing what is read costs some answers, reading over the link time, reading no more
-# than a window most of what was said; 8 bits little, 4 bits more.
-SPILLED = "full, over the link"
-PROPOSED_MODES = ("full", "speculative", SPILLED, "streaming")
-PROPOSED_WEIGHTS = ("none", "int8", "nf4")
+PROPOSED_WEIGHTS = ("none", "int8", "nf4")  # 8 bits give up little, 4 bits more
 
 
 def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Snapshot | None = None) -> MemoryPlan:
@@ -81,7 +77,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     )
     made = replace(made, proposal=propose(made))
     room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
-    made = replace(made, modes=made.modes | {"full": mode_need("full", load, seen, tokens, share, room)})
+    made = replace(made, modes={name: mode_need(name, load, seen, tokens, share, room) for name in made.modes})
     if in_use is None:
         return made
     read = mode_need(in_use.mode, load, seen, in_use.total, share, room).device_bytes
@@ -102,13 +98,12 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 def propose(made: MemoryPlan) -> Proposal | None:
     """The first combination that fits, the best first; None where none does. The modes have all that they want."""
     for quantize in [name for name in (made.by_default, *PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
-        for way in PROPOSED_MODES:
-            mode = "full" if way == SPILLED else way
-            if not made.modes[mode].refusal and _fits(made, quantize, way):
+        for mode, spills in modes.PROPOSED:
+            if not made.modes[mode].refusal and _fits(made, quantize, mode, spills):
                 chosen = made.modes[mode].params.get("budget")
                 absent = quantization.absent_packages(quantize, torch.device(made.device))
                 install = quantization.INSTALL[quantize] if absent else ""
-                return Proposal(quantize, mode, chosen, tuple(_given_up(made, quantize, way)), install)
+                return Proposal(quantize, mode, chosen, tuple(_given_up(made, quantize, mode, spills)), install)
     return None
 
 
@@ -186,12 +181,12 @@ def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dic
     return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
 
 
-def _fits(made: MemoryPlan, quantize: str, way: str) -> bool:
+def _fits(made: MemoryPlan, quantize: str, mode: str, spills: bool) -> bool:
     """True if all of it fits the free memory, with the margin that is always left."""
-    read = MIN_BUDGET * made.token_bytes if way == SPILLED else made.modes[way].device_bytes
+    read = MIN_BUDGET * made.token_bytes if spills else made.modes[mode].device_bytes
     on_device, on_host = _beside_kv(made, quantize) + read, made.host_pool + made.snapshots
     if made.device == "cpu":
-        return way != SPILLED and on_device + on_host <= available.usable(made.host_free)
+        return not spills and on_device + on_host <= available.usable(made.host_free)
     return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
 
 
@@ -249,17 +244,15 @@ def _workspace(model: Any, geometry: Geometry, tokens: int, device: torch.device
     return activations + (staged if device.type == "cuda" else 0)
 
 
-def _given_up(plan: MemoryPlan, quantize: str, way: str) -> Iterator[str]:
+def _given_up(plan: MemoryPlan, quantize: str, mode: str, spills: bool) -> Iterator[str]:
     bits = quantization.BITS.get(quantize)
     if bits and not 0 < plan.file_bits <= gguf_weights.AT_MOST.get(quantize, 0):
         instead = f"the file's {plan.file_bits:.1f}" if plan.file_bits else plan.dtype
         yield f"precision of the weights: {bits} bits instead of {instead}"
-    if way == SPILLED:
+    if spills:
         yield f"speed: at the end {size(_spilled(plan, quantize))} are read over the link for every token"
         return
-    if way == "streaming":
-        yield "everything between the first tokens and the window"
-    elif way != "full":
-        yield f"reading everything for every token: {way} chooses what to read"
-    if way != "full" and (tokens := plan.modes[way].params.get("budget")):
+    if lost := modes.registered()[mode].gives_up:
+        yield lost
+    if tokens := plan.modes[mode].params.get("budget"):
         yield f"more than {tokens:,} tokens read by a head for a token"

@@ -17,6 +17,7 @@ from kvchat.engine.compare import Comparisons
 from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.hold_back import hold_back
+from kvchat.engine.generate.mode_switcher import ModeSwitcher
 from kvchat.engine.generate.recovery_signals import REWALK
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored
@@ -24,7 +25,6 @@ from kvchat.engine.guards import Released, check_loading, function, kind_of
 from kvchat.engine.inspection import Inspection
 from kvchat.engine.keep.host_dtype import is_rounded, keep_pages
 from kvchat.engine.keep.keeper import LAST_WRITES_S, Keeper
-from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.tokens import Tokens
 from kvchat.protocol.figures import Params
@@ -36,7 +36,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
-    mode: str = "full",
+    mode: str = Load.mode,
     system: str | None = None,
     mode_params: Mapping[str, Params] | None = None,
     quantize: str = "auto",

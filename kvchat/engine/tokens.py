@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvchat.engine.generate.answer import AnswerLoop
+from kvchat.engine.generate.mode_switcher import ModeSwitcher
 from kvchat.engine.guards import token_ids, whole_number
 from kvchat.engine.keep.keeper import Keeper
-from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import UsageError
 from kvchat.kv.manager import KVManager
 

@@ -21,7 +21,7 @@ from kvchat.kv.memory.kept_tokens import KeptTokens
 from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
-from kvchat.kv.saved_tokens import SavedTokens, restore
+from kvchat.kv.set_aside import SetAside, put_back
 from kvchat.kv.state import KVState
 
 
@@ -256,12 +256,12 @@ class KVManager:
             self._dirty = self._fresh = True
             raise
 
-    def put_back(self, saved: SavedTokens) -> None:
+    def put_back(self, aside: SetAside) -> None:
         """Store tokens again that were set aside; the mode fills its slots at the next switch or step."""
         self._end_prefill()
         self._dirty = self._fresh = True
-        restore(self.state, saved)
-        self._set_pins(saved.pins)
+        put_back(self.state, aside)
+        self._set_pins(aside.pins)
 
     def adopt(self, kept: KeptTokens) -> int:
         """Replace what is stored by ``kept`` tokens; return how many are stored then.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from textual.binding import Binding
 
-from kvchat.tui.commands import Handler
+from kvchat.tui.commands.chat import Handler
 from kvchat.tui.prompt.arguments import Values
 from kvchat.tui.scopes import WIDGETS, Scope
 
@@ -44,16 +44,16 @@ class Action:
 
     @property
     def line(self) -> str:
-        """How the slash command is typed."""
+        """The slash command as it is typed."""
         return f"/{self.command} {self.usage}".rstrip()
 
     def needs_model(self, argument: str) -> bool:
-        """Whether it is queued while a model is being loaded."""
+        """True if it is queued while a model is being loaded."""
         return self.waits == "always" or (self.waits == "argument" and bool(argument))
 
     @property
     def is_bindable(self) -> bool:
-        """Whether its keys can be changed."""
+        """True if its keys can be changed."""
         return bool(self.run or self.action)
 
     @property

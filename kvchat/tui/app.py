@@ -24,7 +24,7 @@ from textual.notifications import SeverityLevel
 from textual.widget import MountError
 from textual.worker import WorkerFailed
 
-from kvchat.config.modes import mode_infos
+from kvchat.config.modes import registered
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.foreign_text import visible
 from kvchat.tui import garbage, themes
@@ -161,7 +161,7 @@ class KvchatApp(App[None]):
             await super().on_event(event)
 
     def _hits_removed(self, event: MouseEvent) -> bool:
-        """Whether a widget is there that stays on the screen only until the next layout: Textual fails at it."""
+        """True if a widget is there that stays on the screen only until the next layout: Textual fails at it."""
         try:
             return not self.get_widget_at(event.x, event.y)[0].is_attached
         except NoWidget:
@@ -241,7 +241,9 @@ class KvchatApp(App[None]):
             self.screen.dismiss()
         else:
             snapshot = self.controller.state.snapshot
-            self.push_screen(HelpScreen(mode_infos(), self.keys, on_gpu=snapshot is None or has_gpu(snapshot)))
+            self.push_screen(
+                HelpScreen([*registered().values()], self.keys, on_gpu=snapshot is None or has_gpu(snapshot))
+            )
 
     def action_settings(self) -> None:
         """Show or close the settings."""

@@ -44,7 +44,7 @@ class Crashed:
 
     @property
     def lacked_memory(self) -> bool:
-        """Whether that may be why: the system kills a program then, some libraries abort."""
+        """True if missing memory may have ended the process: the system kills a program then, some libraries abort."""
         return self.code == -KILLED or any(map(NO_MEMORY.search, self.log))
 
 
@@ -71,7 +71,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether a child runs and listens."""
+        """True if a child runs and listens."""
         return self._process is not None and self._process.returncode is None
 
     @property

@@ -22,7 +22,7 @@ REMOTE = ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
 
 
 def has_system(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the system's clipboard is that of the person, and can be written to."""
+    """True if the system's clipboard is that of the person, and can be written to."""
     return not any(environ.get(name) for name in REMOTE) and find_spec("pyperclip") is not None
 
 
@@ -35,7 +35,7 @@ async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
 
 
 def describe(text: str, refusal: str | None) -> str:
-    """What became of a text, in a sentence or two; ``refusal`` is the system's, None where only OSC 52 was sent."""
+    """Say where a text was copied to; ``refusal`` is the system's, None where only OSC 52 was sent."""
     if refusal == "":
         return f"Copied {count(len(text))} characters."
     sent = f"Sent {count(len(text))} characters to the terminal's clipboard (OSC 52)."

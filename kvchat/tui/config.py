@@ -13,7 +13,7 @@ from kvchat.protocol.recording import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class AppConfig:
-    """How the application starts; paths are absolute and need not exist yet.
+    """Options of the application; paths are absolute and need not exist yet.
 
     ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the

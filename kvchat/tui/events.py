@@ -1,4 +1,4 @@
-"""What the engine reports: the state changes, the view shows it."""
+"""Handle the engine's events: change the state and let the view show it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kvchat.protocol.messages import (
 )
 from kvchat.protocol.replaying import Asked, Replayed
 from kvchat.tui.answering.answers import Answers
-from kvchat.tui.answering.ways_out import WayOut, ways_out
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.details import DetailsWatch
 from kvchat.tui.model_choice.models import Models
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
 from kvchat.tui.view import ChatView
+from kvchat.tui.ways_out import WayOut, ways_out
 from kvchat.units import count, figure, seconds
 
 

@@ -1,4 +1,4 @@
-"""What NVML said of the GPU in the last minutes."""
+"""NVML's readings of the GPU in the last minutes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class KeysInTurn:
 
 
 def _is_taken(event: Event, target: DOMNode) -> bool:
-    """Whether it is a letter for a line: what comes next acts after it."""
+    """True if it is a letter for a line: the next event acts after it."""
     return isinstance(event, Key) and target.check_consume_key(event.key, event.character)
 
 

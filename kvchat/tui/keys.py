@@ -32,11 +32,11 @@ def hint_key(key: str) -> str:
 
 
 def is_key(key: str) -> bool:
-    """Whether Textual knows the key; modifiers come first, joined by ``+``."""
+    """True if Textual knows the key; modifiers come first, joined by ``+``."""
     *modifiers, last = key.split("+")
     return all(modifier in MODIFIERS for modifier in modifiers) and (last in KNOWN or len(last) == 1)
 
 
 def types_text(key: str) -> bool:
-    """Whether a key alone writes into the prompt."""
+    """True if a key alone writes into the prompt."""
     return len(key) == 1 or key == "space"

@@ -17,7 +17,7 @@ REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other 
 
 
 class PaletteScreen(Protocol):
-    """What the palette needs of the chat screen."""
+    """The part of the chat screen that the palette uses."""
 
     def begin_command(self, line: str) -> None:
         """Type the beginning of a command into the prompt."""
@@ -33,7 +33,7 @@ class PaletteScreen(Protocol):
 
 
 class PaletteApp(Protocol):
-    """What the palette needs of the application."""
+    """The part of the application that the palette uses."""
 
     chat: PaletteScreen
     keys: Mapping[str, str]

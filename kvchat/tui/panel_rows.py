@@ -5,7 +5,7 @@ A missing reading is drawn ``n/a``.
 
 from __future__ import annotations
 
-from kvchat.config.modes import mode_names, registered
+from kvchat.config.modes import REFERENCE, mode_names, registered
 from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.units import MISSING, count, figure, percent, size
@@ -83,7 +83,7 @@ def state_words(on_gpu: bool) -> dict[str, str]:
 
 
 def mode_rows(s: Snapshot) -> Rows:
-    """What the mode may read, where its parameters are to be seen, and what switching to the next mode would cost."""
+    """Rows for the tokens the mode may read, its parameters, and the cost of switching to the next mode."""
     budget = s.params.get("budget")
     limit = [("may read", f"{count(budget)} tokens")] if isinstance(budget, int) else []
     return [*limit, ("parameters", "in /settings"), *price_rows(s)]
@@ -104,7 +104,7 @@ def _moving(price: Price) -> str:
 
 
 def context_rows(s: Snapshot) -> Rows:
-    """What the last step read, where it lay, and what was fetched for it."""
+    """Rows for the tokens the last step read, where they lay, and the bytes fetched for them."""
     if not s.total:
         return [("reads", "nothing stored yet")]
     rows = [("reads", f"{count(s.active)} of {count(s.total)} · {percent(s.active / s.total)}")]
@@ -123,8 +123,9 @@ def context_rows(s: Snapshot) -> Rows:
 
 
 def saved_bytes(s: Snapshot) -> int:
-    """What full mode would hold on the device beyond what is held now; 0 where the engine does not tell."""
-    full = next((price.device_bytes for price in s.prices if price.mode == "full" and not price.refusal), 0)
+    """Bytes that full mode would hold on the device beyond those held now; 0 where the engine does not tell."""
+    of_full = (price for price in s.prices if price.mode == REFERENCE)
+    full = next((price.device_bytes for price in of_full if not price.refusal), 0)
     return max(full - s.kv_device_bytes, 0)
 
 
@@ -160,7 +161,7 @@ def memory_rows(s: Snapshot) -> Rows:
 
 
 def has_gpu(s: Snapshot) -> bool:
-    """Whether the engine runs on a GPU."""
+    """True if the engine runs on a GPU."""
     return s.gpu is not None or s.torch_allocated is not None
 
 
@@ -176,7 +177,7 @@ def gpu_rows(gpu: Gpu) -> Rows:
 
 
 def explain(label: str, mode: str) -> str:
-    """What a row means where ``mode`` is in force; "" where nobody says it, as a mode of another package may."""
+    """The meaning of a row where ``mode`` is in force; "" without one, as in modes of other packages."""
     own = registered()[mode].figures if mode in registered() else {}
     return own.get(label) or EXPLANATIONS.get(label, "")
 

@@ -48,7 +48,7 @@ def check_keys(rebound: Mapping[str, str]) -> None:
 
 
 def _act_together(one: Action, other: Action) -> bool:
-    """Whether a key would reach both: only one widget has the focus, only one screen is on top."""
+    """True if a key would reach both: only one widget has the focus, only one screen is on top."""
     return one.scope in scopes_at(other.scope) or other.scope in scopes_at(one.scope)
 
 

@@ -25,7 +25,7 @@ def change(sampling: Sampling, key: str, value: str) -> Sampling:
 
 
 def describe(sampling: Sampling) -> str:
-    """What differs from the defaults, on one line."""
+    """The values that differ from the defaults, on one line."""
     default = Sampling()
     changed = [
         f"{name} {getattr(sampling, name)}" for name in NAMES if getattr(sampling, name) != getattr(default, name)

@@ -1,4 +1,4 @@
-"""Where keys act: in the application, on a screen, in a widget that has the focus."""
+"""Scopes of keys: the application, a screen, or a widget that has the focus."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HERE, SESSION, DEFAULT = "changed, not saved", "this session", "default"
 
 
 class Appearance(Protocol):
-    """What the application lets be changed of its own; ``keys`` are the changed ones by the id of their action."""
+    """Settings of the application that it can change; ``keys`` are the changed ones by the id of their action."""
 
     keys: dict[str, str]
     theme: str
@@ -71,7 +71,7 @@ class SettingsEditor:
 
     @property
     def unsaved(self) -> int:
-        """How many changed settings are not in config.toml."""
+        """Number of changed settings that are not in config.toml."""
         return len(self._unsaved)
 
     @property
@@ -156,7 +156,7 @@ class SettingsEditor:
         return self._settled(key)
 
     def _settled(self, key: Key) -> Any:
-        """What the settings say, changed ones included."""
+        """The settings, changed ones included."""
         if key in self._changed:
             value = self._changed[key]
             return self._default(key) if value is None else value
@@ -208,7 +208,7 @@ class SettingsEditor:
 
 
 def _is_live(key: Key) -> bool:
-    """Whether a change counts at once; what is kept of conversations is agreed upon when the engine starts."""
+    """True if a change counts at once; the rooms for kept conversations are agreed upon when the engine starts."""
     if key in (("kv", "parked_gib"), ("kv", "saved_gib")):
         return False
     return key[0] in ("kv", "sampling", KEYS) or key in (("model", "system"), ("ui", "theme"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from kvchat.config.modes import mode_infos, registered
+from kvchat.config.modes import registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.details import Details
@@ -48,7 +48,7 @@ SUMS = {
 
 
 class Phase(Enum):
-    """What the engine is doing."""
+    """The engine's present work."""
 
     LOADING = auto()
     READY = auto()
@@ -59,7 +59,7 @@ class Phase(Enum):
 
     @property
     def busy(self) -> bool:
-        """Whether an answer or a comparison is under way."""
+        """True if an answer or a comparison is under way."""
         return self in (Phase.PREFILL, Phase.ANSWERING, Phase.COMPARING)
 
 
@@ -102,7 +102,7 @@ class ChatState:
         return tuple(registered()[self.mode].model_fields)
 
     def marks(self, snapshot: Snapshot) -> Mapping[str, Mark]:
-        """What the model reads of each message of the path, by its id."""
+        """The mark of each message of the path by its id: how much of it the model reads."""
         pinned = {message.id for message in self.conversation.path if message.pinned}
         return visibility.marks(self._ranges(snapshot.total), snapshot, pinned)
 
@@ -116,7 +116,7 @@ class ChatState:
 
     @property
     def edits_answer(self) -> bool:
-        """Whether the next text sent takes the place of an answer."""
+        """True if the next text sent takes the place of an answer."""
         return self.edited is not None and self.conversation.messages[self.edited].role == "assistant"
 
     @property
@@ -190,7 +190,7 @@ class ChatState:
 
 
 def _recall(s: Stats) -> list[str]:
-    """What fetching took for a token and what of it was waited for, each with the median and the 95th percentile."""
+    """The time of fetching for a token and the part of it waited for, each with the median and the 95th percentile."""
     if s.recall_ms_p95 is None:
         return []
     rate = "" if s.recall_bytes_per_s is None else f" at {figure(s.recall_bytes_per_s / 1e9, 'GB/s', 1)}"
@@ -207,7 +207,7 @@ def _footer(message: Message, siblings: list[Message]) -> str:
 
 
 def without_conversation(snapshot: Snapshot) -> Snapshot:
-    """What of a snapshot holds where the K/V are of another conversation: the machine's, the model's, the mode's."""
+    """The part of a snapshot that holds for any conversation: the figures of the machine, the model and the mode."""
     return replace(
         snapshot, active=0.0, total=0, ribbon="", attended="", reduced_tokens=0, extras={}, tokens_per_s=None,
         ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_bytes_per_s=None, recall_ms_p50=None,
@@ -219,7 +219,7 @@ def describe_modes(state: ChatState) -> str:
     """List all modes, a line each, with the price of entering them."""
     prices = {price.mode: describe_price(price) for price in state.snapshot.prices} if state.snapshot else {}
     lines = []
-    for mode in mode_infos():
+    for mode in registered().values():
         here = "●" if mode.name == state.mode else " "
         price = f"   ({prices[mode.name]})" if mode.name in prices else ""
         lines.append(f"{here} {mode.name:<12} {mode.title}{price}")

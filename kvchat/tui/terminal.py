@@ -1,4 +1,4 @@
-"""What passes between the application and the terminal: any bytes come in, no control character of a text goes out."""
+"""Filters between the application and the terminal: any bytes come in, no control character of a text goes out."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _marked(paste: str) -> str:
 
 
 def has_vanished() -> bool:
-    """Whether the terminal that stdin was is gone: its window was closed, its connection broke."""
+    """True if the terminal that stdin was is gone: its window was closed, its connection broke."""
     try:
         termios.tcgetattr(0)
     except termios.error as error:

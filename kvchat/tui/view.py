@@ -1,4 +1,4 @@
-"""What the controller needs of a screen: protocols, so that it runs without Textual."""
+"""Protocols of the screen as the controller uses it, so that it runs without Textual."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvchat.errors import KvchatError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui.answering.ways_out import WayOut
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed
+from kvchat.tui.ways_out import WayOut
 
 Severity = Literal["information", "warning", "error"]
 
@@ -59,7 +59,7 @@ class SwitchView(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no token has been generated after the switch."""
+        """True if no token has been generated after the switch."""
 
     def remove(self) -> Awaitable[None]:
         """Take the line out of the transcript."""
@@ -80,7 +80,7 @@ class ChatView(Protocol):
 
     @property
     def lists_conversations(self) -> bool:
-        """Whether ``show_conversations`` shows something now; where it does not nothing is looked for."""
+        """True if ``show_conversations`` shows something now; else nothing is searched for."""
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Show messages with their footers in place of all below the message ``below``; None: of all there is."""

@@ -1,4 +1,4 @@
-"""What the model still reads of each message: the messages' token ranges, and the ribbon's cells in them."""
+"""Compute how much of each message the model still reads, from its range of tokens and the ribbon's cells in it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def message_at(ranges: Ranges, position: int) -> str | None:
 
 
 def marks(ranges: Ranges, snapshot: Snapshot, pinned: Set[str] = frozenset()) -> Mapping[str, Mark]:
-    """What is read of each message, of those that are stored; which are ``pinned`` the conversation says."""
+    """The mark of each stored message: how much of it is read; the conversation names the ``pinned`` ones."""
     found = {id: _mark(start, end, snapshot) for id, (start, end) in ranges.items()}
     return {
         id: mark._replace(letter=PINNED) if id in pinned else mark for id, mark in found.items() if mark is not None

@@ -7,8 +7,11 @@ import sys
 
 import pytest
 from support.command_line import Outcome, Run, Terminal
+from support.fake_session import FakeSession
 
+import kvchat
 from kvchat.cli import main
+from kvchat.engine.model import checkpoint
 
 
 @pytest.fixture
@@ -24,3 +27,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
         return Outcome(int(caught.value.code or 0), *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    session = FakeSession()
+    monkeypatch.setitem(vars(kvchat), "open_session", session.open)
+    monkeypatch.setattr(checkpoint, "locate", lambda name, progress: None)
+    return session

@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.command_line import Run
 
+from kvchat import files, paths
 from kvchat.cli import chat
 from kvchat.config import sources
-from kvchat.tui import app as tui
+from kvchat.tui import app
 from kvchat.tui.config import AppConfig
+from kvchat.tui.plain import chat as plain
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ def test_textuals_theme_counts_where_the_settings_name_none(
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TEXTUAL_THEME", variable)
     monkeypatch.setattr(chat, "prefers_lines", lambda: False)
-    monkeypatch.setattr(tui, "run", lambda config: started.append(config) or 0)
+    monkeypatch.setattr(app, "run", lambda config: started.append(config) or 0)
     started: list[AppConfig] = []
     origins = {("ui", "theme"): "config.toml:1"} if chosen else {}
     resolved = replace(sources.resolve(), origins=origins)
@@ -31,3 +34,57 @@ def test_textuals_theme_counts_where_the_settings_name_none(
         chat.start(AppConfig(log_file=tmp_path / "log", theme=chosen or "kvchat-dark", resolved=resolved), False) == 0
     )
     assert started[0].theme == theme
+
+
+@pytest.mark.parametrize(
+    ("arguments", "terminal", "variables", "is_plain"),
+    [
+        ([], True, {}, False),
+        (["chat"], True, {}, False),
+        (["chat", "--plain"], True, {}, True),
+        (["--plain"], True, {}, True),
+        ([], False, {}, True),
+        ([], True, {"TERM": "dumb"}, True),
+        (["chat"], True, {"ACCESSIBLE": "1"}, True),
+        ([], True, {"ACCESSIBLE": "0"}, False),
+    ],
+)
+def test_lines_are_chosen_where_no_screen_can_be_drawn(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    terminal: bool,
+    variables: dict[str, str],
+    is_plain: bool,
+) -> None:
+    monkeypatch.setattr(app, "run", lambda _config: 7)
+    monkeypatch.setattr(plain, "run", lambda _config: 8)
+    monkeypatch.setattr(chat, "_is_terminal", lambda _stream: terminal)
+    monkeypatch.delenv("ACCESSIBLE", raising=False)
+    for name, value in {"TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert run(*arguments).code == (8 if is_plain else 7)
+
+
+def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[AppConfig] = []
+    monkeypatch.setattr(app, "run", lambda config: started.append(config) or 7)
+    monkeypatch.setattr(chat, "_is_terminal", lambda _stream: True)
+    monkeypatch.setenv("TERM", "xterm")
+    files.write(paths.config_file(), b'[keys]\nmode.next = "f12"\n')
+    assert run("--mode", "speculative", "--budget", "256", "--theme", "x", "--system", "Short.").code == 7
+    config = started[0]
+    assert (config.load.mode, config.load.given) == ("speculative", {})
+    assert config.load.mode_params["speculative"] == config.load.mode_params["streaming"] == {"budget": 256}
+    assert (config.theme, config.system, config.keys) == ("x", "Short.", {"mode.next": "f12"})
+    assert (config.log_file, config.history_file) == (paths.log_file(), paths.history_file())
+    assert config.resolved.origins["ui", "theme"] == "--theme"
+
+
+@pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False), ("latin-1", False), ("no", False)])
+def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding: str, can: bool) -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.encoding = encoding
+
+    assert chat._draws(Stream()) is can

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-from typing import Any, ClassVar
-
 import pytest
 
-from kvchat.config import installed_modes, modes
+from kvchat.config import modes
 from kvchat.config.modes import SpeculativeParameters, StreamingParameters, registered
 from kvchat.errors import UsageError
 
@@ -108,96 +105,8 @@ def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
 
 
 def test_every_parameter_is_described() -> None:
-    infos = {info.name: info for info in modes.mode_infos()}
-    assert list(infos) == list(registered())
-    assert all(info.title for info in infos.values())
-    assert all(param.doc for info in infos.values() for param in info.params)
-    assert {p.name: p.default for p in infos["speculative"].params}["tau"] == 0.8
+    assert all(parameters.title for parameters in registered().values())
+    assert all(field.description for parameters in registered().values() for field in parameters.model_fields.values())
 
 
 # ---- modes of other packages -----------------------------------------------------------------------
-
-
-class Extra(modes.ModeParameters):
-    name: ClassVar[str] = "extra"
-    title: ClassVar[str] = "one more"
-    implementation: ClassVar[str] = "package.module:Extra"
-
-    amount: int = 3
-    """how many"""
-
-
-class Unnamed(modes.ModeParameters):
-    title: ClassVar[str] = "no name"
-    implementation: ClassVar[str] = "package.module:Extra"
-
-
-class Needing(Extra):
-    needed: int
-
-
-def extra(**attributes: str) -> type[modes.ModeParameters]:
-    return type("Extra", (Extra,), {"__module__": __name__, **attributes})
-
-
-class Point:
-    """An entry point that loads ``value``."""
-
-    name, value, dist = "point", "package:Value", None
-
-    def __init__(self, loaded: Any) -> None:
-        self.loaded = loaded
-
-    def load(self) -> Any:
-        if isinstance(self.loaded, Exception):
-            raise self.loaded
-        return self.loaded
-
-
-def registry(monkeypatch: pytest.MonkeyPatch, *loaded: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    monkeypatch.setattr(installed_modes, "entry_points", lambda group: [Point(each) for each in loaded])
-    return modes._registry.__wrapped__()
-
-
-def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    classes, problems = registry(monkeypatch, Extra)
-    assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
-    assert problems == ()
-
-
-@pytest.mark.parametrize(
-    ("loaded", "reason"),
-    [
-        (ImportError("No module named 'x'"), "No module named 'x'"),
-        (RuntimeError(), "RuntimeError"),
-        (Point, "its value is not a subclass of kvchat.config.modes.ModeParameters"),
-        (Unnamed, "Unnamed has no name"),
-        (Needing, "its parameter needed has no default"),
-        (extra(name="full"), 'there is a mode "full" already'),
-        (extra(name="mode"), '"mode" is no name for a mode'),
-        (extra(name="copy"), '"copy" is no name for a mode'),
-        (extra(name="A-b"), '"A-b" is no name for a mode'),
-        (extra(figures={"kept": 1}), "its figures are no labels"),
-        (extra(implementation="package.Extra"), 'its implementation "package.Extra" is not package.module:Class'),
-    ],
-    ids=str,
-)
-def test_a_mode_that_cannot_be_used_is_left_out_and_named(
-    monkeypatch: pytest.MonkeyPatch, loaded: Any, reason: str
-) -> None:
-    classes, (problem,) = registry(monkeypatch, loaded, Extra)
-    assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
-    assert problem.startswith(f'The mode "point" of an unknown package is left out: {reason}')
-
-
-def test_of_two_modes_of_one_name_the_first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = extra(title="another")
-    classes, (problem,) = registry(monkeypatch, Extra, other)
-    assert classes["extra"] is Extra
-    assert problem.endswith('there is a mode "extra" already.')
-
-
-def test_every_built_in_implementation_has_the_name_of_its_parameters() -> None:
-    for cls in modes.BUILT_IN:
-        mode: Any = EntryPoint(cls.name, cls.implementation, installed_modes.GROUP).load()
-        assert mode.name == cls.name

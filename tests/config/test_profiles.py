@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tomli
-from support.fake_nvml import FakeGpu, FakeNvml, GiB
+from support.gpu_profiles import RTX, Install, in_force, own, resolved, shown
 from typer.testing import CliRunner
 
 from kvchat import paths
@@ -16,57 +13,11 @@ from kvchat.cli import chat, main
 from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, sources
 from kvchat.config.profiles import Device, Measured, Profile
-from kvchat.config.sources import SettingsSource
 from kvchat.doctor import installation
 from kvchat.errors import UsageError
 from kvchat.tui import app as application
 
 SIZES = (4, 6, 8, 12, 16, 24, 48, 80)
-RTX = Device("NVIDIA GeForce RTX 4060", 7.996, "8.9", 4, 8)
-Install = Callable[..., None]
-
-
-@pytest.fixture(autouse=True)
-def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "_torch_without_cuda", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-@pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Makes these the GPUs that NVML knows; readings in ``missing`` raise, as NVML does."""
-
-    def install(*gpus: Device, missing: tuple[str, ...] = ()) -> None:
-        fakes = (_fake(gpu, f"GPU-{number}") for number, gpu in enumerate(gpus))
-        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*fakes, missing=missing))
-
-    install()
-    return install
-
-
-def _fake(gpu: Device, uuid: str) -> FakeGpu:
-    major, minor = map(int, gpu.compute_capability.split("."))
-    link = (gpu.pcie_generation, gpu.pcie_width)
-    return FakeGpu(gpu.name, gpu.memory * GiB, capability=(major, minor), link_max=link, uuid=uuid)
-
-
-def own(name: str, text: str) -> Path:
-    file = paths.user_profiles_dir() / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    return file
-
-
-def resolved() -> sources.Resolved:
-    return sources.load(environ={}, profiles=in_force)
-
-
-def in_force(device: str) -> tuple[SettingsSource, ...]:
-    return profiles.find(device).sources
-
-
-def shown(key: str) -> str:
-    return next(line for line in resolved().lines() if line.startswith(f"{key} "))
 
 
 # ---- what there is ---------------------------------------------------------------------------------
@@ -354,64 +305,3 @@ def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Insta
     assert 'mode = "speculative"' in "\n".join(run("show", "8gb"))
     assert len([line for line in run("show") if line.startswith("# /")]) == 3
     assert "Did you mean" in str(CliRunner().invoke(main.app, ["profile", "show", "8bg"]).exception)
-
-
-# ---- saving ----------------------------------------------------------------------------------------
-
-
-def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> None:
-    nvml(RTX)
-    measured = Measured(read=250.0, to_device=11.5, gather=11.0, kvchat="0.1.0")
-    file = profiles.save(measured)
-    assert file == paths.user_profiles_dir() / "rtx-4060-8gb.toml"
-    assert profiles.find("auto").measured == measured
-    assert profiles.find("cpu").measured == Measured()
-    load = chat.load_of(resolved().settings)
-    assert (load.link_bytes_per_s, load.read_bytes_per_s) == (11e9, 250e9)
-    nvml(Device("NVIDIA GeForce RTX 4060 Ti", 7.996, "8.9", 4, 8))
-    assert profiles.find("auto").measured == Measured()
-
-
-@pytest.mark.parametrize(
-    ("measured", "rate"),
-    [
-        (Measured(to_device=50.0, gather=40.0), 40e9),
-        (Measured(to_device=50.0), 50e9),
-        (Measured(read=3000.0, to_host=50.0), None),
-    ],
-)
-def test_the_link_is_as_fast_as_recall_or_a_copy(measured: Measured, rate: float | None) -> None:
-    assert measured.link_bytes_per_s == rate
-
-
-def test_saving_again_keeps_settings_and_comments(nvml: Install) -> None:
-    nvml(RTX)
-    file = profiles.save(Measured(read=1.0, to_host=3.0))
-    file.write_text(file.read_text() + "\n[kv]  # mine\nmode = 'streaming'\n")
-    profiles.save(Measured(read=2.0))
-    written = tomli.loads(file.read_text())
-    assert written["measured"] == {"read": 2.0}
-    assert "[kv]  # mine" in file.read_text()
-    assert 'kv.mode = "streaming"   # profiles/rtx-4060-8gb.toml:' in shown("kv.mode")
-
-
-def test_a_machine_without_gpu_is_saved_as_such(nvml: Install) -> None:
-    assert profiles.save(Measured(read=9.0)).name == "cpu.toml"
-    assert profiles.find("auto").measured.read == 9.0
-    nvml(RTX)
-    assert profiles.find("auto").measured.read is None
-
-
-def test_a_full_disk_leaves_the_old_profile(nvml: Install, request: pytest.FixtureRequest) -> None:
-    file = profiles.save(Measured(read=9.0))
-    request.getfixturevalue("full_disk")
-    with pytest.raises(UsageError, match=r"cpu\.toml cannot be written.*No space left"):
-        profiles.save(Measured(read=1.0))
-    assert profiles.find("auto").measured.read == 9.0
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_profile_that_is_no_toml_is_named(nvml: Install) -> None:
-    own("cpu.toml", "[kv")
-    with pytest.raises(UsageError, match=r"cpu\.toml cannot be changed"):
-        profiles.save(Measured(read=9.0))

@@ -9,12 +9,11 @@ import pytest
 import torch
 from support.loads import entering
 
-from kvchat.config.modes import registered
 from kvchat.engine.session import Session, load
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory import budget
-from kvchat.protocol.messages import Finished, Load, Prefilled, Sampling, Started, Text, Turn
+from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Text, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
@@ -278,15 +277,6 @@ def test_a_closed_session_keeps_no_memory_whatever_the_collector_does():
         gc.enable()
 
 
-def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
-    session = Session(model, entering("speculative", {"budget": 128, "tau": -2.0}))
-    assert session.switch("freeze").params["tau"] == registered()["freeze"]().tau
-    assert session.switch("streaming").params["budget"] == 128
-    assert session.switch(budget=96).params["budget"] == 96
-    back = session.switch("speculative").params
-    assert (back["budget"], back["tau"]) == (96, -2.0)
-
-
 def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, monkeypatch):
     def refuse(cached=None):
         raise DoesNotFitError("No room for the slots.")
@@ -296,33 +286,6 @@ def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, mo
     monkeypatch.setattr(session._kv, "refill", refuse)
     with pytest.raises(DoesNotFitError, match="No room"):
         list(events)
-
-
-def test_values_given_for_one_mode_reach_no_other(model) -> None:
-    given = {"speculative": {"tau": 0.9, "budget": 128}, "freeze": {}}
-    session = Session(model, Load(mode="freeze", given=given))
-    assert session.info.params["tau"] == 0.5
-    assert session.switch("speculative").params["tau"] == 0.9
-    assert session.switch("streaming").params["budget"] == 128
-    session.close()
-
-
-def test_of_shared_values_the_last_given_counts(model) -> None:
-    session = Session(
-        model, Load(mode="speculative", given={"speculative": {"budget": 128}, "streaming": {"budget": 256}})
-    )
-    assert session.info.params["budget"] == 256
-    assert session.switch("speculative", budget=192).params["budget"] == 192
-    assert session.switch("streaming").params["budget"] == 192
-    session.close()
-
-
-def test_a_later_shared_value_is_not_undone_by_a_plain_switch(model) -> None:
-    session = Session(model, entering("speculative", {"budget": 128}))
-    session.switch("streaming", budget=256)
-    assert session.switch("speculative").params["budget"] == 256
-    assert session.switch("streaming").params["budget"] == 256
-    session.close()
 
 
 def test_closing_frees_the_model_under_a_suspended_answer() -> None:
@@ -348,13 +311,3 @@ def test_a_truncated_session_chooses_by_the_query_of_its_last_token(model, mode,
         session.step(5)
     for layer in range(sessions[0].info.layers):
         assert torch.equal(*(session.attended(layer) for session in sessions))
-
-
-def test_a_switch_tells_what_was_given_so_far(model) -> None:
-    """Also what is left to kvchat again, and nothing of what kvchat chose."""
-    session = Session(model, entering("speculative", {"tau": 0.9}))
-    first, second = session.switch(budget=128), session.switch("streaming", budget=None)
-    assert first.given == {"speculative": {"tau": 0.9, "budget": 128}}
-    assert second.given == {"speculative": {"tau": 0.9}, "streaming": {"budget": None}}
-    assert second.params["budget"] is not None
-    session.close()

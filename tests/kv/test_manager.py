@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import random
 from contextlib import suppress
-from itertools import permutations
 
 import pytest
 import torch
 from support.grids import pairwise, thinned
 from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
-from support.memory import tensors_of
-from support.memory_faults import NO_MEMORY, PLACES, MemoryRunsOut
+from support.memory import stored_rows
+from support.memory_faults import out_of_memory
 from support.mode_rows import CORE, MIXED, ROWS
 from support.toy_model import toy
 
-from kvchat.config.modes import mode_names
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import attended, check_integrity
-from kvchat.kv.manager import KVManager
-from kvchat.kv.memory import available, budget
+from kvchat.kv.memory import available
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.step_timer import StepTimer
 from kvchat.kv.ops.cpu_ops import CpuOps
@@ -29,153 +24,6 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.transfer import Transfer
 
 PLAIN = ("plain", "plain")
-
-
-def stored(kv: KVManager) -> list[torch.Tensor]:
-    return [torch.stack(kv.state.host.dense(layer, kv.total)).clone() for layer in range(kv.state.geometry.layers)]
-
-
-# ---- E8: a storm of switches
-
-
-def storm(run: Run, switches: int, seed: int) -> list[str]:
-    """Random switches with a few steps between them; the modes that were entered."""
-    dice, entered = random.Random(seed), []
-    for _ in range(switches):
-        mode, params = ROWS[dice.choice(list(ROWS))]
-        run.switch(mode, **params)
-        run.step(dice.choice([0, 0, 1, 2]))
-        entered.append(mode)
-    return entered
-
-
-def test_a_hundred_switches_change_no_stored_byte_and_leave_no_device_byte():
-    run, calm = (Run(toy(MIXED, page=8), "full") for _ in range(2))
-    for one in (run, calm):
-        one.prefill(150)
-        one.step(5)
-    before = stored(run.kv)
-    entered = storm(run, 99, seed=1)
-    run.switch("full")
-    assert set(entered) == set(mode_names())
-    run.check()
-    calm.step(len(run.ids) - len(calm.ids))
-    calm.switch("full")
-    # The toy's layers do not depend on each other, so all of them equal the undisturbed run's, not layer 0 only.
-    for layer, (one, other) in enumerate(zip(stored(run.kv), stored(calm.kv), strict=True)):
-        assert torch.equal(one, other)
-        assert torch.equal(one[:, :, :155], before[layer])
-    assert_same_memory(run.kv, calm.kv)
-
-
-def assert_same_memory(one: KVManager, other: KVManager) -> None:
-    gc.collect()
-    assert one.device_bytes == other.device_bytes
-    assert sorted(tensors_of(one).values()) == sorted(tensors_of(other).values())
-    mine = {
-        id(one.state.geometry),
-        id(other.state.geometry),
-    }  # other tests hold slots too
-    alive = [thing for thing in gc.get_objects() if type(thing) is DeviceSlots and id(thing.geometry) in mine]
-    assert len(alive) == len(one.state.slots) + len(other.state.slots)
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_switches_leave_no_device_byte_behind(row):
-    mode, params = ROWS[row]
-    run, fresh = (Run(toy(PLAIN, page=8), mode, **params) for _ in range(2))
-    fresh.prefill(120)
-    run.prefill(120)
-    for other, given in ROWS.values():
-        run.switch(other, **given)
-    run.switch(mode, **params)
-    fresh.switch(mode, **params)
-    assert_same_memory(run.kv, fresh.kv)
-
-
-@pytest.mark.parametrize("row", CORE)
-def test_a_switch_in_an_empty_store_and_right_after_a_prefill(row):
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), "full")
-    run.switch(mode, **params)
-    run.prefill(1)
-    run.step(3)
-    run.prefill(130)
-    run.switch("full")
-    run.switch(mode, **params)
-    run.step(20)
-    run.check()
-
-
-def test_a_switch_tells_what_moved():
-    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming-plain"][1])
-    run.prefill(200)
-    g = run.toy.geometry
-    assert run.switch("full") == 200 * g.token_bytes
-    assert run.switch("streaming", **ROWS["streaming-plain"][1]) == 64 * g.token_bytes
-
-
-def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
-    run = Run(toy(PLAIN, page=8), "speculative", **ROWS["speculative"][1])
-    run.prefill(200)
-    run.step(10)
-    monkeypatch.setattr(budget, "free_bytes", lambda device: 0)
-    with pytest.raises(DoesNotFitError, match=r"freeze mode does not fit.* takes \d+ KiB on cpu, \d+ KiB are free"):
-        run.kv.switch(run.mode("freeze"))
-    run.step(10)
-    run.check()
-
-
-@pytest.mark.parametrize("row", CORE)
-def test_memory_that_runs_out_in_a_switch_leaves_the_old_mode(row, monkeypatch):
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), mode, **params)
-    run.prefill(200)
-    run.step(10)
-    new = run.mode("full")
-    monkeypatch.setattr(new, "fill", out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError):
-        run.kv.switch(new)
-    run.reference.enter(len(run.ids))  # the old mode was entered anew, with all that may be read
-    run.step(10)
-    run.check()
-
-
-def out_of_memory(*_args, **_kwargs):
-    raise torch.OutOfMemoryError("no memory left")
-
-
-SOME_SWITCHES = [
-    ("full", "speculative"),
-    ("streaming", "full"),
-    ("sync", "freeze"),
-    ("speculative", "sync"),
-    ("freeze", "streaming"),
-]
-
-
-@pytest.mark.slow("a switch for each place where memory runs out")
-@pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if PLACES else SOME_SWITCHES)
-def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short, count):
-    failed = 0
-    for at in range(1, 1000, 1 if PLACES else 9):
-        run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1])
-        run.prefill(60)
-        run.step(3)
-        target = run.mode(ROWS[new][0], **ROWS[new][1])
-        try:
-            with MemoryRunsOut(at, short=short):
-                run.kv.switch(target)
-            break
-        except NO_MEMORY:
-            failed += 1
-        assert run.kv.mode is not target
-        run.reference.enter(len(run.ids))
-        run.step(3)
-        run.check()
-    count["failures of memory"] += failed
-    assert failed > 3
 
 
 # ---- truncation
@@ -218,11 +66,11 @@ def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
     run = Run(toy(PLAIN, page=8), mode, **params)
     run.prefill(120)
     run.step(20)
-    before = stored(run.kv)
+    before = stored_rows(run.kv)
     with pytest.raises(torch.OutOfMemoryError):
         fail_in_step(run)
     assert run.kv.total == 140
-    assert all(torch.equal(a, b) for a, b in zip(stored(run.kv), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(stored_rows(run.kv), before, strict=True))
     if mode != "streaming":  # what was kept before the step is kept after it, and nothing else
         run.reference.enter(140)
     run.step(20)
@@ -254,13 +102,13 @@ def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when,
         raise KeyboardInterrupt
 
     for _ in range(10):
-        before = stored(run.kv)
+        before = stored_rows(run.kv)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(owner, name, cut)
             step_alone(run)
         assert int(run.kv.state.position) == run.kv.total
         check_integrity(run.kv.state)
-        for now, then in zip(stored(run.kv), before, strict=True):
+        for now, then in zip(stored_rows(run.kv), before, strict=True):
             assert torch.equal(now[:, :, : then.shape[2]], then)
         step_alone(run)
         check_integrity(run.kv.state)
@@ -340,7 +188,7 @@ def test_turns_are_one_prefill_of_the_transcript():
     turns.prefill(40)
     turns.step(25)
     once.prefill(145)
-    assert all(torch.equal(a, b) for a, b in zip(stored(turns.kv), stored(once.kv), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(stored_rows(turns.kv), stored_rows(once.kv), strict=True))
     for a, b in zip(turns.step(), once.step(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
 

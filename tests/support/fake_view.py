@@ -11,9 +11,9 @@ from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Switched
-from kvchat.tui.answering.ways_out import WayOut
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase
+from kvchat.tui.ways_out import WayOut
 
 Hook = Callable[[], Coroutine[Any, Any, None]]
 

@@ -68,3 +68,8 @@ def tensors_of(kv: KVManager) -> set[int]:
                 seen.add(id(one))
                 todo.append(one)
     return found
+
+
+def stored_rows(kv: KVManager) -> list[torch.Tensor]:
+    """A copy of the stored K and V of each layer."""
+    return [torch.stack(kv.state.host.dense(layer, kv.total)).clone() for layer in range(kv.state.geometry.layers)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvchat.engine.figures.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.generate.detokenizer import AnswerText
+from kvchat.engine.generate.mode_switcher import ModeSwitcher
 from kvchat.engine.generate.prompt import Prompt, PromptEncoder
 from kvchat.engine.generate.recovery import RecoveryMonitor
 from kvchat.engine.generate.recovery_signals import Trigger
@@ -19,7 +20,6 @@ from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.guards import Released, SessionLock
 from kvchat.engine.memory_errors import explained
-from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.errors import UsageError
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (

@@ -20,7 +20,7 @@ from kvchat.kv.manager import KVManager
 from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration
-from kvchat.kv.saved_tokens import SavedTokens
+from kvchat.kv.set_aside import SetAside
 
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
 # K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
@@ -208,10 +208,10 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "pinning"):
             self.kv.pin(positions)
 
-    def put_back(self, saved: SavedTokens, ids: Sequence[int]) -> None:
-        """Store again, after the first ``saved.start`` tokens, those that were set aside, which are ``ids``."""
-        self.recurrent.truncate(saved.start)
-        self.kv.put_back(saved)
+    def put_back(self, aside: SetAside, ids: Sequence[int]) -> None:
+        """Store again, after the first ``aside.start`` tokens, those that were set aside, which are ``ids``."""
+        self.recurrent.truncate(aside.start)
+        self.kv.put_back(aside)
         self.recurrent.put_back(ids)
 
     # ---- refusals

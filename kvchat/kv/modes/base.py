@@ -140,7 +140,6 @@ class Mode:
     changed in place (``graph_buffers``), nothing read back.
 
     Attributes:
-        name: as in the settings.
         constants: what decides beside the parameters which tokens it reads; part of what a measurement is of.
         recovery_levels: levels of recovery that change something in this mode.
         widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
@@ -154,7 +153,6 @@ class Mode:
         pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
     """
 
-    name: ClassVar[str]
     constants: ClassVar[Mapping[str, Any]] = {}
     recovery_levels: ClassVar[tuple[Level, ...]] = ("RR",)
     widens: ClassVar[bool] = False
@@ -172,6 +170,11 @@ class Mode:
         self.traits = traits
         self.preamble = preamble
         self.pinned = preamble if parameters.pin_system else 0
+
+    @property
+    def name(self) -> str:
+        """Its name in the settings."""
+        return self.parameters.name
 
     def _pin_to_sinks(self) -> None:
         """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""

@@ -86,7 +86,6 @@ SHRINK = 0.8  # shrink when this share of the slots would suffice
 class Freeze(Mode):
     """Token slots that irrelevant tokens leave."""
 
-    name = "freeze"
     constants: ClassVar = {
         "RULES": {profile: asdict(rule) for profile, rule in RULES.items()},
         "MAJORITY": MAJORITY,

@@ -29,7 +29,6 @@ from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, ever
 class Full(Mode):
     """One window in all layers, as large as the conversation or the memory; what left it is read where it is stored."""
 
-    name = "full"
     parameters: FullParameters
 
     def __init__(self, parameters: FullParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:

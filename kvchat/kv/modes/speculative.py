@@ -71,7 +71,6 @@ QUARTER = 4  # of the budget: the window, and the paper's sinks
 class Speculative(Mode):
     """Sinks, a window and k retrieved pages per layer and KV head."""
 
-    name = "speculative"
     constants: ClassVar = {
         "AUTO_BUDGET": AUTO_BUDGET,
         "SINK_PAGES": SINK_PAGES,

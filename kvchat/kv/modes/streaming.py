@@ -77,7 +77,6 @@ def pruned_length(length: Tensor, c: int, r: int, sigma: int, delta: int) -> Ten
 class Streaming(Mode):
     """Sinks and a lazily pruned window, one choice for all layers and heads."""
 
-    name = "streaming"
     constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "MIN_SINK": MIN_SINK, "SINK_SHARE": SINK_SHARE}
     parameters: StreamingParameters
 

@@ -63,7 +63,6 @@ RING = 128
 class Sync(Mode):
     """Representative heads hold everything; followers sinks, a ring, static and dynamic tokens."""
 
-    name = "sync"
     constants: ClassVar = {
         "SINK": SINK,
         "RING": RING,

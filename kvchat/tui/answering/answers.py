@@ -78,7 +78,7 @@ class Answers:
 
     @property
     def is_free(self) -> bool:
-        """Whether the engine is ready, and nothing is before what is asked now."""
+        """True if the engine is ready, and no waiting question is sent before the next one."""
         return self.state.phase is Phase.READY and not self.queue.goes_on
 
     def expect(self) -> None:
@@ -238,7 +238,7 @@ class Answers:
         self._show_phase(Phase.PREFILL)
 
     def _is_left(self, conversation: Conversation) -> bool:
-        """Whether the user went over to another conversation before the answer could be asked for: then it is not."""
+        """True if the user went over to another conversation before the answer could be asked for: then it is not."""
         if self.state.conversation is conversation:
             return False
         self.is_asking = False

@@ -131,14 +131,14 @@ def _blocks(text: str) -> Iterator[_Block]:
 
 
 def _begins_at(line: str, was_blank: bool) -> float:
-    """How many widgets a part has before another one begins with this line."""
+    """Number of widgets a part has before another one begins with this line."""
     if (_AFTER_BLANK if was_blank else _ANYWHERE).match(line):
         return ENOUGH_OF_PART
     return ENOUGH_FOR_GAP if was_blank and _WITH_GAP.match(line) else inf
 
 
 def _around(word: str, is_table: bool) -> int:
-    """How many widgets hold those of a block's lines, by the first of them."""
+    """Number of widgets around the lines of a block, by the first ``word`` in it."""
     if is_table:
         return WIDGETS_OF_TABLE
     return WIDGETS_OF_FENCE if word.startswith(("```", "~~~")) else 0

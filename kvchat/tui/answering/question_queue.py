@@ -33,12 +33,12 @@ class QuestionQueue:
 
     @property
     def has_questions(self) -> bool:
-        """Whether not only commands wait."""
+        """True if a question waits, not only commands."""
         return any(one.is_question for one in self._waiting)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the first is sent by itself, once the engine is ready."""
+        """True if the first is sent by itself, once the engine is ready."""
         return bool(self._waiting) and not self.is_held
 
     @property

@@ -9,9 +9,9 @@ from kvchat.config import modes
 from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
 from kvchat.protocol.messages import Compare, NeedleHidden, Prefilled, Sampling, Stop, Turn
 from kvchat.tui.client import EngineClient
-from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.comparing.variants import completed, seeded
 from kvchat.tui.kept.branches import Branches
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.units import figure, percent, size
 
 HEADINGS = ("", "answer", "", "read", "fetched", "tok/s")

@@ -1,4 +1,4 @@
-"""What a comparison compares, as a person writes it: ``streaming budget=256 sync``."""
+"""Variants of a comparison, as a person writes them: ``streaming budget=256 sync``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvchat.tui.prompt.assignments import parse_assignments
 from kvchat.tui.prompt.words import resolve
 
 SEEDS = 2**31
-FIRST, OTHER = "full", "speculative"
 
 
 def parse_variants(words: Sequence[str]) -> list[Variant]:
@@ -46,9 +45,10 @@ def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
     Raises:
         UsageError: one is unknown, has a parameter that is refused or stands there twice.
     """
-    chosen, present = tuple(variants), Variant(mode if mode != FIRST else OTHER)
+    chosen, present = tuple(variants), Variant(mode if mode != modes.REFERENCE else modes.COMPARED)
     if len(chosen) < 2:
-        chosen = (Variant(FIRST), *([one for one in chosen if one != Variant(FIRST)] or [present]))
+        first = Variant(modes.REFERENCE)
+        chosen = (first, *([one for one in chosen if one != first] or [present]))
     for variant in chosen:
         modes.parse(variant.mode, variant.params)
     if len(set(map(label, chosen))) < len(chosen):

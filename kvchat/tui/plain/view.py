@@ -16,12 +16,12 @@ from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui.answering import thinking
-from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
-from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.plain.lines import LineWriter
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
 from kvchat.tui.view import Severity
+from kvchat.tui.ways_out import WayOut
 from kvchat.units import count, size
 
 YOU, MODEL = "you: ", "model: "
@@ -38,7 +38,7 @@ class PlainQuestion:
         """Nothing changes in a line that is printed."""
 
     async def remove(self) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
 
 class PlainAnswer:
@@ -94,7 +94,7 @@ class PlainAnswer:
         self._lines.line(f"[{footer}]")
 
     async def remove(self) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
 
 def unfolded(text: str, folds: bool) -> tuple[str, str]:
@@ -119,7 +119,7 @@ class PlainSwitch:
         self.is_idle = True
 
     async def remove(self) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
     def count(self, tokens: int, now: float) -> None:
         """Tokens have come: a later switch is another one."""
@@ -131,7 +131,7 @@ class PlainSwitch:
 
 
 def comparison_lines(shown: RunningComparison) -> list[str]:
-    """What each mode answered with its figures, and the verdict."""
+    """Lines with each mode's answer and its figures, and the verdict."""
     if shown.result is None:
         return [shown.error]
     if shown.fact is not None:
@@ -183,7 +183,7 @@ class PlainView:
                 self._lines.line(f"[{footer}]")
 
     def show_footer(self, message: Message, footer: str) -> None:
-        """What is printed stays."""
+        """Do nothing: printed lines stay."""
 
     async def add_question(self, text: str, queued: bool) -> PlainQuestion:
         """Print a question that the terminal did not show."""

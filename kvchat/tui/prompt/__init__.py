@@ -1,1 +1,1 @@
-"""What is written before it is sent: history, files mentioned, commands and values offered, an editor."""
+"""A question before it is sent: history, files mentioned, commands and values offered, an editor."""

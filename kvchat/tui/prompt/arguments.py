@@ -1,4 +1,4 @@
-"""What the arguments of slash commands may be: values offered while they are typed, the present one marked."""
+"""Values offered for the arguments of slash commands while they are typed, the present one marked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvchat.config.modes import mode_infos, registered
+from kvchat.config.modes import registered
 from kvchat.config.schema import SamplingSettings
 from kvchat.config.validation_errors import choices, expected
 from kvchat.tui import sampling
@@ -18,7 +18,7 @@ from kvchat.tui.state import ChatState
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is in force while a command is typed; ``entries`` tells what lies in a folder."""
+    """The state and theme while a command is typed; ``entries`` lists a folder."""
 
     state: ChatState
     themes: Sequence[str]
@@ -33,8 +33,8 @@ Values = Callable[[Surroundings, Sequence[str]], Iterator[Suggestion]]
 def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
     """``/mode``: a mode, then its parameters."""
     if not words:
-        for info in mode_infos():
-            yield Suggestion(info.name, info.name, info.title, info.name == now.state.mode)
+        for name, parameters in registered().items():
+            yield Suggestion(name, name, parameters.title, name == now.state.mode)
         return
     mode = next((name for name in registered() if name.startswith(words[0])), "")
     given = {word.partition("=")[0] for word in words[1:]}

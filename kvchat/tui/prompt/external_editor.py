@@ -78,9 +78,9 @@ async def edit_suspended(app: App[None], text: str) -> str:
 
 @contextmanager
 def _signals_passed_on() -> Iterator[Callable[[Editor], object]]:
-    """What ends the application ends the editor before it; Ctrl+C is meant for the editor, which gets it anyway.
+    """Pass signals that end the application on to the editor; Ctrl+C is meant for the editor, which gets it anyway.
 
-    Only in the main thread. What is yielded takes the editor.
+    Only in the main thread. Call the yielded function with the editor's process.
     """
     editors: list[Editor] = []
     before = {number: leave for number in LEFT_BY if callable(leave := signal.getsignal(number))}

@@ -1,4 +1,4 @@
-"""What lies in folders, for paths that are typed: read on a thread, because a folder may be slow and typing may not."""
+"""Entries of folders, for paths that are typed: read on a thread, because a folder may be slow and typing may not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Entries = Callable[[str], Sequence[Entry]]
 
 
 def read(folder: str) -> tuple[Entry, ...]:
-    """What lies in a folder now; of one of the present folder also what lies below it, the nearest first."""
+    """The entries of a folder now; in the present folder also those further below, the nearest first."""
     found = _entries(folder)
     if not folder.startswith(("/", "~", "..")):
         _add_below(folder, found)
@@ -44,7 +44,7 @@ def read(folder: str) -> tuple[Entry, ...]:
 
 
 def _entries(folder: str, below: str = "") -> list[Entry]:
-    """What lies in ``below``, a folder in ``folder``."""
+    """The entries of ``below``, a folder in ``folder``."""
     try:
         with os.scandir(os.path.expanduser(folder + below) or ".") as found:
             return [_entry(below, one) for one in itertools.islice(found, MAX_ENTRIES)]
@@ -74,7 +74,7 @@ class FolderReader:
         self._reading: set[str] = set()
 
     def entries(self, folder: str) -> Sequence[Entry]:
-        """What is known of a folder, at once; nothing as long as it has not been read."""
+        """The known entries of a folder, at once; none as long as it has not been read."""
         entries, read_at = self._known.get(folder, ((), float("-inf")))
         if folder not in self._reading and time.monotonic() - read_at > FRESH_S:
             self._reading.add(folder)

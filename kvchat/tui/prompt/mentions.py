@@ -37,7 +37,7 @@ class Question(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is sent: the files, then what was written, unless that is only their names."""
+        """The text to send: the files, then the words written, unless these are only the files' names."""
         return "\n\n".join(filter(None, (*self.files, self.written)))
 
 
@@ -68,7 +68,7 @@ def attach(parts: Iterable[Part], limit: int) -> Question:
 
 
 def mention(path: str) -> str:
-    """How a file is mentioned, in quotes where its path needs them."""
+    """The mention of a file, in quotes where its path needs them."""
     return f'@"{path}"' if re.search(r"\s", path) else f"@{path}"
 
 
@@ -99,7 +99,7 @@ def _mention_of(path: str) -> str:
 
 
 def _rank(path: str, begun: str) -> int | None:
-    """How a path fits: its name begins so, contains it, or all letters come in this order; None where it does not.
+    """Rank of a path: its name begins so, contains it, or all letters come in this order; None where it does not fit.
 
     Hidden files are offered to those who type the dot, what lies below to those who type a letter; a name that cannot
     be typed is never offered.
@@ -135,7 +135,7 @@ def _split_punctuation(name: str) -> tuple[str, str]:
 
 
 def _is_file(name: str, is_quoted: bool) -> bool:
-    """Whether ``@name`` means a file; what neither exists nor looks like a path is text, such as a decorator.
+    """True if ``@name`` means a file; a word that neither exists nor looks like a path is text, such as a decorator.
 
     Raises:
         UsageError: it looks like a path or nearly is one, but nothing is there.

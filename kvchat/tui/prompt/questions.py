@@ -1,16 +1,17 @@
-"""What is sent of what was written."""
+"""Turn the text of the prompt into the question that is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvchat.tui.actions import unescaped
 from kvchat.tui.prompt import mentions
 from kvchat.tui.state import ChatState
 
 
 def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
     """The question with the files that it mentions; a text in place of an answer is taken as it is.
+
+    A question that begins with a slash is typed with two.
 
     Raises:
         KvchatError: a file cannot be sent.
@@ -19,4 +20,5 @@ def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
     if state.edits_answer:
         return "".join(part.text for part in parts)
     question = mentions.attach(parts, state.file_limit)
-    return question._replace(written=unescaped(question.written)).text
+    written = question.written.removeprefix("/") if question.written.startswith("//") else question.written
+    return question._replace(written=written).text

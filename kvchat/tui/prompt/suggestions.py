@@ -1,4 +1,4 @@
-"""What may follow what is being typed: the list above the prompt."""
+"""Suggestions for the text being typed: the list above the prompt."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class ChatScreen(ShownChat):
             await self.controller.open(event.id)
 
     def on_key(self, event: events.Key) -> None:
-        """What is typed while another part has the focus goes to the prompt."""
+        """Type into the prompt while another part has the focus."""
         prompt = self.query_one(Prompt)
         if event.is_printable and event.character and event.key not in self.active_bindings and not prompt.has_focus:
             event.stop()

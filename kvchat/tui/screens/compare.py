@@ -22,7 +22,7 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.tui.actions import bindings
 from kvchat.tui.comparing.comparisons import Comparisons
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.widgets.bars import KeyHints
 
@@ -97,7 +97,7 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
         self.query_one(Vertical).border_subtitle = f"seed {shown.sampling.seed}"
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """Whether a key does this now: only a result is written."""
+        """True if a key does this now: only a result is written."""
         return action != "write" or self.shown.result is not None
 
     def action_leave(self) -> None:
@@ -122,7 +122,7 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
 
 
 def running_texts(shown: RunningComparison) -> list[Content]:
-    """What each variant has answered so far."""
+    """The text of each variant so far."""
     texts = (shown.progress[i].text if i in shown.progress else "" for i in range(len(shown.variants)))
     return [Content(visible(text)) for text in texts]
 

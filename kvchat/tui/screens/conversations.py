@@ -42,7 +42,7 @@ class TitleField(Input):
 
 
 class ConversationsScreen(SearchScreen[Summary]):
-    """What is typed is searched for in all messages; the list below shows what was found."""
+    """Search in all messages for the text being typed; the list below shows the conversations found."""
 
     CSS = css_of("ConversationsScreen", width=100)
 
@@ -112,7 +112,7 @@ class ConversationsScreen(SearchScreen[Summary]):
         await self._try(self._controller.restore())
 
     async def _chosen(self) -> Summary | None:
-        """What is highlighted once all that was typed before is searched for."""
+        """The highlighted conversation, once the search for all that was typed before is done."""
         text = self.query_one(ConversationField).value
         if text != self._text:
             await self._search(text)

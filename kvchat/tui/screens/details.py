@@ -1,4 +1,4 @@
-"""What each layer and KV head reads and holds, how long fetching took, the GPU and the last events, on a screen."""
+"""The screen of details: tokens that each layer and KV head reads and holds, times of fetching, GPU, last events."""
 
 from __future__ import annotations
 

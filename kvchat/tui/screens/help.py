@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from rich.style import Style
@@ -15,7 +15,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from kvchat.config.modes import ModeInfo
+from kvchat.config.modes import ModeParameters
 from kvchat.conversations import comparison
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import ACTIONS, COMMANDS, bindings
@@ -45,7 +45,7 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("help")
 
-    def __init__(self, modes: tuple[ModeInfo, ...], keys: Mapping[str, str], on_gpu: bool) -> None:
+    def __init__(self, modes: Sequence[type[ModeParameters]], keys: Mapping[str, str], on_gpu: bool) -> None:
         super().__init__()
         self._modes = modes
         self._keys = keys
@@ -88,8 +88,8 @@ def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(describe_keys(action, rebound), action.doc) for action in ACTIONS if keys_of(action, rebound)]
 
 
-def figure_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
-    """What the figures mean, by the part of the screen and by the mode that has them."""
+def figure_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
+    """The meaning of the figures, by the part of the screen and by the mode that has them."""
     of_modes = {f"{mode.name} mode": mode.figures for mode in modes if mode.figures}
     others = {
         "status bar and receipts": STATUS,
@@ -105,10 +105,10 @@ def figure_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
     return rows
 
 
-def mode_rows(modes: tuple[ModeInfo, ...]) -> list[tuple[str, str]]:
+def mode_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
     """Each mode followed by its parameters."""
     rows = []
     for mode in modes:
         rows.append((mode.name, mode.title))
-        rows += [(f"  {p.name}", p.doc) for p in mode.params]
+        rows += [(f"  {name}", field.description or "") for name, field in mode.model_fields.items()]
     return rows

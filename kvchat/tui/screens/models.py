@@ -38,7 +38,7 @@ class ModelField(SearchField):
 
 
 class ModelsScreen(SearchScreen[FoundModel]):
-    """What is typed is looked for in the names; a path or a name on the hub may be typed too."""
+    """Search in the names of models for the text being typed; it may also be a path or a name on the hub."""
 
     CSS = css_of("ModelsScreen", width=110)
 

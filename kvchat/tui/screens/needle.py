@@ -12,7 +12,7 @@ from textual.widgets import Static
 from kvchat.foreign_text import visible
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.comparing.needle_rows import FOUND, HEADINGS, MISSED, needle_rows, verdict
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
@@ -55,7 +55,7 @@ def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> 
 
 
 def task(shown: RunningComparison) -> Content:
-    """What is hidden where, and what is asked."""
+    """The hidden fact, its place and the question."""
     if not shown.fact:
         return Content("A fact is being hidden in a long text.")
     read = f" of {count(shown.result.prompt_tokens)} tokens" if shown.result else ""

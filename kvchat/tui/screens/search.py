@@ -1,4 +1,4 @@
-"""What the screens share that search in a list: a field above, what was found below."""
+"""Base of the screens that search in a list: a field above, the results below."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SearchField(Input):
 
 
 class FoundList(OptionList, can_focus=False):
-    """What was found; the keys that move in it come through the field."""
+    """The results; the keys that move in them come through the field."""
 
     def action_page_down(self) -> None:
         """A page down, where there is a line: Textual fails at pages of none."""
@@ -65,6 +65,6 @@ class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):
 
     @property
     def highlighted(self) -> Found | None:
-        """What Enter would take."""
+        """The result that Enter would take."""
         option = self.query_one(OptionList).highlighted_option
         return self.shown.get(option.id or "") if option else None

@@ -29,7 +29,7 @@ NAME_CELLS, VALUE_CELLS = 24, 26
 
 
 class SettingsScreen(ClosesOnce, ModalScreen[None]):
-    """What is typed narrows the list; Enter or a click changes the chosen setting in the line below the list."""
+    """Narrow the list by the typed text; Enter or a click changes the chosen setting in the line below the list."""
 
     CSS = """
     SettingsScreen { align: center middle; }
@@ -120,7 +120,7 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
             self._change(self._edited.choices[event.option_index])
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """Whether a key does this now; in the line of a value its own keys count."""
+        """True if a key does this now; in the line of a value its own keys count."""
         return action != "default" or not self.query_one("#value").has_focus
 
     def action_move(self, rows: int) -> None:
@@ -233,7 +233,7 @@ def line(setting: Setting) -> Content:
 
 
 def about(setting: Setting) -> Content:
-    """What the setting is, what it takes, when a change counts and what set it."""
+    """Explain a setting: its values, when a change counts and which source set it."""
     takes = f"Takes {setting.takes}. " if setting.takes != setting.doc else ""
     when = "A change counts at once." if setting.is_live else "A change counts from the next start."
     return Content.assemble(

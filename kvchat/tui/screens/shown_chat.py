@@ -1,4 +1,4 @@
-"""What the chat screen shows of a chat: the controller's ``ChatView``, by its widgets."""
+"""ShownChat: the controller's ``ChatView``, by the widgets of the chat screen."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
 from kvchat.tui import clipboard
-from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.background import run_beside
-from kvchat.tui.comparing.running_comparison import RunningComparison
 from kvchat.tui.controller import ChatController
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens import needle
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.view import Severity
+from kvchat.tui.ways_out import WayOut
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.chapter import past

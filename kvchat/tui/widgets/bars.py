@@ -165,7 +165,7 @@ class KeyHints(Widget):
         return line
 
     def _hinted(self) -> Iterator[tuple[Action, str]]:
-        """What has a hint, with its first key that acts; keys that are built in are those of the table."""
+        """The actions with a hint, each with its first key that acts; keys that are built in are those of the table."""
         acting: dict[str, list[str]] = {}
         for active in self.screen.active_bindings.values():
             if active.binding.key.startswith(NO_KEY):

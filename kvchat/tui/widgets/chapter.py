@@ -52,7 +52,7 @@ class Chapter(Vertical):
         return (child for child in self.children if isinstance(child, Question | Answer))
 
     def has(self, id: str) -> bool:
-        """Whether the message is one of its own."""
+        """True if the message is one of its own."""
         return any(message.id == id for message, _ in self.said)
 
     def up_to(self, id: str) -> Chapter:

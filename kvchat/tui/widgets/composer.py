@@ -1,4 +1,4 @@
-"""Where a question is written: the prompt, and above it the list of what may follow."""
+"""The prompt, and above it the list of suggestions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import OptionList, TextArea
 
-from kvchat.tui.prompt import command_offers
+from kvchat.tui import command_offers
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.folders import FolderReader
 from kvchat.tui.prompt.history import PromptHistory

@@ -30,7 +30,7 @@ class EventLog(Static, can_focus=False):
 
     @property
     def explanation(self) -> str:
-        """What is shown."""
+        """The meaning of the figures shown."""
         return EXPLANATIONS[EVENTS]
 
     def add(self, text: str) -> None:

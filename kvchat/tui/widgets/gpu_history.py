@@ -37,7 +37,7 @@ class GpuHistoryPlot(Widget, can_focus=False):
 
     @property
     def explanation(self) -> str:
-        """What is shown."""
+        """The meaning of the figures shown."""
         return EXPLANATIONS[GPU_HISTORY]
 
     def show(self, history: GpuHistory, snapshot: Snapshot | None) -> None:

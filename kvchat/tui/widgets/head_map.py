@@ -62,7 +62,7 @@ class HeadMap(Widget, can_focus=False):
 
     @property
     def explanation(self) -> str:
-        """What is shown, and the figures under the cursor."""
+        """The meaning of the figures shown, and those under the cursor."""
         layer, head = self.cursor
         if not self._has(layer, head):
             return EXPLANATIONS[self._title]
@@ -121,7 +121,7 @@ class HeadMap(Widget, can_focus=False):
 
 @dataclass(frozen=True)
 class Grid:
-    """Which layers each column and which heads each row stands for: ``layers[i]`` to ``layers[i + 1]``.
+    """The layers of each column and the heads of each row: ``layers[i]`` to ``layers[i + 1]``.
 
     A column is ``column`` cells wide; ``note`` says what a cell is, where it is more than one head.
     """

@@ -13,8 +13,8 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.tui.answering.ways_out import WayOut
 from kvchat.tui.state import describe_switch
+from kvchat.tui.ways_out import WayOut
 from kvchat.units import count, size
 
 SHOWN_CHARACTERS = 2000
@@ -98,7 +98,7 @@ class SwitchNote(Note):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no token has come after the switch."""
+        """True if no token has come after the switch."""
         return self._begun is None
 
     def count(self, tokens: int, now: float) -> None:

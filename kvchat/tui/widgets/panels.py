@@ -61,7 +61,7 @@ class Rowed(Widget):
         self.mode = ""
 
     def explanation(self, place: int | None) -> str:
-        """What the row at ``place`` means; "" where there is none."""
+        """The meaning of the row at ``place``; "" where there is none."""
         if place is None or not 0 <= place < len(self.rows):
             return ""
         label = self.rows[place][0]
@@ -95,7 +95,7 @@ class Rowed(Widget):
 
 
 class KvColumn(VerticalScroll):
-    """What this answer reads, what the mode may read and counts itself, read and stored tokens, fetching and memory.
+    """Figures of the answer and the mode: tokens read and stored, the mode's own counts, fetching and memory.
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
     With the focus a cursor walks the rows of both columns, and the lines at the end say what the chosen one means.
@@ -242,7 +242,7 @@ class DetailColumn(VerticalScroll, can_focus=False):
 
 
 def legend(on_gpu: bool) -> Content:
-    """How the ribbon shows what is read, and the color and word of each state."""
+    """The legend of the ribbon: the glyphs of shares read, and the color and word of each state."""
     lines = [Content.assemble((f"{BARS[0]}{BARS[3]}{BARS[7]}", "$ribbon-device"), "  read by few, half, all heads")]
     for letter, word in state_words(on_gpu).items():
         lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))

@@ -86,7 +86,7 @@ def _height(line: str, width: int) -> int:
 
 @lru_cache(maxsize=64)
 def _rows(line: str, width: int) -> list[tuple[int, int]]:
-    """Where each row of a line begins and ends, in characters; where some are not one cell wide, rows are half full."""
+    """First and last character of each row of a line; where some are not one cell wide, rows are half full."""
     size = cell_len(line)
     if size <= width:
         return [(0, len(line))]

@@ -90,7 +90,7 @@ class Prompt(TextArea):
 
     @property
     def begun(self) -> str:
-        """What is typed before the cursor, to be completed; empty inside a line, and in a text of the history."""
+        """The text before the cursor that can be completed; empty inside a line, and in a text of the history."""
         row, column = self.cursor_location
         if self.text == self._recalled or self.document[row][column:].strip():
             return ""
@@ -230,7 +230,7 @@ class Prompt(TextArea):
 
 
 def _parts(text: str, pastes: dict[str, str]) -> tuple[Part, ...]:
-    """What was typed and what was pasted, in turn."""
+    """The typed and the pasted parts of the text, in turn."""
     if not pastes:
         return (Part(text),)
     chunks = re.split("(" + "|".join(map(re.escape, sorted(pastes, key=len, reverse=True))) + ")", text)

@@ -1,4 +1,4 @@
-"""How long recall took: the steps by their time, what of it was hidden behind the model's work and what was not."""
+"""Histogram of the time that recall took a step, hidden behind the model's work and exposed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecallHistogram(Widget, can_focus=False):
 
     @property
     def explanation(self) -> str:
-        """What is shown."""
+        """The meaning of the figures shown."""
         return EXPLANATIONS[FETCH_TIMES]
 
     def show(self, bins: Sequence[RecallBin], snapshot: Snapshot | None) -> None:

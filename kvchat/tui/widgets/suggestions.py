@@ -30,7 +30,7 @@ class SuggestionList(OptionList):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to take."""
+        """True if there is a suggestion to take."""
         return bool(self.display) and self.offer is not None and bool(self.offer.suggestions)
 
     @property
@@ -42,7 +42,7 @@ class SuggestionList(OptionList):
 
     @property
     def takes_enter(self) -> bool:
-        """Whether Enter takes the suggestion instead of sending."""
+        """True if Enter takes the suggestion instead of sending."""
         return self.is_open and self.offer is not None and (self.offer.takes_by_enter or self._is_chosen)
 
     def close(self) -> None:

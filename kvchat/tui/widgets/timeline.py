@@ -61,7 +61,7 @@ def column(point: Point, top: float, height: int) -> list[str]:
 
 
 def labels(point: Point, height: int) -> list[str]:
-    """What the axes are, above the hill where it is still low, and the two tops of the newest step."""
+    """Labels of the axes, above the hill where it is still low, and of the two tops of the newest step."""
     tops = [f"{STORED} {count(point.stored)} stored", f"{BARS[-1]} {count(point.read)} read"]
     return ["tokens, oldest to newest", *(tops if height >= LABELED else [])]
 
@@ -126,7 +126,7 @@ class Timeline(Widget):
 
 
 def _segment(glyph: str, letter: str, styles: Mapping[str, Style]) -> Segment:
-    """What is drawn in a cell: a label's letter where the plot is empty."""
+    """The segment of a cell: a label's letter where the plot is empty."""
     if glyph != " ":
         return Segment(glyph, styles[{STORED: "stored", MARK: "mark"}.get(glyph, "read")])
     return Segment(letter, styles[{STORED: "stored", BARS[-1]: "read"}.get(letter, "label")])

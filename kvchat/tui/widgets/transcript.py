@@ -208,7 +208,7 @@ class Transcript(VerticalScroll):
         self.post_message(self.Below(new))
 
     def _is_near(self, place: Region) -> bool:
-        """Whether it is less than a screen from the reader, who is at the end or on the way there until he left it."""
+        """True if it is less than a screen from the reader, who is at the end or on the way there until he left it."""
         seen = self.max_scroll_y if self._left_at is None else self.scroll_y
         top, height = seen - self.size.height, 3 * self.size.height
         return place.bottom > top and place.y < top + height
@@ -217,7 +217,7 @@ class Transcript(VerticalScroll):
         return [child for child in self.children if isinstance(child, Chapter)]
 
     def _kept(self, message: str) -> int:
-        """How many children stand above a chapter that has the message, or end with it."""
+        """Number of children above a chapter that has the message, or ending with it."""
         for index in reversed(range(len(self.children))):
             child = self.children[index]
             if isinstance(child, Chapter) and child.has(message):
@@ -228,7 +228,7 @@ class Transcript(VerticalScroll):
 
 
 def recent(answers: Sequence[Answer]) -> int:
-    """How many answers at the end stay alive: as many as ``LIVE_WIDGETS`` allow, but at least two."""
+    """Number of answers at the end that stay alive: as many as ``LIVE_WIDGETS`` allow, but at least two."""
     widgets = 0
     for number, answer in enumerate(reversed(answers[-LIVE_ANSWERS:])):
         widgets += answer.weight

@@ -220,21 +220,6 @@ def test_broken_unicode_is_replaced(tokenizer, encoder):
     assert "a?b" in tokenizer.decode(encoder.encode([user("a\ud800b")], Stored()).ids)
 
 
-def test_stored_text_is_known_only_at_marks():
-    stored = Stored()
-    stored.extend([1, 2])
-    stored.agree("ab")
-    stored.extend([3, 4])
-    stored.agree("abcd")
-    assert stored.agreed("abcde") == (4, 4)
-    assert stored.agreed("abc") == (2, 2)
-    assert stored.agreed("x") == (0, 0)
-    stored.truncate(3)
-    assert (stored.ids, stored.text, stored.marks) == ([1, 2, 3], "ab", [(2, 2)])
-    stored.agree("aX")
-    assert (stored.text, stored.marks) == ("aX", [(3, 2)])
-
-
 @pytest.mark.parametrize("template", ["", NO_SYSTEM, None])
 def test_the_preamble_is_all_of_the_system_prompt_with_the_templates_tokens(tokenizer, template):
     encoder = PromptEncoder(tokenizer) if template == "" else with_template(tokenizer, template)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.loads import entering
 
-from kvchat.engine.generate.hold_back import hold_back
 from kvchat.engine.generate.recovery import RecoveryMonitor, measure
 from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.session import Session
@@ -154,34 +153,6 @@ def test_rewinding_puts_the_sampler_back():
     assert guard.rewind() == 16
     assert sampler.state().seen.sum() < seen.sum()
     assert len(guard.signals.tokens) == 4
-
-
-# ---- text that stays
-
-
-def test_text_is_held_back_as_long_as_it_may_be_withdrawn():
-    def events():
-        for i in range(20):
-            yield Text(f"{i},", 1)
-        yield Withdrawn(6, 2)
-        yield Text("end", 1)
-        yield Finished("eos", "", None)
-
-    shown = list(hold_back(events(), lambda: 16))
-    assert "".join(e.text for e in shown if isinstance(e, Text)) == "".join(f"{i}," for i in range(18)) + "end"
-    assert not any(isinstance(event, Withdrawn) for event in shown)
-
-
-def test_without_recovery_nothing_is_held_back():
-    def events():
-        yield Text("a", 1)
-        assert shown == ["a"]
-        yield Text("b", 1)
-
-    shown = []
-    for event in hold_back(events(), lambda: 0):
-        shown.append(event.text)
-    assert shown == ["a", "b"]
 
 
 def test_the_conversation_kept_inside_has_no_withdrawn_text(small_model):

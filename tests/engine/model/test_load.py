@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 
 import huggingface_hub
 import pytest
@@ -11,6 +10,7 @@ import transformers
 from huggingface_hub import errors
 from support import tiny_models
 from support.memory_faults import HostMemoryError
+from support.model_folders import edit_json
 
 from kvchat.engine.model import checkpoint, description, hub
 from kvchat.engine.model.byte_progress import ByteProgress
@@ -19,40 +19,13 @@ from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.paths import INDEX, bundled_model_dir
 from kvchat.protocol.messages import TEMPERATURE, Load
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-
 
 def silent(stage):
     pass
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A complete model folder: a tiny Llama in two shards, with the bundled tokenizer."""
-    path = tmp_path / "model"
-    tiny_models.model("llama").save_pretrained(path, max_shard_size="300KB")
-    for name in TOKENIZER_FILES:
-        shutil.copy(bundled_model_dir() / name, path)
-    return path
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("a network connection")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
 def revision(folder):
     return checkpoint.complete(checkpoint.locate(str(folder), silent), silent).revision
-
-
-def edit_json(file, **changes):
-    content = json.loads(file.read_text())
-    content.update(changes)
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 # ---- what is loaded --------------------------------------------------------------------------------
@@ -104,7 +77,7 @@ def test_the_revision_follows_the_files(folder):
 
 def test_notes_name_what_a_person_should_know(tmp_path):
     tiny_models.model("deepseek_v3").save_pretrained(tmp_path)
-    for name in TOKENIZER_FILES:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
     loaded = load_model(Load(str(tmp_path), "cpu"), silent)
@@ -115,7 +88,7 @@ def test_notes_name_what_a_person_should_know(tmp_path):
 
 def test_absolute_positions_are_noted(tmp_path):
     tiny_models.model("gpt2").save_pretrained(tmp_path)
-    for name in TOKENIZER_FILES:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, tmp_path)
     loaded = load_model(Load(str(tmp_path), "cpu"), silent)
     assert loaded.notes == (
@@ -253,66 +226,6 @@ def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
 def test_a_gguf_file_that_is_missing_is_called_a_file(no_network, name):
     with pytest.raises(ModelError, match=f'There is no file "{name}"'):
         load_model(Load(name, "cpu"), silent)
-
-
-# ---- what comes with a model is read, never run ----------------------------------------------------
-
-
-@pytest.fixture
-def own_code(folder, tmp_path, monkeypatch):
-    """The folder brings Python files that leave a mark, and the person would agree to everything asked."""
-    mark = tmp_path / "it ran"
-    for name in ("configuration_mine", "modeling_mine", "tokenization_mine"):
-        (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
-    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("a question on stdin"))
-    return mark
-
-
-AUTO_MAP = {
-    "AutoConfig": "configuration_mine.MineConfig",
-    "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
-    "AutoTokenizer": ["tokenization_mine.MineTokenizer", None],
-}
-
-
-def test_a_model_that_needs_its_own_code_is_refused_without_a_question(folder, own_code):
-    edit_json(folder / "config.json", model_type="mine", auto_map=AUTO_MAP)
-    with pytest.raises(ModelError, match="never runs code that comes with a model") as caught:
-        load_model(Load(str(folder), "cpu"), silent)
-    assert "architecture that transformers includes" in caught.value.hint
-    assert not own_code.exists()
-
-
-def test_own_code_beside_a_known_architecture_is_left_alone(folder, own_code):
-    edit_json(folder / "config.json", auto_map=AUTO_MAP)
-    edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
-    assert load_model(Load(str(folder), "cpu"), silent).layers == 4
-    assert not own_code.exists()
-
-
-def pickled(folder, monkeypatch):
-    """The same weights as a pickle beside the others, and a torch that must not read it."""
-    torch.save(tiny_models.model("llama").state_dict(), folder / "pytorch_model.bin")
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a pickle was read"))
-
-
-def test_a_pickle_beside_the_weights_is_not_read(folder, monkeypatch):
-    pickled(folder, monkeypatch)
-    assert load_model(Load(str(folder), "cpu"), silent).layers == 4
-
-
-def test_a_pickle_is_not_read_instead_of_the_weights(folder, monkeypatch):
-    pickled(folder, monkeypatch)
-    (folder / INDEX).unlink()  # without it transformers does not find the safetensors
-    with pytest.raises(ModelError, match=r"no file named model\.safetensors"):
-        load_model(Load(str(folder), "cpu"), silent)
-
-
-def test_a_pickle_alone_is_refused(folder, monkeypatch):
-    pickled(folder, monkeypatch)
-    no_weights(folder)
-    with pytest.raises(ModelError, match=r"reads safetensors and GGUF, not \.bin files"):
-        load_model(Load(str(folder), "cpu"), silent)
 
 
 # ---- the hub ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import tiny_models
+from support.model_folders import edit_json
 
 from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
@@ -31,10 +32,6 @@ def folder(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, path)
     return path
-
-
-def edit(file, **changes) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def edit_tensor(folder, name: str, change) -> None:
@@ -76,33 +73,33 @@ DAMAGES = {
     "an endless header": lambda it: lying_header(it, 2**64 - 1),
     "an index of lists": lambda it: (it / INDEX).write_text('{"weight_map": []}'),
     "an index that leaves": lambda it: (it / INDEX).write_text('{"weight_map": {"a": "../x"}}'),
-    "a config of 20 MB": lambda it: edit(it / CONFIG, a=[0] * 7_000_000),
+    "a config of 20 MB": lambda it: edit_json(it / CONFIG, a=[0] * 7_000_000),
     "a generation config of 20 MB": lambda it: (it / "generation_config.json").write_text(
         json.dumps({"a": [0] * 7_000_000})
     ),
     "deep json": lambda it: (it / CONFIG).write_text('{"a":' * 100_000),
-    "100,000 layers": lambda it: edit(it / CONFIG, num_hidden_layers=100_000),
-    "10**9 layers": lambda it: edit(it / CONFIG, num_hidden_layers=10**9),
-    "10**9 layers inside": lambda it: edit(it / CONFIG, text_config={"n_layer": 10**9}),
-    "2,000,000 labels": lambda it: edit(it / CONFIG, num_labels=2_000_000),
-    "2,000,000 labels inside": lambda it: edit(it / CONFIG, text_config={"num_labels": 2_000_000}),
-    "10**9 dense layers": lambda it: edit(
+    "100,000 layers": lambda it: edit_json(it / CONFIG, num_hidden_layers=100_000),
+    "10**9 layers": lambda it: edit_json(it / CONFIG, num_hidden_layers=10**9),
+    "10**9 layers inside": lambda it: edit_json(it / CONFIG, text_config={"n_layer": 10**9}),
+    "2,000,000 labels": lambda it: edit_json(it / CONFIG, num_labels=2_000_000),
+    "2,000,000 labels inside": lambda it: edit_json(it / CONFIG, text_config={"num_labels": 2_000_000}),
+    "10**9 dense layers": lambda it: edit_json(
         it / CONFIG, model_type="cohere2_moe", first_k_dense_replace=10**9, prefix_dense_sliding_window_pattern=1
     ),
-    "10**9 kinds of attention": lambda it: edit(
+    "10**9 kinds of attention": lambda it: edit_json(
         it / CONFIG, model_type="gpt_neo", attention_types=[[["global"], 10**9]]
     ),
-    "10**9 stages": lambda it: edit(it / CONFIG, model_type="rf_detr_dinov2", out_indices=[10**9]),
-    "10**9 blocks of a stage": lambda it: edit(it / CONFIG, model_type="efficientloftr", stage_num_blocks=[10**9]),
-    "a context of 10**18": lambda it: edit(it / CONFIG, max_position_embeddings=10**18),
-    "layers of text": lambda it: edit(it / CONFIG, num_hidden_layers="four"),
-    "no heads": lambda it: edit(it / CONFIG, num_attention_heads=0),
-    "negative heads": lambda it: edit(it / CONFIG, num_key_value_heads=-2),
-    "odd rope": lambda it: edit(it / CONFIG, rope_parameters={"rope_type": "no such"}),
-    "huge hidden size": lambda it: edit(it / CONFIG, hidden_size=2**40),
-    "another vocabulary": lambda it: edit(it / CONFIG, vocab_size=100),
-    "a list for a number": lambda it: edit(it / CONFIG, hidden_size=[64]),
-    "an odd activation": lambda it: edit(it / CONFIG, hidden_act="no such"),
+    "10**9 stages": lambda it: edit_json(it / CONFIG, model_type="rf_detr_dinov2", out_indices=[10**9]),
+    "10**9 blocks of a stage": lambda it: edit_json(it / CONFIG, model_type="efficientloftr", stage_num_blocks=[10**9]),
+    "a context of 10**18": lambda it: edit_json(it / CONFIG, max_position_embeddings=10**18),
+    "layers of text": lambda it: edit_json(it / CONFIG, num_hidden_layers="four"),
+    "no heads": lambda it: edit_json(it / CONFIG, num_attention_heads=0),
+    "negative heads": lambda it: edit_json(it / CONFIG, num_key_value_heads=-2),
+    "odd rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
+    "huge hidden size": lambda it: edit_json(it / CONFIG, hidden_size=2**40),
+    "another vocabulary": lambda it: edit_json(it / CONFIG, vocab_size=100),
+    "a list for a number": lambda it: edit_json(it / CONFIG, hidden_size=[64]),
+    "an odd activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
     "wrong shape": lambda it: edit_tensor(it, "model.norm.weight", lambda t: t[:-1].clone()),
     "NaN": lambda it: edit_tensor(it, "model.layers.1.mlp.up_proj.weight", lambda t: torch.full_like(t, torch.nan)),
     "tokenizer config of a list": lambda it: (it / "tokenizer_config.json").write_text("[]"),

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from kvchat.engine.model import weights_memory
-from kvchat.engine.model.merging import merge
 from kvchat.engine.model.weights_memory import lay_out
 from kvchat.kv.memory.huge_pages import HUGE_PAGE
 
@@ -58,17 +57,3 @@ def test_tied_weights_stay_tied():
     tied[1].weight = tied[0].weight
     lay_out(tied)
     assert tied[1].weight is tied[0].weight
-
-
-def test_what_lies_together_is_merged_without_a_copy():
-    laid_out = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)])
-    lay_out(laid_out)
-    weights = [linear.weight for linear in laid_out]
-    expected = torch.cat([weight.data for weight in weights])
-    merged = merge(weights)
-    assert merged.data_ptr() == weights[0].data_ptr()
-    assert torch.equal(merged, expected)
-    apart = merge([weights[0], weights[2]])
-    assert apart.data_ptr() != merged.data_ptr()
-    assert torch.equal(apart, expected[[0, 1, 2, 5, 6]])
-    assert weights[2].data_ptr() == apart[3:].data_ptr()

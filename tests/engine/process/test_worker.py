@@ -1,33 +1,22 @@
 from __future__ import annotations
 
 import io
-import os
-import select
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from support.environment import environ
 from support.fake_session import PIECES, FakeLoader, FakeSession
 from support.patience import PATIENCE_S, wait_until
 from support.streams import read_event
+from support.worker_child import CHAT, Child, Clock, tick
 
 from kvchat.engine.process import mailboxes, worker
-from kvchat.engine.process.loader import Progress
 from kvchat.errors import DoesNotFitError
-from kvchat.protocol import wire
 from kvchat.protocol.details import Details, Watch
-from kvchat.protocol.figures import Gpu, MemoryPlan, ModeNeed, Planned, Proposal, Snapshot
+from kvchat.protocol.figures import Gpu, Snapshot
 from kvchat.protocol.messages import (
-    Chat,
     Command,
-    Event,
     Failed,
     Finished,
     Forget,
@@ -36,7 +25,6 @@ from kvchat.protocol.messages import (
     Loading,
     Peek,
     Peeked,
-    Plan,
     Resume,
     Resumed,
     Started,
@@ -45,91 +33,7 @@ from kvchat.protocol.messages import (
     Switched,
     SwitchRefused,
     Text,
-    Turn,
 )
-
-PLAN = MemoryPlan(
-    "other", "Fake", "cpu", "float32", 4096, {"none": 64}, {"full": ModeNeed(32, {})}, 0, 8, 32, 0, 999, 999,
-    proposal=Proposal("none", "full", None, ("nothing",)),
-)  # fmt: skip
-CHAT = Chat((Turn("user", "hello"),))
-
-
-class Clock:
-    """Moves only when told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Child:
-    """A server in a thread, spoken to through pipes."""
-
-    def __init__(self, loader: FakeLoader, clock: Clock) -> None:
-        stdin, self._stdin = os.pipe()
-        self._stdout, stdout = os.pipe()
-        self.commands, self.events = os.fdopen(self._stdin, "wb"), os.fdopen(self._stdout, "rb", buffering=0)
-        self._ends = os.fdopen(stdin, "rb"), os.fdopen(stdout, "wb")
-        self.server = worker.Server(self._ends[1], loader, clock)
-        self._threads = [
-            threading.Thread(target=self.server.read, args=(self._ends[0],), daemon=True),
-            threading.Thread(target=self._run, daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self) -> None:
-        self.server.run()
-        self._ends[1].close()
-
-    def send(self, *commands: Command) -> None:
-        self.commands.write(b"".join(map(wire.encode, commands)))
-        self.commands.flush()
-
-    def until(self, *kinds: type) -> list[wire.Message]:
-        """Events up to and including the first of the given kinds; snapshots only where asked for."""
-        events = []
-        while select.select([self.events], [], [], PATIENCE_S)[0] and (event := read_event(self.events)) is not None:
-            if not isinstance(event, Snapshot) or Snapshot in kinds:
-                events.append(event)
-            if isinstance(event, kinds):
-                return events
-        raise AssertionError(f"the server said no more after {events}")
-
-    def close(self) -> None:
-        if not self.commands.closed:
-            self.commands.close()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-        self.events.close()
-        self._ends[0].close()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def session(clock: Clock) -> FakeSession:
-    return FakeSession(on_token=lambda _session, _n: tick(clock, 0.05))
-
-
-@pytest.fixture
-def child(session: FakeSession, clock: Clock) -> Iterator[Child]:
-    child = Child(FakeLoader(session), clock)
-    child.send(Load("bundled", mode="speculative", given={"speculative": {"budget": 128}}))
-    assert [e.stage for e in child.until(Loaded)[:-1]] == ["importing torch", "reading the weights"]
-    yield child
-    child.close()
-
-
-def tick(clock: Clock, seconds: float) -> None:
-    clock.now += seconds
 
 
 def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: FakeSession) -> None:
@@ -338,218 +242,3 @@ def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFix
     child.commands.write(b"\xff" * 8)
     child.close()
     assert "does not speak kvchat's protocol" in capfd.readouterr().err
-
-
-# ---- the process -----------------------------------------------------------------------------------
-
-SERVE_A_FAKE = """
-import os, sys, time, types
-from support.environment import environ
-from support.fake_session import FakeSession
-from kvchat.engine.process import mailboxes, worker
-from kvchat.engine.process.loader import Progress
-
-def on_token(session, n):
-    print("a library prints")
-    os.write(1, b"a C library prints")
-    time.sleep({pause})
-
-session = FakeSession({pieces}, on_token)
-sys.modules["kvchat.engine.session"] = types.SimpleNamespace(open_session=session.open)
-worker.main()
-"""
-
-
-def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[bytes]:
-    code = SERVE_A_FAKE.format(pause=pause, pieces=pieces)
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
-
-
-def receive(process: subprocess.Popen[bytes], kind: type | tuple[type, ...]) -> Event:
-    assert process.stdout
-    while not isinstance(event := read_event(process.stdout), kind):
-        assert event is not None
-    return event
-
-
-def send(process: subprocess.Popen[bytes], *commands: Command) -> None:
-    assert process.stdin
-    process.stdin.write(b"".join(map(wire.encode, commands)))
-    process.stdin.flush()
-
-
-def test_what_libraries_print_goes_to_stderr() -> None:
-    with start() as process:
-        send(process, Load(), CHAT)
-        receive(process, Finished)
-        _, log = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0
-    assert b"a library prints" in log
-    assert b"a C library prints" in log
-
-
-@pytest.mark.parametrize("pause", [0.001, 1000.0], ids=["between two tokens", "deep in a step"])
-def test_the_process_ends_with_its_stdin_in_mid_answer(pause: float) -> None:
-    with start(pause, "['x'] * 10_000_000") as process:
-        send(process, Load(), CHAT)
-        receive(process, Started)
-        assert process.stdin
-        process.stdin.close()
-        assert process.wait(PATIENCE_S) == (0 if pause < 1 else 1)
-
-
-def test_the_process_ends_quietly_when_nobody_reads_its_events() -> None:
-    with start(0.001, "['x'] * 10_000_000") as process:
-        send(process, Load(), CHAT)
-        receive(process, Started)
-        assert process.stdout
-        assert process.stderr
-        process.stdout.close()
-        assert process.wait(PATIENCE_S) == 0
-        assert b"Error" not in process.stderr.read()
-
-
-# ---- another model ---------------------------------------------------------------------------------
-
-FIRST, OTHER = Load("first"), Load("other", mode="streaming")
-
-
-def replaced(*sessions: FakeSession | BaseException, clock: Clock, has_room: bool = True) -> Child:
-    """A child with the first of the sessions loaded, and the others to come."""
-    child = Child(FakeLoader(*sessions, has_room=has_room), clock)
-    child.send(FIRST)
-    child.until(Loaded)
-    return child
-
-
-def stages(events: list[wire.Message]) -> list[str]:
-    return [event.stage for event in events if isinstance(event, Loading)]
-
-
-def test_the_old_model_stays_until_the_new_one_is_ready(clock: Clock) -> None:
-    closed_while_loading = []
-    old, new = FakeSession(), FakeSession()
-    child = replaced(old, new, clock=clock)
-    child.server._loader.while_loading = lambda progress: closed_while_loading.append(old.closed)
-    child.send(OTHER)
-    assert child.until(Loaded)[-1].mode == "streaming"
-    assert (closed_while_loading, old.closed) == ([False], True)
-    child.send(CHAT)
-    child.until(Finished)
-    assert (len(old.asked), len(new.asked)) == (0, 1)
-    child.close()
-
-
-def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(clock: Clock) -> None:
-    old = FakeSession()
-    child = replaced(old, DoesNotFitError("Too big."), clock=clock)
-    child.send(OTHER)
-    assert child.until(Failed)[-1] == Failed("Too big.", kind="DoesNotFitError", fatal=False)
-    assert child.until(Loaded)[-1] == old.info
-    child.send(CHAT)
-    child.until(Finished)
-    assert old.asked
-    assert not old.closed
-    child.close()
-
-
-def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(clock: Clock) -> None:
-    old, again = FakeSession(), FakeSession()
-    child = replaced(old, DoesNotFitError("Too big."), again, clock=clock, has_room=False)
-    child.send(OTHER)
-    assert stages(child.until(Failed))[-1] == "unloading fake: both do not fit"
-    assert old.closed
-    assert stages(child.until(Loaded)) == ["loading first again"]
-    assert again.loaded == FIRST
-    child.close()
-
-
-def test_if_the_old_model_does_not_come_back_nothing_is_loaded(clock: Clock) -> None:
-    child = replaced(FakeSession(), *[DoesNotFitError("Too big.")] * 2, clock=clock, has_room=False)
-    child.send(OTHER)
-    assert [child.until(Failed)[-1].fatal for _ in range(2)] == [False, True]
-    child.close()
-
-
-def test_a_load_is_stopped_at_its_next_stage(clock: Clock) -> None:
-    old = FakeSession()
-    child = replaced(old, FakeSession(), clock=clock)
-
-    def loading(progress: Progress) -> None:
-        child.send(Stop())
-        while True:
-            progress("reading")
-            time.sleep(0.001)
-
-    child.server._loader.while_loading = loading
-    child.send(OTHER)
-    assert child.until(Failed)[-1] == Failed("Loading other was stopped.", hint="/model loads one.")
-    assert child.until(Loaded)[-1] == old.info
-    child.close()
-
-
-def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
-    code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
-        "worker.main()",
-        "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(3600)\nworker.main()",
-    )
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
-    with process:
-        send(process, FIRST)
-        receive(process, Loading)
-        send(process, Stop())
-        assert receive(process, Failed) == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
-        assert process.stdin
-        process.stdin.close()
-        assert process.wait(PATIENCE_S) == 0
-
-
-def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path: Path) -> None:
-    """Over modules that stand for torch: the second is imported while the first waits, and is no attribute after it."""
-    package = tmp_path / "slow"
-    package.mkdir()
-    begun = tmp_path / "begun"
-    (package / "__init__.py").write_text(f"import slow.part, time; open({str(begun)!r}, 'w'); time.sleep(1); slow.part")
-    (package / "part.py").write_text("")
-    load = "lambda load, progress: (__import__('slow').part, progress('imported'), session.open(load, progress))[-1]"
-    code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
-        "worker.main()", f"sys.modules['kvchat.engine.session'].open_session = {load}\nworker.main()"
-    )
-    environment = environ(PYTHONPATH=os.pathsep.join((environ()["PYTHONPATH"], str(tmp_path))))
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, env=environment) as process:
-        send(process, FIRST)
-        wait_until(begun.exists)
-        send(process, Stop())
-        assert receive(process, Failed) == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
-        send(process, FIRST)
-        assert isinstance(receive(process, (Loaded, Failed)), Loaded)
-        assert process.stdin
-        process.stdin.close()
-        assert process.wait(PATIENCE_S) == 0
-
-
-def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock: Clock) -> None:
-    events, loader = io.BytesIO(), FakeLoader(FakeSession())
-    loader.open_session = lambda load, progress: loader.sessions[0]
-    server = worker.Server(events, loader, clock)
-    server._inbox.put(FIRST, 0)
-    server._inbox.put(Stop(), 0)
-    server._do(server._inbox.get(0))
-    events.seek(0)
-    stopped = Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
-    assert [read_event(events), read_event(events)][1] == stopped
-    assert server._session is None
-
-
-def test_a_plan_is_answered_and_a_refusal_of_one_fails_nothing(child: Child) -> None:
-    child.server._loader.planned = PLAN
-    child.send(Plan(OTHER))
-    assert child.until(Planned)[-1] == Planned("other", PLAN)
-    assert child.server._loader.in_use == [child.server._session.snapshot()]
-    child.server._loader.planned = DoesNotFitError("Too long.")
-    child.send(Plan(OTHER), CHAT)
-    assert child.until(Planned)[-1] == Planned("other", None, "Too long.")
-    child.until(Finished)

@@ -157,25 +157,6 @@ def test_an_event_is_no_command(event: str) -> None:
         wire.decode_command(b'{"type": "%s"}' % event.encode())
 
 
-def test_more_commands_than_memory_should_hold_end_the_engine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(mailboxes, "MAX_WAITING_BYTES", 1000 * mailboxes.COMMAND_BYTES)
-    server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
-    server.read(io.BytesIO(wire.encode(Stop()) * 2000))
-    assert server._inbox.closed
-    assert capsys.readouterr().err.startswith("kvchat: 98")
-    assert len(server._inbox._commands) < 1000
-
-
-def test_what_has_been_done_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailboxes, "MAX_WAITING_BYTES", 2 * mailboxes.COMMAND_BYTES + 100)
-    inbox = mailboxes.Inbox()
-    for _ in range(1000):
-        inbox.put(Stop(), 40)
-        assert inbox.get(1) == Stop()
-
-
 def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """The answer goes on: a switch is refused in words, another failure is told when the answer is over."""
     output = io.BytesIO()

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.kv_run import Run
-from support.kv_steps import prefill
-from support.mode_rows import ROWS
-from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvchat.errors import DoesNotFitError
-from kvchat.kv import manager as store_module
-from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import budget, prefill_plan
+from kvchat.kv.memory import prefill_plan
 from kvchat.kv.memory import prefill_staging as prefill_module
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
-from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
-GEOMETRY_8B = Geometry(32, 32, 8, 128, 128, torch.bfloat16)
 
 
 def geometry(d_k: int = 8, d_v: int = 8, layers: int = 3, dtype: torch.dtype = torch.float32) -> Geometry:
@@ -225,114 +216,6 @@ def test_a_missing_join_would_be_found(monkeypatch):
         monkeypatch.setattr(prefill_module.SideStream, "join", lambda self: None)
         run(StagedPrefill, host, new_kv(g, 20, 0))
     assert races.found
-
-
-# ---- bounds come with the prefill
-
-
-def speculative(chunks: tuple[int, ...]) -> Run:
-    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS["speculative"][0], **ROWS["speculative"][1])
-    for tokens in chunks:
-        run.prefill(tokens, chunk=37)
-        run.step(3)
-    return run
-
-
-def assert_bounds_right(run: Run) -> None:
-    bounds, g = run.kv.mode.bounds, run.toy.geometry
-    anew = PageBounds(g, CPU, bounds.first)
-    anew.refresh(run.kv.state.host)
-    pages = g.pages(run.kv.total)
-    whole = run.kv.total // g.page  # on a CPU a page's bounds are computed when it is full
-    assert whole * g.page <= bounds.tokens <= run.kv.total
-    assert torch.equal(bounds.data[:, :, :whole], anew.data[:, :, :whole])
-    assert bool((bounds.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
-
-
-@pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])
-def test_bounds_are_made_of_the_keys_at_hand(chunks):
-    assert_bounds_right(speculative(chunks))
-
-
-def test_bounds_read_at_most_one_page_back(monkeypatch):
-    run, dense, read = speculative((150,)), HostPool.dense, []
-
-    def noted(self, layer, tokens, page=0):
-        read.append(tokens - page * self.geometry.page)
-        return dense(self, layer, tokens, page)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store_module, "prefill_over", StagedPrefill)
-        patch.setattr(HostPool, "dense", noted)
-        run.prefill(100)
-    assert 0 < max(read) <= run.toy.geometry.page
-    assert_bounds_right(run)
-
-
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_bounds_of_a_failed_prefill_are_forgotten(after):
-    run = speculative((150,))
-    start = run.kv.total
-    with suppress(torch.OutOfMemoryError), prefill(run.kv, 90):
-        for layer in range(after + 1):
-            run.kv.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.specs[layer])
-        raise torch.OutOfMemoryError("no memory")
-    assert run.kv.total == start
-    if after % 2:
-        run.kv.refill(fresh=True)
-        assert_bounds_right(run)
-    run.prefill(20)
-    assert_bounds_right(run)
-
-
-# ---- the plan
-
-
-def planned(free: int, stored: int = 0, new: int = 20_000, token_bytes: int = 100_000) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "free_bytes", lambda device: free)
-        return prefill_plan.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, CPU)
-
-
-def test_bytes_of_a_prefill_of_an_8b_model():
-    """32K tokens: 134 MB of one layer's K/V, held twice at most, whatever the number of layers."""
-    layer = 32768 * 8 * 2 * 128 * 2
-    assert prefill_plan.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
-    assert prefill_plan.staging_bytes(GEOMETRY_8B, 32768 - 512, 512) == 2 * layer
-    both = prefill_plan.prefill_bytes(GEOMETRY_8B, 24576, 8192, 140_000)
-    assert both == 2 * layer + 8192 * 140_000 + PREFILL_WORKSPACE
-
-
-def test_the_chunk_is_the_largest_of_which_two_would_fit():
-    sizes = {free: planned(free * 10**9) for free in (1, 2, 3, 4, 6, 80)}
-    assert sizes == {1: 512, 2: 4096, 3: 8192, 4: 8192, 6: 16384, 80: 16384}
-
-
-@given(free=st.integers(10**8, 10**11), stored=st.integers(0, 10**5), new=st.integers(1, 10**5))
-def test_a_chunk_fits_or_is_refused(free, stored, new):
-    try:
-        chunk = planned(free, stored, new)
-    except DoesNotFitError:
-        return
-    last = min(chunk, new)
-    assert prefill_plan.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000) <= free
-    # Earlier chunks need less: they come after fewer tokens.
-    first = prefill_plan.prefill_bytes(GEOMETRY_8B, stored, last, 100_000)
-    assert first <= prefill_plan.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000)
-
-
-def test_a_short_prompt_needs_no_more_than_its_tokens():
-    assert planned(310 * 10**6, new=10) == 512
-    with pytest.raises(DoesNotFitError):
-        planned(310 * 10**6, new=512)
-
-
-def test_a_refusal_tells_the_numbers():
-    with pytest.raises(DoesNotFitError) as refused:
-        planned(5 * 10**8, stored=30_000)
-    told = str(refused.value)
-    assert "20,000 tokens after 30,000" in told
-    assert [number for number in ("696 MiB", "512 at a time", "391 MiB", "448 MiB") if number not in told] == []
 
 
 # ---- on a GPU

@@ -12,7 +12,7 @@ from support.toy_model import toy
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import attended
 from kvchat.kv.memory import budget
-from kvchat.kv.saved_tokens import save
+from kvchat.kv.set_aside import set_aside
 
 # In the sinks, across a page's end, a page and more, and in every window at first.
 FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 150)]
@@ -66,7 +66,7 @@ def test_they_stay_through_every_switch_and_what_is_set_aside():
         run.switch(mode, **params)
         run.step(2)
     run.check()
-    aside = save(run.kv.state, 70)
+    aside = set_aside(run.kv.state, 70)
     run.kv.truncate(70)
     assert run.kv.state.pins == tuple(range(60, 70))
     run.kv.put_back(aside)

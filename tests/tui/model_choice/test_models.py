@@ -13,7 +13,7 @@ from kvchat.catalog import models as catalog
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Failed, Load, Loading, Plan, Stop
-from kvchat.tui.model_choice import model_commands
+from kvchat.tui.commands import models
 from kvchat.tui.state import Phase
 
 PLAN = MemoryPlan(
@@ -30,7 +30,7 @@ def here(monkeypatch):
 
 
 async def choose(chat, line):
-    await model_commands.choose(chat.controller, line)
+    await models.choose(chat.controller, line)
 
 
 async def test_another_model_is_loaded_in_the_present_mode_and_reads_the_conversation(chat, here):
@@ -119,8 +119,8 @@ async def test_the_first_model_of_all_is_not_stopped_by_one_key(chat):
 
 async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     await chat.load()
-    await model_commands.plan(chat.controller, "")
-    await model_commands.plan(chat.controller, "org/other context=1000")
+    await models.plan(chat.controller, "")
+    await models.plan(chat.controller, "org/other context=1000")
     assert chat.client.sent == [Plan(Load()), Plan(Load("org/other"), 1000)]
     chat.controller.state.is_stored = True
     held = {"state_bytes": 2**18, "snapshot_bytes": 2**19}
@@ -139,7 +139,7 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     assert str(chat.view.errors[0]) == refusal
     for wrong in ("bundled context=no", "bundled tokens=1"):
         with pytest.raises(UsageError):
-            await model_commands.plan(chat.controller, wrong)
+            await models.plan(chat.controller, wrong)
 
 
 # ---- downloads -------------------------------------------------------------------------------------

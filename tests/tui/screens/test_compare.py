@@ -12,7 +12,7 @@ from textual.widgets import Static
 from kvchat.protocol.comparing import Comparing, Variant
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Sampling
-from kvchat.tui.comparing.running_comparison import RunningComparison
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import MARK, CompareScreen, answer_text
 from kvchat.tui.state import Phase
 

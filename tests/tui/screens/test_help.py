@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from support.app_driver import drawn, opened, press
 
-from kvchat.config.modes import mode_infos, registered
+from kvchat.config.modes import registered
 from kvchat.tui.actions import ACTIONS
 from kvchat.tui.screens.help import HelpScreen, figure_rows, key_rows, mode_rows
 from kvchat.tui.themes import ANSI
 
 
 def test_every_mode_is_listed_with_its_parameters():
-    names = [name for name, _ in mode_rows(mode_infos())]
+    names = [name for name, _ in mode_rows([*registered().values()])]
     assert [name for name in names if not name.startswith(" ")] == list(registered())
     assert names[names.index("speculative") + 1 :] == [f"  {name}" for name in registered()["speculative"].model_fields]
 
 
 def test_every_figure_is_listed_by_its_place_and_its_mode():
-    rows = figure_rows(mode_infos())
+    rows = figure_rows([*registered().values()])
     labels = [label for label, _ in rows]
     freeze = labels.index("freeze mode")
     assert [label.strip() for label in labels[freeze + 1 : freeze + 4]] == list(registered()["freeze"].figures)

@@ -17,7 +17,6 @@ from kvchat_strided.parameters import StridedParameters
 class Strided(Mode):
     """Sinks (the system prompt where it is pinned), a window, and k pages that are the same in all layers and heads."""
 
-    name = "strided"
     parameters: StridedParameters
 
     def __init__(

@@ -9,7 +9,7 @@ from kvchat.conversations.store import ConversationStore
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Finished, Resume, Switch
-from kvchat.tui.kept.pin_commands import pin
+from kvchat.tui.commands.pins import pin
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.transcript import Transcript
 

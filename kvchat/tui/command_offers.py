@@ -15,7 +15,7 @@ PATHS = ("FILE", "PATH")  # arguments that name a file
 
 
 def offer(before: str, now: Surroundings) -> Offer | None:
-    """What may stand at the end of ``before``, the text before the cursor: a command, its argument or a file."""
+    """The offer for the end of ``before``, the text before the cursor: a command, its argument or a file."""
     if not is_command(before):
         return mentions.offer(before, now.entries)
     name, space, argument = before.removeprefix("/").partition(" ")

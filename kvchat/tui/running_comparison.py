@@ -31,11 +31,11 @@ class RunningComparison:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return self.result is not None or bool(self.error)
 
     def read(self, done: int, total: int) -> None:
-        """So many tokens of the prompt have been read."""
+        """Note that ``done`` of ``total`` tokens of the prompt have been read."""
         self.stage = f"reading {count(done)} of {count(total)} tokens …"
 
     def note(self, comparing: Comparing) -> None:

@@ -1,4 +1,4 @@
-"""What the commands that try modes against each other do with their arguments."""
+"""The commands that compare modes."""
 
 from __future__ import annotations
 

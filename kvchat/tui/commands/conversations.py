@@ -1,4 +1,4 @@
-"""What the commands for conversations and their branches do with their arguments."""
+"""The commands for conversations and their branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be done where memory ran out during an answer: commands that a click runs."""
+"""Ways out where memory ran out during an answer: commands that a click runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from kvchat.config import modes
 from kvchat.errors import UsageError
 from kvchat.tui.state import ChatState
-
-READS_LEAST = "streaming"
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class WayOut:
 
 
 def ways_out(state: ChatState, is_cut_off: bool) -> tuple[WayOut, ...]:
-    """Half the budget, the mode that reads least, no model.
+    """Half the budget, the mode that holds least, no model.
 
     An answer that ``is_cut_off`` goes on after the first two; else its question lies in the prompt again.
     """
@@ -29,8 +27,8 @@ def ways_out(state: ChatState, is_cut_off: bool) -> tuple[WayOut, ...]:
     found = []
     if (half := _half_budget(state)) is not None:
         found.append(WayOut(f"halve the budget{goes_on}", (f"/budget {half}", *after)))
-    if state.mode != READS_LEAST:
-        found.append(WayOut(f"take the mode that holds least{goes_on}", (f"/mode {READS_LEAST}", *after)))
+    if state.mode != modes.HOLDS_LEAST:
+        found.append(WayOut(f"take the mode that holds least{goes_on}", (f"/mode {modes.HOLDS_LEAST}", *after)))
     return (*found, WayOut("unload the model, which frees all its memory", ("/unload",)))
 
 

@@ -1,4 +1,4 @@
-"""What the commands for models do with their arguments."""
+"""The commands for models."""
 
 from __future__ import annotations
 

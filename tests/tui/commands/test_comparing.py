@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.tui.comparing.compare_commands import MIN_NEEDLE_TOKENS, search_needle
+from kvchat.tui.commands.comparing import MIN_NEEDLE_TOKENS, search_needle
 
 
 @pytest.mark.parametrize("length", ["many", "-3", str(MIN_NEEDLE_TOKENS - 1)])

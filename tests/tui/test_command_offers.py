@@ -6,8 +6,8 @@ import pytest
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.messages import Sampling
+from kvchat.tui import command_offers
 from kvchat.tui.actions import COMMANDS
-from kvchat.tui.prompt import command_offers
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.state import ChatState
 

@@ -1,4 +1,4 @@
-"""What slash commands do with their arguments; the commands themselves are listed in ``actions``."""
+"""The commands for modes, parameters, texts and replays; those of other rooms have their own files."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from kvchat.kv.state import KVState
 
 
 @dataclass(frozen=True)
-class SavedTokens:
+class SetAside:
     """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
 
     ``control`` marks the chat's control tokens; ``pins``, ``query`` and ``after_step`` are the state's.
@@ -31,7 +31,7 @@ class SavedTokens:
 
 
 @torch.inference_mode()
-def save(state: KVState, start: int) -> SavedTokens:
+def set_aside(state: KVState, start: int) -> SetAside:
     """Copy the tokens from ``start`` on; nothing changes.
 
     Raises:
@@ -41,23 +41,23 @@ def save(state: KVState, start: int) -> SavedTokens:
     _wait_for_device(state)
     pages = state.host.copied(start // state.geometry.page)
     control, query = state.control[start : state.total].clone(), state.query.clone()
-    return SavedTokens(start, state.total, pages, control, state.pins, query, state.after_step)
+    return SetAside(start, state.total, pages, control, state.pins, query, state.after_step)
 
 
 @torch.inference_mode()
-def restore(state: KVState, saved: SavedTokens) -> None:
-    """Store ``saved`` after the first ``saved.start`` tokens, in place of all that follow them.
+def put_back(state: KVState, aside: SetAside) -> None:
+    """Store ``aside`` after the first ``aside.start`` tokens, in place of all that follow them.
 
     Those first tokens must not have changed. The slots are left as they are: a refill is due.
     """
     _wait_for_device(state)
-    state.prepare_rounded(has_rounded(saved.pages))
-    state.host.put(saved.start // state.geometry.page, saved.pages)
-    state.host.total = saved.total
-    state.control[saved.start :] = False
-    state.control[saved.start : saved.total] = saved.control
-    state.query.copy_(saved.query)
-    state.after_step = saved.after_step
+    state.prepare_rounded(has_rounded(aside.pages))
+    state.host.put(aside.start // state.geometry.page, aside.pages)
+    state.host.total = aside.total
+    state.control[aside.start :] = False
+    state.control[aside.start : aside.total] = aside.control
+    state.query.copy_(aside.query)
+    state.after_step = aside.after_step
 
 
 def _check_room(state: KVState, start: int) -> None:

@@ -1,0 +1,1 @@
+"""Handlers of slash commands; ``tui.actions`` lists the commands."""

@@ -1,0 +1,326 @@
+"""kvchat ask: its output, options, switches, refusals and interrupts, with a fake session."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import Run
+from support.environment import environ
+from support.fake_session import PIECES, FakeSession
+from support.patience import PATIENCE_S
+
+from kvchat import paths
+from kvchat.errors import DoesNotFitError, EngineError
+from kvchat.protocol.messages import Load, Sampling, Turn
+
+ANSWER = "".join(PIECES)
+
+
+def prompt(session: FakeSession) -> str:
+    return session.asked[-1][0][-1].content
+
+
+def test_ask_prints_the_text_and_nothing_else(run: Run, session: FakeSession) -> None:
+    assert run("ask", "hello") == (0, ANSWER + "\n", "")
+    assert session.asked == [((Turn("user", "hello"),), Sampling())]
+    assert session.loaded == Load()
+    assert session.closed
+
+
+def test_ask_hands_on_every_setting_of_the_model(run: Run, session: FakeSession) -> None:
+    settings = paths.config_file()
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[model]\nfast = false\n")
+    assert run("ask", "hello", "--quantize", "int8").code == 0
+    assert session.loaded == Load(quantize="int8", fast=False)
+
+
+def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:
+    session.notes = ("It has no chat template.",)
+    assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: It has no chat template.\n")
+
+
+def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
+    command = [sys.executable, "-m", "kvchat", "modes"]
+    with open("/dev/full", "w") as full:
+        outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert (outcome.returncode, outcome.stderr) == (
+        1,
+        "kvchat: The output cannot be written. No space left on device. Free space on the disk, or write elsewhere.\n",
+    )
+
+
+def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
+    flags = shlex.split(
+        "ask hello -m there --device cpu --dtype bfloat16 --mode speculative --budget 512 --param tau=0.5"
+        " --system Short. --max-new-tokens 9 --temperature 0 --top-k 3 --top-p 0.5 --min-p 0.1"
+        " --repetition-penalty 1.1 --seed 0 --stop a --stop b"
+    )
+    assert run(*flags).err == ""
+    assert session.loaded
+    mode_params = session.loaded.mode_params
+    assert session.loaded == Load("there", "cpu", "bfloat16", "speculative", mode_params=mode_params)
+    assert mode_params["speculative"] == {"budget": 512, "tau": 0.5}
+    assert mode_params["streaming"] == {"budget": 512}
+    assert mode_params["freeze"] == {"budget": 512}, "tau of one mode is unrelated to that of another"
+    turns, sampling = session.asked[0]
+    assert turns == (Turn("system", "Short."), Turn("user", "hello"))
+    assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, 0, ("a", "b"), 9)
+
+
+def test_text_comes_as_it_is_generated(run: Run, session: FakeSession, capfd: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    session.on_token = lambda _session, _n: seen.append(capfd.readouterr().out)
+    run("ask", "hello")
+    assert tuple(seen) == ("", *PIECES[:-1])
+
+
+def test_json_is_one_object_with_the_promised_keys(run: Run, session: FakeSession) -> None:
+    result = json.loads(run("ask", "hello", "--json", "--mode", "streaming").out)
+    stats = result.pop("stats")
+    assert result == {
+        "text": ANSWER,
+        "token_ids": [100, 101, 102, 103, 104],
+        "model": "fake",
+        "mode": "streaming",
+        "finish_reason": "eos",
+    }
+    promised = "prompt_tokens generated_tokens total_tokens active_tokens ttft_s prefill_tokens_per_s"
+    promised += " decode_tokens_per_s kv_device_bytes kv_host_bytes recalled_bytes recall_hit_rate corrections switches"
+    assert set(promised.split()) <= set(stats)
+    assert (stats["prompt_tokens"], stats["generated_tokens"], stats["switches"]) == (7, 5, [])
+
+
+def test_stats_go_to_stderr(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--stats")
+    assert outcome.out == ANSWER + "\n"
+    rows = dict(line.rsplit(maxsplit=1) for line in outcome.err.splitlines())
+    assert rows["heads corrected"] == "20%"
+    assert (rows["generated_tokens"], rows["ttft_s"], rows["switches"]) == ("5", "-", "0")
+
+
+def test_piped_text_is_the_prompt_or_is_added_to_it(run: Run, session: FakeSession) -> None:
+    run("ask", stdin="grüß\n".encode())
+    assert prompt(session) == "grüß"
+    run("ask", "Sum up:", stdin=b"a\nb\n")
+    assert prompt(session) == "Sum up:\n\na\nb"
+
+
+def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSession, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("1\n")
+    two.write_text("2\n")
+    run("ask", "Which?", "-f", str(one), "--file", str(two))
+    assert prompt(session) == f"File {one}:\n```txt\n1\n```\n\nFile {two}:\n```txt\n2\n```\n\nWhich?"
+
+
+@pytest.mark.parametrize("stdin", [None, b"", b" \n"])
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session: FakeSession, stdin: bytes) -> None:
+    assert run("ask", stdin=stdin) == (
+        2,
+        "",
+        "kvchat: The prompt is empty. Write it behind the command or pipe it in.\n",
+    )
+    assert run("ask", "  ", stdin=stdin).code == 2
+    assert session.loaded is None
+
+
+def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSession, tmp_path: Path) -> None:
+    file = tmp_path / "latin1.txt"
+    file.write_bytes(b"gr\xfc\xdf")
+    assert run("ask", stdin=b"ab\xff").err.startswith("kvchat: stdin is not UTF-8. Byte 2 is 0xff.")
+    assert run("ask", "x", "-f", str(file)).err.startswith(f"kvchat: {file} is not UTF-8. Byte 2 is 0xfc.")
+    assert run("ask", os.fsdecode(b"abc\xff")).err.startswith("kvchat: The prompt is not UTF-8. Byte 3")
+    assert run("ask", "x", "-f", str(tmp_path / "no")).err.startswith(
+        f"kvchat: {tmp_path / 'no'} cannot be read. No such file or directory."
+    )
+    assert session.loaded is None
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mode", "frezee"], '--mode: "frezee" is not one of full, freeze'),
+        (["--param", "tua=1"], 'No mode has a parameter "tua". Did you mean "tau"?'),
+        (["--param", "tau"], '--param "tau" is not KEY=VALUE.'),
+        (["--mode", "freeze", "--param", "tau=x"], '--param tau: "x" is refused'),
+        (["--param", "tau=1"], "--param tau is a parameter of freeze and speculative. Write --param freeze.tau= or "),
+        (["--param", "fronze.tau=1"], 'There is no KV mode "fronze". Did you mean "freeze"?'),
+        (["--param", "sync.tau=1"], 'The sync mode has no parameter "tau".'),
+        (["--budget", "3"], "--budget: 3 is refused: it must be a whole number of at least 64."),
+        (["--budget", "0"], "--budget: 0 is refused"),
+        (["--budget", "abc"], '--budget: "abc" is refused: it must be a whole number of at least 64.'),
+        (["--seed", "1.5"], "--seed: 1.5 is refused: it must be a whole number from 0"),
+        (["--temperature", "abc"], '--temperature: "abc" is refused: it must be a number from 0 to 100.'),
+        (["--temperature", "-1"], "--temperature: -1 is refused"),
+        (["--temperature", "nan"], "--temperature: NaN is refused"),
+        (["--device", "tpu"], '--device: "tpu" is refused'),
+        (["--switch-at", "x:full"], '--switch-at "x:full" is not N:MODE.'),
+        (["--mode", "s"], '"s" is the beginning of several: speculative, streaming, sync.'),
+        (["--switch-at", "3:fulll"], 'There is no KV mode "fulll". Did you mean "full"?'),
+        (["--switch-at", "3:streaming,tau=1"], 'The streaming mode has no parameter "tau".'),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_loaded(
+    run: Run, session: FakeSession, args: list[str], message: str
+) -> None:
+    outcome = run("ask", "hello", *args)
+    assert (outcome.code, outcome.out, session.loaded) == (2, "", None)
+    assert outcome.err.startswith(f"kvchat: {message}")
+
+
+def test_unknown_options_and_wrong_numbers_are_usage_errors(run: Run) -> None:
+    assert run("ask", "hello", "--nonsense").code == 2
+    assert run("bench", "decode", "--steps", "x").code == 2
+    assert run("nonsense", "nonsense").code == 2
+
+
+def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--mode", "spec", "--budget", "512", "--switch-at", "2:STREAM", "--json")
+    assert session.loaded
+    assert (session.loaded.mode, session.loaded.mode_params["speculative"]) == ("speculative", {"budget": 512})
+    assert json.loads(outcome.out)["stats"]["switches"] == [{"after": 2, "mode": "streaming"}]
+
+
+def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--budget", "512")
+    assert (
+        outcome.err == "kvchat: --budget has no effect in the full mode, only in freeze, speculative, streaming, sync."
+        " What full keeps on a GPU is --param resident=N.\n"
+    )
+    assert outcome.code == 0
+    assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
+
+
+def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) -> None:
+    flags = [
+        "--switch-at",
+        "4:full",
+        "--switch-at",
+        "2:speculative,budget=128,tau=0.9",
+        "--param",
+        "speculative.sink=4",
+    ]
+    result = json.loads(run("ask", "hello", "--json", *flags).out)
+    assert result["stats"]["switches"] == [{"after": 2, "mode": "speculative"}, {"after": 4, "mode": "full"}]
+    assert result["mode"] == "full"
+    run("ask", "hello", *flags[2:])
+    assert session.params == {"budget": 128, "tau": 0.9}
+    assert session.loaded
+    assert session.loaded.mode_params["speculative"] == {"sink": 4}
+
+
+def test_a_refused_switch_is_said_and_the_answer_goes_on(run: Run, session: FakeSession) -> None:
+    session.failure = DoesNotFitError("Budget 64 is too small.", "It needs 96.")
+    assert run("ask", "hello", "--switch-at", "2:streaming,budget=64") == (
+        3,
+        ANSWER + "\n",
+        "kvchat: Budget 64 is too small. It needs 96.\n",
+    )
+
+
+def test_a_switch_that_never_came_is_said(run: Run, session: FakeSession) -> None:
+    outcome = run("ask", "hello", "--switch-at", "99:streaming")
+    assert outcome == (
+        0,
+        ANSWER + "\n",
+        "kvchat: the answer ended before the switch to streaming after 99 tokens.\n",
+    )
+
+
+def test_what_does_not_fit_exits_with_3(run: Run, session: FakeSession) -> None:
+    session.error = DoesNotFitError("The prompt is too long.", "It has 9 tokens, the context 8.", "Shorten it.")
+    outcome = run("ask", "hello")
+    assert outcome.code == 3
+    assert outcome.err == "kvchat: The prompt is too long. It has 9 tokens, the context 8. Shorten it.\n"
+    session.error = EngineError("Broken.")
+    assert run("ask", "hello").code == 1
+
+
+def test_an_unexpected_error_names_the_log_that_has_the_traceback(run: Run, session: FakeSession) -> None:
+    session.error = ZeroDivisionError("one\ntwo")
+    outcome = run("ask", "hello")
+    assert outcome.code == 1
+    log = paths.log_file()
+    assert outcome.err == f"kvchat: unexpected ZeroDivisionError: one (the traceback is in {log})\n"
+    assert "Traceback" in log.read_text()
+
+
+def test_without_a_log_the_traceback_is_shown(run: Run, session: FakeSession) -> None:
+    session.error = ZeroDivisionError("one")
+    paths.data_dir().write_text("a file where the folder should be")
+    outcome = run("ask", "hello")
+    assert outcome.code == 1
+    assert "Traceback" in outcome.err
+    assert "cannot be written" in outcome.err
+
+
+def test_interrupting_keeps_the_text_and_exits_with_130(run: Run, session: FakeSession) -> None:
+    def interrupt(_session: FakeSession, n: int) -> None:
+        if n == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    session.on_token = interrupt
+    handler = signal.getsignal(signal.SIGINT)
+    assert run("ask", "hello") == (130, "The quick\n", "")
+    assert json.loads(run("ask", "hello", "--json").out)["finish_reason"] == "stopped"
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_an_interrupt_before_the_answer_begins_is_not_lost(
+    run: Run, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = session.answer
+
+    def encode_for_long(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return answer(*args)
+
+    monkeypatch.setattr(session, "answer", encode_for_long)
+    assert run("ask", "hello") == (130, "\n", "")
+
+
+def test_a_second_interrupt_does_not_wait(run: Run, session: FakeSession) -> None:
+    session.on_token = lambda _session, n: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)] if n == 2 else None
+    outcome = run("ask", "hello")
+    assert (outcome.code, outcome.out) == (130, "The quick")
+    assert "Traceback" not in outcome.err
+
+
+ASK_A_FAKE = """
+import sys, kvchat
+from support.fake_session import FakeSession
+kvchat.open_session = FakeSession(["line\\n"] * 100_000).open
+sys.argv[1:] = ["ask", "hello"]
+from kvchat.cli.main import main
+main()
+"""
+
+
+@contextmanager
+def process(*args: str, **kwargs: object) -> Iterator[subprocess.Popen[bytes]]:
+    pipe, env = subprocess.PIPE, environ(TERM="dumb")
+    with subprocess.Popen([sys.executable, *args], stdin=pipe, stdout=pipe, stderr=pipe, env=env) as child:
+        yield child
+
+
+def test_a_closed_pipe_ends_it_quietly() -> None:
+    with process("-c", ASK_A_FAKE) as child:
+        assert child.stdin
+        assert child.stdout
+        assert child.stderr
+        child.stdin.close()
+        assert child.stdout.readline() == b"line\n"
+        child.stdout.close()
+        assert child.wait(PATIENCE_S) == 0
+        assert child.stderr.read() == b""

@@ -1,0 +1,30 @@
+"""A complete folder of a tiny model, and a machine without network."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+
+import pytest
+from support import tiny_models
+
+from kvchat.paths import bundled_model_dir
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete model folder: a tiny Llama in two shards, with the bundled tokenizer."""
+    path = tmp_path / "model"
+    tiny_models.model("llama").save_pretrained(path, max_shard_size="300KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, path)
+    return path
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network connection")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)

@@ -1,0 +1,40 @@
+"""Bytes of weights, told by the shapes of a model without memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny_models
+
+from kvchat.engine.model import int8_rows
+from kvchat.engine.model.weight_sizes import linears, read_bytes, weight_bytes, without_memory
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    real = tiny_models.model("llama")
+    return without_memory(type(real), real.config, torch.bfloat16)
+
+
+def test_without_quantization_they_are_the_tensors(shapes):
+    assert all(tensor.is_meta for tensor in shapes.parameters())
+    assert weight_bytes(shapes, "none", CPU) == sum(t.nbytes for t in (*shapes.parameters(), *shapes.buffers()))
+
+
+def test_int8_takes_a_byte_a_weight_and_a_scale_a_row(shapes):
+    packed = [linear.weight for linear in linears(shapes) if linear is not shapes.get_output_embeddings()]
+    saved = weight_bytes(shapes, "none", GPU) - weight_bytes(shapes, "int8", GPU)
+    assert saved == sum(weight.numel() - 5 * len(weight) for weight in packed)
+    head = shapes.get_output_embeddings().weight
+    of_head = head.numel() + int8_rows.SCALE_BYTES * len(head)
+    assert head is not shapes.get_input_embeddings().weight
+    on_cpu = sum(weight.numel() - int8_rows.SCALE_BYTES * len(weight) for weight in packed)
+    assert weight_bytes(shapes, "none", CPU) - weight_bytes(shapes, "int8", CPU) == on_cpu + head.nbytes - of_head
+
+
+def test_a_token_reads_all_but_the_embeddings_and_of_experts_nothing_is_known(shapes):
+    total = weight_bytes(shapes, "none", CPU)
+    assert read_bytes(shapes, total) == total - shapes.get_input_embeddings().weight.nbytes
+    assert read_bytes(tiny_models.model("mixtral"), total) is None

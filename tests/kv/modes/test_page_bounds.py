@@ -1,0 +1,74 @@
+"""Page bounds: made of a prefill's keys, read back by a page at most, forgotten where it fails."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from support.kv_run import Run
+from support.kv_steps import prefill
+from support.mode_rows import ROWS
+from support.toy_model import toy
+
+from kvchat.kv import manager as store_module
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.prefill_staging import StagedPrefill
+from kvchat.kv.modes.page_bounds import PageBounds
+
+CPU = torch.device("cpu")
+
+
+def speculative(chunks: tuple[int, ...]) -> Run:
+    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS["speculative"][0], **ROWS["speculative"][1])
+    for tokens in chunks:
+        run.prefill(tokens, chunk=37)
+        run.step(3)
+    return run
+
+
+def assert_bounds_right(run: Run) -> None:
+    bounds, g = run.kv.mode.bounds, run.toy.geometry
+    anew = PageBounds(g, CPU, bounds.first)
+    anew.refresh(run.kv.state.host)
+    pages = g.pages(run.kv.total)
+    whole = run.kv.total // g.page  # on a CPU a page's bounds are computed when it is full
+    assert whole * g.page <= bounds.tokens <= run.kv.total
+    assert torch.equal(bounds.data[:, :, :whole], anew.data[:, :, :whole])
+    assert bool((bounds.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
+
+
+@pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])
+def test_bounds_are_made_of_the_keys_at_hand(chunks):
+    assert_bounds_right(speculative(chunks))
+
+
+def test_bounds_read_at_most_one_page_back(monkeypatch):
+    run, dense, read = speculative((150,)), HostPool.dense, []
+
+    def noted(self, layer, tokens, page=0):
+        read.append(tokens - page * self.geometry.page)
+        return dense(self, layer, tokens, page)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "prefill_over", StagedPrefill)
+        patch.setattr(HostPool, "dense", noted)
+        run.prefill(100)
+    assert 0 < max(read) <= run.toy.geometry.page
+    assert_bounds_right(run)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_bounds_of_a_failed_prefill_are_forgotten(after):
+    run = speculative((150,))
+    start = run.kv.total
+    with suppress(torch.OutOfMemoryError), prefill(run.kv, 90):
+        for layer in range(after + 1):
+            run.kv.attention(layer, *run.toy.qkv(layer, list(range(90)), start), run.toy.specs[layer])
+        raise torch.OutOfMemoryError("no memory")
+    assert run.kv.total == start
+    if after % 2:
+        run.kv.refill(fresh=True)
+        assert_bounds_right(run)
+    run.prefill(20)
+    assert_bounds_right(run)

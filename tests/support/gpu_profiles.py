@@ -1,0 +1,34 @@
+"""Profiles of a user's own and the settings that are in force with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvchat import paths
+from kvchat.config import profiles, sources
+from kvchat.config.profiles import Device
+from kvchat.config.sources import SettingsSource
+
+RTX = Device("NVIDIA GeForce RTX 4060", 7.996, "8.9", 4, 8)
+
+Install = Callable[..., None]
+
+
+def own(name: str, text: str) -> Path:
+    file = paths.user_profiles_dir() / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def resolved() -> sources.Resolved:
+    return sources.load(environ={}, profiles=in_force)
+
+
+def in_force(device: str) -> tuple[SettingsSource, ...]:
+    return profiles.find(device).sources
+
+
+def shown(key: str) -> str:
+    return next(line for line in resolved().lines() if line.startswith(f"{key} "))

@@ -1,0 +1,31 @@
+"""The question that is sent of a prompt's text."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvchat.conversations.conversation import Conversation
+from kvchat.protocol.messages import Sampling
+from kvchat.tui.prompt.mentions import Part
+from kvchat.tui.prompt.questions import compose
+from kvchat.tui.state import ChatState
+
+
+@pytest.mark.parametrize(("typed", "sent"), [("//mode is a command", "/mode is a command"), ("and/or", "and/or")])
+def test_a_question_that_begins_with_a_slash_is_typed_with_two(typed, sent):
+    assert compose([Part(typed)], ChatState(Conversation(), Sampling(), "full")) == sent
+
+
+def test_files_come_before_the_question(tmp_path):
+    (tmp_path / "a.txt").write_text("a fact")
+    text = compose([Part(f"What does @{tmp_path}/a.txt say?")], ChatState(Conversation(), Sampling(), "full"))
+    assert text.index("a fact") < text.index("What does")
+
+
+def test_a_text_in_place_of_an_answer_is_taken_as_it_is():
+    conversation = Conversation()
+    conversation.ask("one")
+    conversation.answer("hi")
+    state = ChatState(conversation, Sampling(), "full")
+    state.edited = conversation.path[-1].id
+    assert compose([Part("//mode @nothing")], state) == "//mode @nothing"
