@@ -2,8 +2,7 @@
 """Print the READMEs' tables, made from the committed results and the action table; a test compares them.
 
 ``.ci/tables.py --write`` puts each in place of what stands between ``<!-- its name -->`` and ``<!-- end -->``; a result
-in a file of another name is the table of that name. Sentences with figures stand in a README's own paragraphs;
-``SENTENCES`` says which each must have.
+in a file of another name is the table of that name. Sentences with figures are those of ``.ci/sentences.py``.
 """
 
 from __future__ import annotations
@@ -27,93 +26,6 @@ READMES = tuple(ROOT / name for name in ("README.md", "kvchat/bench/README.md", 
 RESULTS = ROOT / "kvchat" / "bench" / "results"
 PLACE = re.compile(r"(?<=<!-- )(?!end)([\w-]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
-
-
-def claim() -> str:
-    """The front README's sentence: what speculative mode recalls, and what it reads for that."""
-    result = _read("passkey")
-    rows = {row["variant"]: row for row in _rows(result)}
-    full, speculative = rows["full"], rows["speculative:budget=512"]
-    return (
-        f"recalls {speculative['right']} of {result['settings']['cases']} facts, as many as full attention "
-        f"({full['right']}), reading {speculative['read_tokens']:,.0f} of {full['read_tokens']:,.0f} stored tokens"
-    )
-
-
-def asked() -> str:
-    """The front README's sentence on freeze: what it recalls where tokens have frozen before the question."""
-    rows = {row["variant"]: row for row in _rows(_read("passkey-inside"))}
-    cases, inside = (_read("passkey-inside")["settings"][name] for name in ("cases", "inside"))
-    full, ours, paper = (rows[name] for name in ("full", "freeze", "freeze:profile=paper"))
-    return (
-        f"asked {inside} tokens into the answer, freeze recalls {ours['right']} of {cases} facts reading "
-        f"{ours['read_tokens']:,.0f} of {full['read_tokens']:,.0f} tokens, its paper's own rule {paper['right']} "
-        f"reading {paper['read_tokens']:,.0f}"
-    )
-
-
-def saved() -> str:
-    """The front README's sentence on freeze: what it saves at equal lengths, and at what price, beside its paper."""
-    result = _read("perplexity")
-    rows = {row["variant"]: row for row in _rows(result)}
-    prices = [
-        f"{100 * (1 - row['read_share']):.0f} % fewer tokens than full at {100 * (row['ratio'] - 1):+.1f} % perplexity"
-        for row in (rows["freeze"], rows["freeze:profile=paper"])
-    ]
-    return (
-        f"Over {result['settings']['tokens']:,} tokens of books it reads {prices[0]}; "
-        f"with its paper's setting {prices[1]}"
-    )
-
-
-def busy() -> str:
-    """The front README's sentence on other load: what the modes keep of their quiet speed."""
-    kept = [row["kept"] for row in _rows(_read("decode-load")) if row["variant"] != "generate"]
-    return f"the modes keep {100 * min(kept):.0f} to {100 * max(kept):.0f} % of their quiet speed"
-
-
-def corrected() -> str:
-    """The sentence on the calibrated tau: what it corrects, beside the default."""
-    share = {row["variant"]: row["corrections"] for row in _read("decode-tau")["rows"]}
-    every = max(share.values())
-    ours, default = (100 * share[f"speculative:tau={tau}"] / every for tau in ("0.49", "0.8"))
-    return f"tau = 0.49 corrected {ours:.0f} % of the head-steps, 0.8, the default, {default:.1f} %"
-
-
-def speculation() -> str:
-    """The sentence on what corrections are worth in divergence, and cost in time."""
-    kl = {row["row"]: row["measured"]["KL"] for row in _read("paper-freekv")["summary"] if row["part"] == "accuracy"}
-    times = _read("decode")
-    context = max(row["context"] for row in times["rows"])
-    ms = {row["variant"]: row["ms"] for row in times["rows"] if row["context"] == context}
-    return (
-        f"({kl['tau -2']:.3f} nats without any, {kl['tau 2']:.3f} with all, see FreeKV below) and hardly in the time "
-        f"of a CPU, which chooses once a layer whatever tau is: on the quiet machine (first table) a token takes "
-        f"{ms['speculative:tau=-2']:.1f} ms at tau = -2 and {ms['speculative']:.1f} at 0.8 after {context:,} tokens"
-    )
-
-
-def all_turns() -> str:
-    """The sentence on ten questions over one text: right answers of all turns, the best mode first."""
-    right: dict[str, int] = {}
-    for row in _rows(_read("turns")):
-        mode = row["variant"].partition(":")[0]
-        right[mode] = right.get(mode, 0) + row["right"]
-    (mode, most), *others = sorted(right.items(), key=lambda pair: -pair[1])
-    *several, last = (f"{name} {number}" for name, number in others)
-    asked = sum(row["cases"] for row in _rows(_read("turns"))) // len(right)
-    return f"Over all turns {mode} finds {most} of {asked}, {', '.join(several)} and {last}"
-
-
-def frontier() -> str:
-    """The sentence on freeze's sweep: how many settings no other one beats in both."""
-    rows = _rows(_read("sweep-freeze"))
-    beaten = [row for row in rows if any(_beats(other, row) for other in rows)]
-    return f"{len(rows) - len(beaten)} of {len(rows)} settings are on the frontier"
-
-
-def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["kl_mean"] < other["kl_mean"] and one["read_mean"] < other["read_mean"]
 
 
 def summary() -> str:
@@ -319,14 +231,8 @@ TABLES = {
     "perplexity": perplexity,
 }
 
-SENTENCES = {
-    READMES[0]: (claim, asked, saved, busy),
-    READMES[1]: (corrected, speculation, all_turns, frontier),
-}
-
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         write()
     else:
-        sentences = (sentence for of_readme in SENTENCES.values() for sentence in of_readme)
-        print("\n\n".join(made() for made in (*sentences, *TABLES.values())))
+        print("\n\n".join(made() for made in TABLES.values()))

@@ -1,8 +1,8 @@
 """The frame of every measurement: cell after cell, kept in a file as they finish, continued by the same command.
 
 A cell is what is measured at once, named by its coordinates such as the variant and the case; it gives one or more
-rows, each with the cell's coordinates in it. The file always holds whole cells, so that whatever ends the program costs
-only the cell in progress.
+rows, each with the cell's coordinates in it. The file holds whole cells, and of one in progress the pieces that it was
+measured in: whatever ends the program costs one cell, or one piece of it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Frame:
         self.report = report
         self.rows: list[Row] = []
         self._clock = clock
+        self._result: Result = {"pieces": {}}
 
     def measure(
         self,
@@ -58,7 +59,7 @@ class Frame:
             KvchatError: no cell could be measured; the first one's reason.
             KeyboardInterrupt: as it came; finished cells are kept.
         """
-        result = self._begin(experiment, len(cells))
+        result = self._result = self._begin(experiment, len(cells))
         todo = [cell for cell in cells if not _finished(cell, result["rows"])]
         if len(todo) < len(cells):
             self.report(f"{len(cells) - len(todo)} of {len(cells)} measured before, kept in {self.file}")
@@ -67,7 +68,10 @@ class Frame:
         try:
             for done, cell in enumerate(todo, 1):
                 rows, error = _measured(cell, measure)
-                refused += [error] if error else []
+                if error:
+                    refused.append(error)
+                else:
+                    result["pieces"].pop(_named(cell), None)
                 self.rows = result["rows"] = [*(row for row in self.rows if not _of(cell, row)), *rows]
                 self._keep(result)
                 left = (self._clock() - began) / done * (len(todo) - done)
@@ -83,14 +87,30 @@ class Frame:
         result["rows"] = [row for cell in cells for row in result["rows"] if _of(cell, row)]
         return result
 
+    def piece(self, cell: Cell, name: str, measure: Callable[[], Any]) -> Any:
+        """A piece of a cell, as JSON gives it back: kept at once, and not measured by the next run."""
+        pieces = self._result["pieces"].setdefault(_named(cell), {})
+        if name not in pieces:
+            began = self._clock()
+            value = _plain(measure())
+            pieces[name] = {"value": value, "seconds": self._clock() - began}
+            self._keep(self._result)
+            self.report(f"{_named(cell)}: {name}, {units.seconds(pieces[name]['seconds'])}")
+        return pieces[name]["value"]
+
+    def spent(self, cell: Cell) -> float:
+        """Seconds that the pieces took that are kept of a cell."""
+        return sum(piece["seconds"] for piece in self._result["pieces"].get(_named(cell), {}).values())
+
     def finish(self, result: Result, summary: Sequence[Row]) -> Result:
-        """Keep the ``summary`` of all rows beside them; the result with it."""
+        """Keep the ``summary`` of all rows beside them, without pieces; the result with it."""
         complete: Result = _plain({**result, "summary": list(summary)})
+        complete.pop("pieces", None)
         self._keep(complete)
         return complete
 
     def _begin(self, experiment: Experiment, cells: int) -> Result:
-        fresh: Result = _plain({**experiment.head(), "command": self.command, "cells": cells, "rows": []})
+        fresh: Result = _plain({**experiment.head(), "command": self.command, "cells": cells, "rows": [], "pieces": {}})
         if self.file is None or not self.file.is_file() or not self.file.stat().st_size:
             return fresh
         kept = load(self.file)
@@ -113,7 +133,11 @@ class Frame:
     def _tell_kept(self, result: Result, cells: Sequence[Cell]) -> None:
         if self.file is not None:
             finished = sum(_finished(cell, result["rows"]) for cell in cells)
-            self.report(f"{finished} of {len(cells)} are kept in {self.file}; the same command measures the others.")
+            pieces = sum(map(len, result["pieces"].values()))
+            more = f", and {pieces} pieces of others" if pieces else ""
+            self.report(
+                f"{finished} of {len(cells)} are kept in {self.file}{more}; the same command measures what is missing."
+            )
 
 
 def load(file: Path) -> Result:
@@ -152,6 +176,10 @@ def _measured(cell: Cell, measure: Callable[[Cell], Sequence[Row]]) -> tuple[lis
         return [_plain({**cell, **row}) for row in measure(cell)], None
     except KvchatError as error:
         return [_plain({**cell, "refused": str(error)})], error
+
+
+def _named(cell: Cell) -> str:
+    return " ".join(map(str, cell.values()))
 
 
 def _of(cell: Cell, row: Row) -> bool:

@@ -47,7 +47,7 @@ def test_an_interrupted_measurement_goes_on_with_the_missing_cells(tmp_path):
     file, lines = tmp_path / "rows.json", []
     with pytest.raises(KeyboardInterrupt):
         Frame(file, lines.append).measure(experiment(), CELLS, Measured(fails=3), line)
-    assert lines[-1] == f"3 of 4 are kept in {file}; the same command measures the others."
+    assert lines[-1] == f"3 of 4 are kept in {file}; the same command measures what is missing."
     assert [(row["case"], row["variant"]) for row in load(file)["rows"]] == [(0, "full"), (0, "sync"), (1, "full")]
     again = Measured()
     result = Frame(file, lines.append).measure(experiment(), CELLS, again, line)
@@ -86,6 +86,38 @@ def test_where_nothing_can_be_measured_the_reason_is_raised():
 
     with pytest.raises(DoesNotFitError, match="Case 0"):
         Frame().measure(experiment(), CELLS, refuse, line)
+
+
+def test_what_a_cell_is_measured_in_is_kept_at_once_until_the_cell_is(tmp_path):
+    file, lines, taken = tmp_path / "rows.json", [], []
+
+    def measured(frame, fails=None):
+        def piece(name):
+            if name == fails:
+                raise KeyboardInterrupt
+            taken.append(name)
+            return (name,)
+
+        def measure(cell):
+            values = [frame.piece(cell, name, lambda name=name: piece(f"{cell['case']}{name}")) for name in "abc"]
+            return [{"values": values, "spent": frame.spent(cell)}]
+
+        return frame.measure(experiment(), [{"case": 0}, {"case": 1}], measure, lambda row: "")
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(Frame(file, lines.append), fails="1c")
+    assert lines[-1] == (
+        f"1 of 2 are kept in {file}, and 2 pieces of others; the same command measures what is missing."
+    )
+    taken.clear()
+    clock = iter(range(99))
+    frame = Frame(file, clock=lambda: next(clock))
+    result = measured(frame)
+    assert taken == ["1c"]
+    assert [row["values"] for row in result["rows"]] == [[[f"{case}{name}"] for name in "abc"] for case in (0, 1)]
+    assert result["rows"][1]["spent"] >= 1
+    assert "pieces" not in frame.finish(result, [])
+    assert "pieces" not in load(file)
 
 
 @pytest.mark.parametrize(

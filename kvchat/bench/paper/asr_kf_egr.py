@@ -71,7 +71,9 @@ def _memory(lab: Lab) -> list[Row]:
         PAPER: {"total tokens": 514, "active at the end": 170, "compression": 0.6693, "seconds": 38.96},
     }
     asked, tokens = _open_prompt(lab), lab.settings.tokens
-    return [_generated(lab, variant, asked, tokens, published.get(variant)) for variant in ("full", PAPER, OURS)]
+    return lab.each(
+        ("full", PAPER, OURS), lambda variant: _generated(lab, variant, asked, tokens, published.get(variant))
+    )
 
 
 def _explanation(lab: Lab) -> list[Row]:
@@ -81,7 +83,9 @@ def _explanation(lab: Lab) -> list[Row]:
     }
     asked = PromptEncoder(lab.model.tokenizer).encode((Turn("user", EXPLANATION),), Stored()).ids
     tokens = max(1, EXPLANATION_TOKENS - len(asked))
-    rows = [_generated(lab, variant, asked, tokens, published.get(variant)) for variant in ("full", PAPER, OURS)]
+    rows = lab.each(
+        ("full", PAPER, OURS), lambda variant: _generated(lab, variant, asked, tokens, published.get(variant))
+    )
     exact, *_ = (each["ids"] for each in rows)
     for each in rows:
         each["measured"] |= {"tokens as full's": _in_common(exact, each["ids"])}
@@ -121,16 +125,17 @@ def _in_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _passkeys(lab: Lab) -> list[Row]:
-    found = []
-    for variant in ("full", PAPER, OURS):
-        for inside in (0, lab.settings.inside):
-            right = list(_recalled(lab, variant, inside))
-            measured = {"retrieved": f"{sum(right)} of {len(right)}", "share": mean(right)}
-            low, high = wilson(sum(right), len(right)) or (0.0, 1.0)
-            measured |= {"95 %": f"{100 * low:.0f} – {100 * high:.0f}"}
-            published = {"retrieved": "1 of 1"} if variant == PAPER and not inside else {}
-            found.append(row(f"{variant}, asked after {inside} tokens", measured, published))
-    return found
+    asked = itertools.product(("full", PAPER, OURS), (0, lab.settings.inside))
+    rows = {f"{variant}, asked after {inside} tokens": (variant, inside) for variant, inside in asked}
+    return lab.each(rows, lambda label: _retrieved(lab, label, *rows[label]))
+
+
+def _retrieved(lab: Lab, label: str, variant: str, inside: int) -> Row:
+    right = list(_recalled(lab, variant, inside))
+    low, high = wilson(sum(right), len(right)) or (0.0, 1.0)
+    measured = {"retrieved": f"{sum(right)} of {len(right)}", "share": mean(right)}
+    measured |= {"95 %": f"{100 * low:.0f} – {100 * high:.0f}"}
+    return row(label, measured, {"retrieved": "1 of 1"} if variant == PAPER and not inside else {})
 
 
 def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
@@ -150,12 +155,10 @@ def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
 
 
 def _sensitivity(lab: Lab) -> list[Row]:
-    by_share = [(f"{label}: {tau:.3g}", _by_threshold(tau)) for label, tau in _thresholds(lab)]
+    variants = {variant: variant for variant in _sensitivity_variants()}
+    variants |= {f"{label}: {tau:.3g}": _by_threshold(tau) for label, tau in _thresholds(lab)}
     decoded, asked = forced(lab), _open_prompt(lab)
-    return [
-        _sensitive(lab, label, variant, decoded, asked)
-        for label, variant in (*((variant, variant) for variant in _sensitivity_variants()), *by_share)
-    ]
+    return lab.each(variants, lambda label: _sensitive(lab, label, variants[label], decoded, asked))
 
 
 def _sensitive(lab: Lab, label: str, variant: str, decoded: Forced, asked: Sequence[int]) -> Row:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvchat.bench.frame import Row
-from kvchat.bench.paper.retrieval_ablations import AblatedParameters, Pooling, Source
+from kvchat.bench.paper.retrieval_ablations import AblatedParameters, Source
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
 from kvchat.bench.variant import parsed
 from kvchat.config.modes import FullParameters
@@ -20,7 +20,7 @@ from kvchat.protocol.messages import Sampling
 TAUS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 ACCURACY_TAUS = (-2.0, 0.5, 0.8, 0.9, 2.0)
 # How a group agrees on pages, with what the paper says of it.
-POOLINGS: dict[Pooling, str] = {"MeanS": "used", "MaxS": "worse", "MeanQK": "", "MaxQK": ""}
+POOLINGS: dict[str, str] = {"MeanS": "used", "MaxS": "worse", "MeanQK": "", "MaxQK": ""}
 # Whose query retrieves: tau, the source and what the paper says of it.
 SOURCES: dict[str, tuple[float, Source, str]] = {
     "the step before, never corrected": (-2.0, "own", "significantly worse than with correction"),
@@ -142,7 +142,8 @@ def _corrections(lab: Lab) -> list[Row]:
 def _accuracy(lab: Lab) -> list[Row]:
     """The worth of corrections: agreement with full from never to always correcting."""
     decoded = forced(lab)
-    return [row(f"tau {tau:g}", agreement(decoded, parsed(_at(lab.settings, tau)))) for tau in ACCURACY_TAUS]
+    taus = {f"tau {tau:g}": tau for tau in ACCURACY_TAUS}
+    return lab.each(taus, lambda label: row(label, agreement(decoded, parsed(_at(lab.settings, taus[label])))))
 
 
 # ---- ablations -------------------------------------------------------------------------------------
@@ -150,18 +151,20 @@ def _accuracy(lab: Lab) -> list[Row]:
 
 def _pooling(lab: Lab) -> list[Row]:
     decoded = forced(lab)
-    return [
-        row(pooling, agreement(decoded, _ablated(lab, tau=0.8, pooling=pooling)), _said(said))
-        for pooling, said in POOLINGS.items()
-    ]
+    return lab.each(
+        POOLINGS,
+        lambda label: row(label, agreement(decoded, _ablated(lab, tau=0.8, pooling=label)), _said(POOLINGS[label])),
+    )
 
 
 def _sources(lab: Lab) -> list[Row]:
     decoded = forced(lab)
-    return [
-        row(label, agreement(decoded, _ablated(lab, tau=tau, source=source)), _said(said))
-        for label, (tau, source, said) in SOURCES.items()
-    ]
+
+    def asked(label: str) -> Row:
+        tau, source, said = SOURCES[label]
+        return row(label, agreement(decoded, _ablated(lab, tau=tau, source=source)), _said(said))
+
+    return lab.each(SOURCES, asked)
 
 
 def _ablated(lab: Lab, **changes: Any) -> AblatedParameters:

@@ -75,10 +75,9 @@ def _table(lab: Lab, tokens: int, lines: dict[str, str | None], published: dict[
     ids = lab.passage(PROMPT + tokens)
     for params in lines.values():
         _decoded(lab, ids[: PROMPT + WARM_UP], params)
-    trials: dict[str, list[dict[str, Any]]] = {name: [] for name in lines}
-    for _ in range(lab.settings.trials):
-        for name, params in lines.items():
-            trials[name].append(_decoded(lab, ids, params))
+    labels = [f"{name}, trial {number + 1}" for number in range(lab.settings.trials) for name in lines]
+    decoded = lab.each(labels, lambda label: _decoded(lab, ids, lines[label.rpartition(", trial ")[0]]))
+    trials = {name: decoded[place :: len(lines)] for place, name in enumerate(lines)}
     base = statistics.fmean(each["tpot"] for each in trials[BASELINE])
     return [
         row(name, _figures(trials[name], base), published.get(name), lines={name: _smooth(trials[name][0]["nats"])})

@@ -7,16 +7,17 @@ A part's rows have ``row``, a label; ``measured`` and ``published``, figures by 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from kvchat.bench.agreement import Forced, summarized
 from kvchat.bench.agreement import Settings as AgreementSettings
 from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Frame, Row
+from kvchat.bench.frame import Cell, Frame, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.texts import passages
@@ -33,6 +34,7 @@ AGREEMENT = {
     "mass covered": "covered",
     "tokens read": "read_mean",
 }
+T = TypeVar("T")
 TOKENS = ("context", "forced", "longest", "prompt_tokens", "tokens")  # sizes that the model's context bounds
 
 
@@ -48,16 +50,25 @@ class Part:
 
 @dataclass(frozen=True)
 class Lab:
-    """A part's tools; ``settings`` are those of the paper's study, ``texts`` files instead of the books."""
+    """A part's tools; ``settings`` are those of the paper's study, ``texts`` files instead of the books.
+
+    ``frame`` keeps what is measured of the ``cell``, the part.
+    """
 
     walk: Walk
     settings: Any
     texts: tuple[str, ...] = ()
+    frame: Frame = field(default_factory=Frame)
+    cell: Cell = field(default_factory=dict)
 
     @property
     def model(self) -> LoadedModel:
         """The model that walks."""
         return self.walk.model
+
+    def each(self, labels: Iterable[str], measure: Callable[[str], T]) -> list[T]:
+        """What is measured for each label, each kept at once: a run after Ctrl+C measures those that are missing."""
+        return [self.frame.piece(self.cell, label, partial(measure, label)) for label in labels]
 
     def passage(self, size: int) -> Sequence[int]:
         """The first ``size`` ids of the text.
@@ -118,7 +129,7 @@ class Study:
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
         _refuse_beyond_context(settings, model)
-        lab = Lab(Walk(model), settings, tuple(texts))
+        lab = Lab(Walk(model), settings, tuple(texts), frame)
         chosen = [name for name in self.parts if not only or name in only]
         experiment = Experiment(
             f"paper {self.name}",
@@ -130,7 +141,9 @@ class Study:
             {"parts": {name: _words(self.parts[name]) for name in chosen}},
         )
         cells = [{"part": name} for name in chosen]
-        result = frame.measure(experiment, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
+        result = frame.measure(
+            experiment, cells, lambda cell: _timed(self.parts[cell["part"]], replace(lab, cell=cell)), _line
+        )
         return frame.finish(result, result["rows"])
 
 
@@ -148,9 +161,9 @@ def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
 
 def _timed(part: Part, lab: Lab) -> list[Row]:
     """The rows of a part, each with the seconds that all of them took."""
-    began = time.monotonic()
+    before, began = lab.frame.spent(lab.cell), time.monotonic()
     rows = part.measure(lab)
-    seconds = round(time.monotonic() - began, 1)
+    seconds = round(before + time.monotonic() - began, 1)
     return [{**each, "part_seconds": seconds} for each in rows]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -130,15 +131,18 @@ def _similarity(lab: Lab) -> list[Row]:
 
 def _ablations(lab: Lab) -> list[Row]:
     decoded = forced(lab)
-    return [
-        _agreed(lab, decoded, label, params, {"LongBench average": score, PREFILL: seconds, STEP: milliseconds})
-        for label, (params, score, seconds, milliseconds) in ABLATIONS.items()
-    ]
+
+    def ablated(label: str) -> Row:
+        params, score, seconds, milliseconds = ABLATIONS[label]
+        published = {"LongBench average": score, PREFILL: seconds, STEP: milliseconds}
+        return _agreed(lab, decoded, label, params, published)
+
+    return lab.each(ABLATIONS, ablated)
 
 
 def _static_ratios(lab: Lab) -> list[Row]:
-    decoded = forced(lab)
-    return [_agreed(lab, decoded, f"rho {rho:g}", _at_ratio(rho), {}) for rho in RATIOS]
+    decoded, ratios = forced(lab), {f"rho {rho:g}": rho for rho in RATIOS}
+    return lab.each(ratios, lambda label: _agreed(lab, decoded, label, _at_ratio(ratios[label]), {}))
 
 
 def _agreed(lab: Lab, decoded: Forced, label: str, params: str, published: dict[str, float]) -> Row:
@@ -163,15 +167,14 @@ def _needles(lab: Lab) -> list[Row]:
         "sync, as published": _paper(lab.settings, _at_ratio(0.5)),
         "sync, default": _default(lab.settings),
     }
-    right = {label: torch.zeros(lab.settings.depths, lab.settings.lengths) for label in variants}
     lengths = [lab.settings.longest * (step + 1) // lab.settings.lengths for step in range(lab.settings.lengths)]
     depths = [round(float(depth), 2) for depth in torch.linspace(0, 1, lab.settings.depths)]
-    for column, tokens in enumerate(lengths):
-        for line, depth in enumerate(depths):
-            for number in range(lab.settings.cases):
-                found = _answers(lab, variants, tokens, depth, number)
-                for label, hit in found.items():
-                    right[label][line, column] += hit / lab.settings.cases
+    cells = itertools.product(lengths, depths, range(lab.settings.cases))
+    needles = {f"needle {number}: {cell[1]:g} of {cell[0]:,} tokens": cell for number, cell in enumerate(cells, 1)}
+    found = lab.each(needles, lambda label: _answers(lab, variants, *needles[label]))
+    # [variant, length, depth, case] to a share for each depth (line) and length (column)
+    hits = torch.tensor([[float(answers[label]) for answers in found] for label in variants])
+    right = hits.view(-1, len(lengths), len(depths), lab.settings.cases).mean(-1).transpose(1, 2)
     axes = {"columns": [f"{length:,}" for length in lengths], "lines": [f"{depth:g}" for depth in depths]}
     return [
         row(
@@ -181,7 +184,7 @@ def _needles(lab: Lab) -> list[Row]:
             matrix=rounded(shares),
             axes=axes,
         )
-        for label, shares in right.items()
+        for label, shares in zip(variants, right, strict=True)
     ]
 
 
