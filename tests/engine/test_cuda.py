@@ -16,6 +16,7 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.model.load import LoadedModel
+from kvchat.engine.model.tolerances import relative_error
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
@@ -80,6 +81,21 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
     assert one.kv.state.ops.name == ("torch" if dtype is torch.float32 else "triton")
     assert not one.graphs.refusal
     assert not one.graphs.prepares
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_full_answers_the_same_whatever_is_resident(dtype):
+    """Around a page and around the ring of slots, which holds 64 tokens."""
+    model, ids = llama(dtype), token_ids(150)
+    runners = [ModelRunner(model, mode_of(model, row)) for row in ("full", "full-resident")]
+    for prompt, steps in ((1, 1), (31, 3), (63, 3), (149, 1)):
+        for each in runners:
+            prefilled(each, ids[each.kv.total : prompt])
+        for token in ids[prompt : prompt + steps]:
+            whole, ring = (each.step(token) for each in runners)
+            assert relative_error(ring, whole) < 4 * torch.finfo(dtype).eps, f"{prompt} tokens"
+    assert [each.kv.state.slots[0].layout.spills for each in runners] == [False, True]
+    assert not any(each.graphs.refusal for each in runners)
 
 
 @pytest.mark.parametrize("row", ["speculative", "full-resident", "freeze"])

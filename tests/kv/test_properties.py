@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.dense_attention import assert_near
 from support.kv_run import Run
+from support.kv_steps import as_on_a_gpu
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names
@@ -34,7 +36,7 @@ def modes(draw, page: int):
     """A mode and parameters that it can be entered with."""
     name = draw(st.sampled_from(mode_names()))
     if name == "full":
-        return name, {}
+        return name, draw(st.sampled_from([{}, {"resident": 64}, {"resident": 70}, {"resident": 10_000}]))
     if name == "freeze":
         return name, draw(freezing())
     budget = draw(st.integers(64, 110))
@@ -104,6 +106,25 @@ def act(run: Run, what: str, how) -> None:
         run.truncate(int(how * run.kv.total))
     else:
         run.switch(how[0], **how[1])
+
+
+@DEEP
+@given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans())
+def test_full_answers_the_same_whatever_the_device_holds(data, dtype, fixed_shapes):
+    page, group = data.draw(st.integers(2, 24)), data.draw(st.sampled_from([1, 4, 7, 8]))
+    made = toy(tuple(sorted(KINDS)), group=group, page=page, dtype=dtype)
+    resident = data.draw(st.one_of(st.integers(64, 100), st.just(10_000)))
+    runs = [Run(made, "full"), Run(made, "full", resident=resident)]
+    if fixed_shapes:
+        as_on_a_gpu(runs[1].kv)
+    around = [1, page - 1, page, page + 1, 4 * page, min(resident, 100) - 1, min(resident, 100), 101]
+    for length in data.draw(st.lists(st.sampled_from(around), min_size=1, max_size=3)):
+        for run in runs:
+            run.prefill(length, chunk=60)
+        for _ in range(3):
+            for one, other in zip(*(run.step() for run in runs), strict=True):
+                assert_near(other, one.double(), dtype, f"{length} tokens, {resident} resident")
+    assert runs[1].kv.device_bytes <= runs[0].kv.device_bytes or runs[1].kv.total < resident
 
 
 @DEEP

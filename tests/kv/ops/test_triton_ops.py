@@ -19,8 +19,9 @@ from kvchat.kv.modes import build
 from kvchat.kv.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
-# Beside the first row of each mode, what uses other kernels: no page is speculated, a table for each layer.
-CASES = [*FIRST.values(), "speculative-sync", "freeze-budget"]
+# Beside the first row of each mode, what uses other kernels: the host pool is read over the link, no page is
+# speculated, a table for each layer.
+CASES = [*FIRST.values(), "full-resident", "speculative-sync", "freeze-budget"]
 
 
 def with_kernels(run):
@@ -41,7 +42,7 @@ def test_sets_and_outputs_are_the_references(row):
     run.prefill(30)
     run.step(2)
     run.check()
-    moves = mode not in ("full", "streaming")
+    moves = row not in ("full", "streaming")
     assert (run.kv.state.transfer.totals.moved > 0) == moves
 
 
@@ -50,7 +51,7 @@ def test_a_switch_in_the_middle_with_softcaps_and_bfloat16():
     made = toy(("plain", "softcap"), page=8, dtype=torch.bfloat16)
     run = with_kernels(Run(made, "full"))
     run.prefill(90)
-    for row in ("speculative", "freeze", "sync"):
+    for row in ("speculative", "full-resident", "freeze", "sync"):
         mode, params = ROWS[row]
         run.switch(mode, **params)
         run.step(3)
