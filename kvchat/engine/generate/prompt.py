@@ -8,13 +8,14 @@ ids are kept and only the rest is tokenized. Past the last such place the longes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvchat.engine.generate import escaping
+from kvchat.engine.generate.escaping import ESCAPE, Escaper
 from kvchat.engine.generate.limits import LimitExceededError
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.generate.template import ChatTemplate
@@ -26,18 +27,15 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant")
 
-# Unicode noncharacters: they never occur in real text and are taken out of what is given.
-ESCAPE = "\ufdd0"  # inside a piece of content that is spelled like a control token; splits it before tokenizing
+# Unicode noncharacters, as ``ESCAPE``: they never occur in real text and are taken out of what is given.
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 EDGE = "\ufdd2"  # around what a turn says, where its place in the text is asked for
-MARK = "\N{REPLACEMENT CHARACTER}"
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 THOUGHT_END = "</think>"
 KEPT_RESTS = (
     8  # of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place
 )
-KEPT_CONTENTS = 1024  # contents of turns whose escaped form is kept: every turn comes again with the next
 _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
 
@@ -64,14 +62,15 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self._anchor = _find_anchor(tokenizer)
-        self._control = control_ids(tokenizer)
-        self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
+        control = escaping.control_ids(tokenizer)
+        self._escaper = Escaper(tokenizer, control)  # enough for what the template is tried with
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
         self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
         self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
-        self._control |= self._turn_markers()
-        self._escaped.cache_clear()
+        turn_markers = self._turn_markers()
+        # A character that the tokenizer does not know is no control token.
+        self._escaper = Escaper(tokenizer, control - escaping.unknown(tokenizer) | turn_markers)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -191,28 +190,7 @@ class PromptEncoder:
         return [{"type": "text", "text": text}] if in_parts else text
 
     def _escape(self, text: str) -> str:
-        return self._escaped(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
-
-    def _as_text(self, text: str) -> str:
-        """``text`` with ``ESCAPE`` in whatever the tokenizer takes for a control token; ``MARK`` for one character.
-
-        Only the tokenizer can tell: it may normalize, ignore case or take the white space around a token.
-        """
-        encoded = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast, verbose=False
-        )
-        forging = self._control - {self._tokenizer.unk_token_id}  # an unknown character is no control token
-        if forging.isdisjoint(encoded.input_ids):
-            return text
-        spans = encoded.offset_mapping if self._tokenizer.is_fast else [(0, len(text))] * len(encoded.input_ids)
-        forged = {span for span, token in zip(spans, encoded.input_ids, strict=True) if token in forging}
-        parts, end = [], 0
-        for start, stop in sorted(forged):
-            middle = (start + stop) // 2
-            alone = middle == start  # what is one character long cannot be written in another way
-            parts += [text[end:start], *([MARK] if alone else [text[start:middle], text[middle:stop]])]
-            end = stop
-        return ESCAPE.join(part if part == MARK else self._escaped(part) for part in [*parts, text[end:]] if part)
+        return self._escaper.escape(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
 
     def _turn_markers(self) -> frozenset[int]:
         """The added tokens that the template writes around turns, also those not marked special."""
@@ -223,8 +201,7 @@ class PromptEncoder:
         for turns in ([user], [user, *others], [Turn("system", "s"), user, *others]):
             with suppress(UsageError):  # it may refuse a role
                 text += self._apply_template(turns, self._in_parts)
-        added = self._tokenizer.added_tokens_decoder.items()
-        return frozenset(i for i, token in added if token.content.strip() and token.content in text)
+        return escaping.markers(self._tokenizer, text)
 
     def _plain(self, turns: Sequence[Turn], edges: bool = False) -> str:
         """The form for a model without a template; the space before an answer is the model's own."""
@@ -273,9 +250,11 @@ class PromptEncoder:
         """
         if not text:
             return []
-        anchor = self._anchor if anchored else ""
+        anchor, before = self._anchor if anchored else ("", [])
         ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False, verbose=False)
-        return ids[1:] if anchor else ids
+        if ids[: len(before)] != before:  # the text begins with a mark that became one with the anchor's end
+            return self._tokenize_part(text, anchored=False)
+        return ids[len(before) :]
 
 
 def _with_edges(text: str) -> str:
@@ -289,24 +268,14 @@ def _with_edges(text: str) -> str:
     return f"{thought}{end}{before}{EDGE}{said_only}{EDGE}{after}"
 
 
-def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the control tokens, which structure a conversation."""
-    control = {i for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
-    return frozenset(control | set(tokenizer.all_special_ids))
-
-
-def _is_control(token: Any) -> bool:
-    return bool(token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content))
-
-
-def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A control token that leaves the text after it alone, "" where there is none."""
+def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """A control token that leaves the text after it alone, and its id; nothing where there is none."""
     candidates = ((i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     for token_id, token in candidates:
         ids = tokenizer.encode(f"{token.content} a", add_special_tokens=False)
         if ids[:1] == [token_id] and not token.rstrip:
-            return str(token.content)
-    return ""
+            return str(token.content), [token_id]
+    return "", []
 
 
 def _check(turns: Sequence[Turn]) -> None:

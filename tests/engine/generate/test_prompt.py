@@ -5,7 +5,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvchat import paths
-from kvchat.engine.generate.prompt import ESCAPE, GUARD, PromptEncoder
+from kvchat.engine.generate.escaping import ESCAPE
+from kvchat.engine.generate.prompt import GUARD, PromptEncoder
 from kvchat.engine.generate.stored import Stored
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Turn
