@@ -15,6 +15,7 @@ from kvchat.tui.panel_rows import READ_OF_STORED
 from kvchat.units import BARS, count
 
 STORED, MARK = "░", "▾"
+AXIS = "tokens, oldest to newest"
 MAX_POINTS = 2048
 LABELED = 4  # rows from which on there is room to say how high the hills are
 NAMES = ("read", "stored", "mark", "label")
@@ -60,10 +61,14 @@ def column(point: Point, top: float, height: int) -> list[str]:
     return rows
 
 
-def labels(point: Point, height: int) -> list[str]:
-    """Labels of the axes, above the hill where it is still low, and of the two tops of the newest step."""
+def labels(point: Point, columns: Sequence[Sequence[str]]) -> list[str]:
+    """Labels of the axes, above the hill where it is still low, and of the two tops of the newest step.
+
+    That of the axis stands in the row of the marks, and gives way to one.
+    """
+    marks = "".join(column[0] for column in columns[: len(AXIS)])
     tops = [f"{STORED} {count(point.stored)} stored", f"{BARS[-1]} {count(point.read)} read"]
-    return ["tokens, oldest to newest", *(tops if height >= LABELED else [])]
+    return ["" if MARK in marks else AXIS, *(tops if len(columns[0]) >= LABELED else [])]
 
 
 class Timeline(Widget):
@@ -109,7 +114,7 @@ class Timeline(Widget):
         base = self.rich_style
         styles = {name: base + self.get_component_rich_style(f"timeline--{name}", partial=True) for name in NAMES}
         drawn = self._drawn()
-        texts = labels(self.points[-1], self.size.height) if drawn else []
+        texts = labels(self.points[-1], drawn) if drawn else []
         letters = (texts[y] if y < len(texts) else "").ljust(len(drawn))
         strip = Strip([_segment(glyphs[y], letter, styles) for glyphs, letter in zip(drawn, letters, strict=False)])
         return strip.simplify().adjust_cell_length(self.size.width, base)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from textual.app import App, ComposeResult
 
 from kvchat.tui.themes import RIBBON_DEFAULTS
@@ -61,14 +63,19 @@ async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
         timeline = app.query_one(Timeline)
         assert not any(timeline.render_line(y).text.strip() for y in range(5))
         timeline.add(400, 300)
-        timeline.mark()
         timeline.add(400, 400)
         timeline.add(512, 14203)
         rows = [timeline.render_line(y).text for y in range(5)]
-        assert rows[0] == "t▾kens, oldest to newest                "
+        assert rows[0] == "tokens, oldest to newest                "
         assert rows[1].startswith("░ 14,203 stored  ")
         assert rows[2].startswith("█ 512 read  ")
         assert rows[4].endswith(STORED * 10 + "▁") or set(rows[4][2:]) <= set("▁▂░")
+        timeline.mark()
+        timeline.add(512, 14204)
+        assert timeline.render_line(0).text == "tokens, oldest to newest" + 15 * " " + "▾"
+        timeline.points[1] = replace(timeline.points[1], switched=True)
+        timeline.add(512, 14205)
+        assert timeline.render_line(0).text == " ▾" + 37 * " " + "▾", "no mark stands among letters"
         timeline.styles.height = 3
         app.screen._refresh_layout()
         assert "stored" not in timeline.render_line(1).text
