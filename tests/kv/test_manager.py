@@ -84,7 +84,7 @@ def step_alone(run: Run) -> None:
             run.kv.attention(i, *run.toy.qkv(i, [900], run.kv.total), run.toy.specs[i])
 
 
-CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": TorchOps, "end_step": StepTimer}
+CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": CpuOps, "end_step": StepTimer}
 
 
 @pytest.mark.parametrize(("row", "name", "when"), pairwise(CORE, [*CHANGES], ["before", "after"]))

@@ -246,3 +246,31 @@ def move_pages(
                 block = page * page_stride + heads[head] * head_stride + kind * value_stride
                 for i in range(size):
                     target[kind, head, slot, i] = source[block, i]
+
+
+@compiled("void(u1[:, ::1], u1[:, :, :, ::1], i8[:, :], i8, i8[:, :], i8[:, :], i8, i8[::1])")
+def move_tokens(
+    source: Array,
+    target: Array,
+    rows: Array,
+    value_rows: int,
+    placed: Array,
+    resident: Array,
+    first: int,
+    counters: Array,
+) -> None:
+    """Copy the tokens ``placed [H, n]`` that are not ``resident [H, n]`` into slots from ``first`` on.
+
+    The keys lie in ``rows [H, n]`` of ``source [row, byte]``, the values ``value_rows`` further; they come to
+    ``target [2, H, slot, byte]``. The K/V pairs moved and wanted are added to ``counters [2]``.
+    """
+    for head in range(len(placed)):
+        for slot in range(placed.shape[1]):
+            if placed[head, slot] == EMPTY:
+                continue
+            counters[1] += 1
+            if placed[head, slot] == resident[head, slot]:
+                continue
+            counters[0] += 1
+            for kind in range(2):
+                target[kind, head, first + slot] = source[rows[head, slot] + kind * value_rows]
