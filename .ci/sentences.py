@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +140,23 @@ def retrieval() -> str:
 def published() -> str:
     """What the papers' own settings are worth beside kvchat's, at one budget."""
     kl = _divergences("agreement")
-    told = []
-    for mode in ("streaming", "speculative", "sync", "freeze"):
-        ours, paper = (",budget=512", ":budget=512") if mode != "freeze" else ("", "")
-        told.append(f"{mode} by {kl[f'{mode}:profile=paper{ours}']:.3f} nats instead of {kl[mode + paper]:.3f}")
+    told = [
+        f"{mode} by {kl[f'{mode}:profile=paper,{budget}'.rstrip(',')]:.3f} nats instead of "
+        f"{kl[f'{mode}:{budget}'.rstrip(':')]:.3f}"
+        for mode, budget in {**dict.fromkeys(("streaming", "speculative", "sync"), "budget=512"), "freeze": ""}.items()
+    ]
     return f"with `profile=paper` {', '.join(told[:-1])} and {told[-1]}"
 
 
 def found_as_published() -> str:
     """What the papers' own settings find, beside kvchat's."""
-    right: dict[str, list[int]] = {}
+    right: Counter[tuple[str, bool]] = Counter()
     for row in _rows(_read("recall")):
-        if row["variant"] != "full":
-            mode = right.setdefault(row["variant"].partition(":")[0], [0, 0])
-            mode["profile=paper" not in row["variant"]] += row["right"]
-    told = [f"{mode} {paper} instead of {ours}" for mode, (paper, ours) in right.items()]
+        right[row["variant"].partition(":")[0], "profile=paper" in row["variant"]] += row["right"]
+    told = [
+        f"{mode} {right[mode, True]} instead of {right[mode, False]}"
+        for mode in ("streaming", "speculative", "sync", "freeze")
+    ]
     return f"with `profile=paper` {', '.join(told[:-1])} and {told[-1]}"
 
 
