@@ -100,7 +100,8 @@ class Frame:
 
     def spent(self, cell: Cell) -> float:
         """Seconds that the pieces took that are kept of a cell."""
-        return float(sum(piece["seconds"] for piece in self._result["pieces"].get(_named(cell), {}).values()))
+        pieces: Mapping[str, Mapping[str, float]] = self._result["pieces"].get(_named(cell), {})
+        return sum(piece["seconds"] for piece in pieces.values())
 
     def finish(self, result: Result, summary: Sequence[Row]) -> Result:
         """Keep the ``summary`` of all rows beside them, without pieces; the result with it."""

@@ -67,7 +67,7 @@ class Lab:
         return self.walk.model
 
     def each(self, labels: Iterable[str], measure: Callable[[str], T]) -> list[T]:
-        """Measure each label, and keep it at once: a run after Ctrl+C goes on with those that are missing."""
+        """Measure each label and keep it at once: a run after Ctrl+C measures those that are missing."""
         return [self.frame.piece(self.cell, label, partial(measure, label)) for label in labels]
 
     def passage(self, size: int) -> Sequence[int]:
