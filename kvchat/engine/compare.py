@@ -74,28 +74,23 @@ class Comparison:
     ) -> Generator[Event, None, None]:
         """``Session.compare``, after ``ask``."""
         with explained(self._runner.kv, "comparing"):
-            yield from self._loop.lock.work(self._run(turns, variants, sampling))
-
-    def _run(
-        self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
-    ) -> Generator[Event, None, None]:
-        chosen = [self._without_recovery(variant) for variant in variants]
-        self._sampler(sampling)  # refuses before anything is moved
-        loop = self._loop
-        prompt = loop.encoder.encode(turns, loop.stored)
-        self._switcher.check_context(len(prompt.ids))
-        exact, pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
-        with self._left_as_it_was(exact):
-            self._switcher.note_preamble(loop.encoder.preamble(turns))
-            loop.forget(exact)
-            yield Started(len(prompt.ids), exact)
-            unread = prompt.ids[exact:-1]
-            logits = (yield from loop.read_prompt(unread)) if unread else None
-            runs: list[Run] = []
-            if logits is not None or not unread:
-                self._runner.pin([position for position in pinned if position < self._runner.kv.total])
-                yield from self._answers(prompt.ids, chosen, sampling, runs)
-        yield Compared(tuple(runs), len(prompt.ids))
+            chosen = [self._without_recovery(variant) for variant in variants]
+            self._sampler(sampling)  # refuses before anything is moved
+            loop = self._loop
+            prompt = loop.encoder.encode(turns, loop.stored)
+            self._switcher.check_context(len(prompt.ids))
+            exact, pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
+            with self._left_as_it_was(exact):
+                self._switcher.note_preamble(loop.encoder.preamble(turns))
+                loop.forget(exact)
+                yield Started(len(prompt.ids), exact)
+                unread = prompt.ids[exact:-1]
+                logits = (yield from loop.read_prompt(unread)) if unread else None
+                runs: list[Run] = []
+                if logits is not None or not unread:
+                    self._runner.pin([position for position in pinned if position < self._runner.kv.total])
+                    yield from self._answers(prompt.ids, chosen, sampling, runs)
+            yield Compared(tuple(runs), len(prompt.ids))
 
     def _answers(
         self, prompt: list[int], chosen: list[ModeParameters], sampling: Sampling, runs: list[Run]

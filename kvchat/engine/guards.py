@@ -6,7 +6,7 @@ import operator
 import os
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvchat.errors import UsageError
@@ -91,39 +91,36 @@ class SessionLock:
                 raise _busy()
 
     def in_turn(self, events: Generator[T, None, None]) -> Iterator[T]:
-        """The events of something long; between two of them, and only there, another thread may be inside.
+        """The events of something long, which is in progress until they end or are closed.
+
+        Between two of them, and only there, another thread may be inside.
 
         Raises:
-            UsageError: another thread is inside when the next event is asked for; then they end.
+            UsageError: something else is in progress, or another thread is inside when the next event is asked for;
+                then they end. So they do after ``close`` and in a forked process.
         """
-        with self:
-            event = next(events, None)
-        try:
-            while event is not None:
-                yield event
-                with self:
-                    event = next(events, None)
-        finally:
-            # What is put back at the end waits for whoever is inside; in a fork nobody would ever come out.
-            with nullcontext() if self.is_forked else self._inside:
-                events.close()
+        with self._in_progress():
+            with self:
+                event = next(events, None)
+            try:
+                while event is not None:
+                    yield event
+                    with self:
+                        if self._is_closed:
+                            raise _closed()
+                        event = next(events, None)
+            finally:
+                # What is put back at the end waits for whoever is inside; in a fork nobody would ever come out.
+                with nullcontext() if self.is_forked else self._inside:
+                    events.close()
 
-    def work(self, events: Generator[T, None, None]) -> Iterator[T]:
-        """The events of what is in progress until they end or are closed.
-
-        Raises:
-            UsageError: something else is in progress; it goes on after ``close`` or in a forked process.
-        """
+    @contextmanager
+    def _in_progress(self) -> Iterator[None]:
         self.check_process()
         if not self._working.acquire(blocking=False):
             raise _busy()
         try:
-            with closing(events):
-                for event in events:
-                    yield event
-                    self.check_process()
-                    if self._is_closed:
-                        raise _closed()
+            yield
         finally:
             self._working.release()
 

@@ -175,10 +175,10 @@ class Session(Released, Tokens, Comparisons, Inspection):
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
         """
+        self._ask()
         return self._loop.lock.in_turn(self._resume(conversation, turns))
 
     def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
-        self._ask()
         yield from self._keeper.saving(self._keeper.resume(conversation, turns))
         self._loop.pin(turns)
 

@@ -83,28 +83,25 @@ class AnswerLoop(Released):
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
         with explained(self._kv, "answering"):
-            yield from self.lock.work(self._answer(turns, sampling, between))
-
-    def _answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Generator[Event, None, None]:
-        prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
-        sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.temperature)
-        self._switcher.check_prompt(len(prompt.ids))
-        self.token_ids = []
-        self._switcher.narrow()
-        self._switcher.note_preamble(self.encoder.preamble(turns))
-        self.forget(prompt.reused)
-        answer = self._metrics.begin(len(prompt.ids), prompt.reused)
-        yield Started(len(prompt.ids), prompt.reused)
-        logits = yield from self.read_prompt(prompt.ids[prompt.reused :])
-        answer.prefilled = time.perf_counter()
-        if logits is None:
-            yield Finished("stopped", "", self._metrics.stats(answer))
-            return
-        self.stored.agree(prompt.text)
-        self._switcher.calibrate()
-        self._runner.pin(pinned)
-        sampler.see(prompt.ids)
-        yield from self._generate(logits, prompt, sampler, answer, between)
+            prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
+            sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.temperature)
+            self._switcher.check_prompt(len(prompt.ids))
+            self.token_ids = []
+            self._switcher.narrow()
+            self._switcher.note_preamble(self.encoder.preamble(turns))
+            self.forget(prompt.reused)
+            answer = self._metrics.begin(len(prompt.ids), prompt.reused)
+            yield Started(len(prompt.ids), prompt.reused)
+            logits = yield from self.read_prompt(prompt.ids[prompt.reused :])
+            answer.prefilled = time.perf_counter()
+            if logits is None:
+                yield Finished("stopped", "", self._metrics.stats(answer))
+                return
+            self.stored.agree(prompt.text)
+            self._switcher.calibrate()
+            self._runner.pin(pinned)
+            sampler.see(prompt.ids)
+            yield from self._generate(logits, prompt, sampler, answer, between)
 
     def _generate(
         self,
@@ -249,18 +246,15 @@ class AnswerLoop(Released):
     def rebuild(self) -> Iterator[Event]:
         """``Session.rebuild``, after ``ask``."""
         with explained(self._kv, "reading again"):
-            yield from self.lock.work(self._rebuild())
-
-    def _rebuild(self) -> Generator[Event, None, None]:
-        self._switcher.check_context(self._kv.total)
-        first = min(self.stored.first_reduced, self._kv.state.first_rounded)
-        whole, pinned, began = copy.deepcopy(self.stored), self._kv.state.pins, time.perf_counter()
-        ids = whole.ids[first:]
-        self.forget(first)
-        if (yield from self.read_prompt(ids)) is not None:
-            self.stored.agree_as(whole)
-        self._pin_stored(pinned)
-        yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
+            self._switcher.check_context(self._kv.total)
+            first = min(self.stored.first_reduced, self._kv.state.first_rounded)
+            whole, pinned, began = copy.deepcopy(self.stored), self._kv.state.pins, time.perf_counter()
+            ids = whole.ids[first:]
+            self.forget(first)
+            if (yield from self.read_prompt(ids)) is not None:
+                self.stored.agree_as(whole)
+            self._pin_stored(pinned)
+            yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 
     def read_prompt(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
         """Prefill with progress; return the logits, None if canceled. What was read is stored either way."""
