@@ -187,6 +187,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     Those of a GGUF file are packed here.
     """
     attention_hook.register()
+    quantization.unpack_while_reading(described.text_config)
     device = described.device
     packed_here = bool(checkpoint.gguf and quantized.options)
     in_place = bool(quantized.method) and not packed_here and find_spec("accelerate") is not None
@@ -217,6 +218,8 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     supported.check_tensors(model, checkpoint.folder, info)
     if checkpoint.gguf and options:
         model.config.quantization_config = options["quantization_config"]  # of what it unpacked transformers forgets it
+    if not checkpoint.gguf and quantization.own_method(described.config):
+        quantization.finish_loading(model, described.config, described.dtype)
     if packed_here:
         gguf_weights.pack(model, quantized.options["quantization_config"], device)
     if device.type == "cpu" and quantization.describe(model) == "int8":

@@ -24,6 +24,8 @@ BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
+COMPRESSED = "compressed-tensors"
+FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
 
 
@@ -52,6 +54,7 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
     own = own_method(config)
     if quantize in ("auto", "none"):
+        _check_dtype(config, dtype, device)
         return Quantization(own)
     if own and not (own == "gguf" and quantize in ("int8", "int4")):
         raise ModelError(
@@ -94,19 +97,60 @@ def describe(model: Any) -> str:
     """The name of a loaded model's quantization; empty if its weights are not packed."""
     if not is_packed(model):
         return ""
-    method, chosen = own_method(model.config), model.config.quantization_config
+    return kind_of(model.config)
+
+
+def kind_of(config: Any) -> str:
+    """The choice (one of ``CHOICES``) by which a checkpoint is quantized, or transformers' name of another method."""
+    method, own = own_method(config), _own(config)
     if method == "torchao":
-        kind = type(chosen.quant_type).__name__
-        return next((name for name in ("int8", "int4") if kind.lower().startswith(f"{name}weightonly")), method)
-    return "nf4" if method == "bitsandbytes" and chosen.load_in_4bit else method
+        chosen = own["quant_type"]["default"]
+        kind = str(chosen["_type"] if isinstance(chosen, dict) else chosen).lower()
+        return next((name for name in ("int8", "int4") if kind.startswith(f"{name}weightonly")), method)
+    return "nf4" if method == "bitsandbytes" and own.get("load_in_4bit") else method
 
 
 def own_method(config: Any) -> str:
     """transformers' name of the method by which a checkpoint is quantized; empty if it is not."""
-    own = getattr(config, "quantization_config", None)
-    own = own if isinstance(own, dict) or own is None else own.to_dict()
-    method = (own or {}).get("quant_method", "")
+    method = _own(config).get("quant_method", "")
     return str(getattr(method, "value", method))
+
+
+def is_unpacked(config: Any, device: torch.device) -> bool:
+    """transformers unpacks a checkpoint's weights while it reads them: nothing multiplies them as they are stored."""
+    method = own_method(config)
+    if method == "fp8":
+        return device.type == "cpu" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY
+    return method == COMPRESSED or (method == "mxfp4" and find_spec("kernels") is None)
+
+
+def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
+    """The only dtype in which a checkpoint's packed weights are multiplied; None where others are too.
+
+    torchao's are multiplied in that which they were packed from; those of 8 bits by ``int8_rows`` on a CPU.
+    """
+    if own_method(config) != "torchao" or (device.type == "cpu" and kind_of(config) == "int8"):
+        return None
+    dtype: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    return dtype
+
+
+def unpack_while_reading(config: Any) -> None:
+    """Let transformers unpack what it would unpack later, by a hook that only a forward with the head calls."""
+    if own_method(config) == COMPRESSED:
+        config.quantization_config["run_compressed"] = False
+
+
+def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
+    """Give the weights of a quantized checkpoint that are not packed ``dtype``, and its ``config`` of them back.
+
+    transformers leaves them in the files' dtypes, unpacks fp8 to bfloat16 whatever is asked for, and forgets that.
+    """
+    model.config.quantization_config = config.quantization_config
+    exact = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and parameter.is_floating_point() and exact.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
 
 
 def multiply_on_cpu(model: Any) -> None:
@@ -129,6 +173,23 @@ def absent_packages(quantize: str, device: torch.device) -> list[str]:
     """The packages that a quantization needs and that are not installed; ``none`` needs none."""
     package = _package(quantize, device)
     return [name for name in (package, "accelerate") if find_spec(name) is None] if package else []
+
+
+def _own(config: Any) -> dict[str, Any]:
+    """The quantization section of a configuration; empty if it has none."""
+    own: Any = getattr(config, "quantization_config", None) or {}
+    return own if isinstance(own, dict) else dict(own.to_dict())
+
+
+def _check_dtype(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    only = own_dtype(config, device)
+    if only not in (None, dtype):
+        name, given = (str(each).removeprefix("torch.") for each in (only, dtype))
+        raise UsageError(
+            f"The model's weights are multiplied in {name} only.",
+            f"Given: {given}. torchao packed them so.",
+            f"Give --dtype {name} or auto.",
+        )
 
 
 def _package(quantize: str, device: torch.device) -> str:
