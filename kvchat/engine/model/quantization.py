@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from logging import ERROR, getLogger
 from typing import Any, get_args
 
 import torch
@@ -19,11 +20,13 @@ from kvchat.engine.model.packed_rows import body
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.protocol.messages import Quantize
 
+PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
+WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
 COMPRESSED = "compressed-tensors"
 FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
@@ -83,8 +86,7 @@ def weight_bytes(model: Any) -> int:
 
 def is_packed(model: Any) -> bool:
     """Some weights are in a form that only their quantizer multiplies; those of a GGUF file are usually unpacked."""
-    plain = (torch.float32, torch.float16, torch.bfloat16)
-    return bool(own_method(model.config)) and any(tensor.dtype not in plain for tensor in _tensors(model))
+    return bool(own_method(model.config)) and any(tensor.dtype not in PLAIN for tensor in _tensors(model))
 
 
 def notes(model: Any) -> list[str]:
@@ -146,11 +148,16 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
     transformers leaves them in the files' dtypes, unpacks fp8 to bfloat16 whatever is asked for, and forgets that.
     """
-    model.config.quantization_config = config.quantization_config
+    getLogger(WARNS_AT_EVERY_PRODUCT).setLevel(ERROR)
+    if not own_method(model.config):
+        model.config.quantization_config = config.quantization_config
     exact = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    for name, parameter in model.named_parameters():
-        if type(parameter) is nn.Parameter and parameter.is_floating_point() and exact.isdisjoint(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
+    for where, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        packed = any(type(each) is not nn.Parameter or each.dtype not in PLAIN for each in own.values())
+        for name, parameter in own.items():
+            if not packed and exact.isdisjoint([*where.split("."), name]):
+                parameter.data = parameter.data.to(dtype)
 
 
 def multiply_on_cpu(model: Any) -> None:
@@ -265,6 +272,9 @@ def _tensors(model: Any) -> Iterator[Tensor]:
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)  # bitsandbytes keeps its constants beside the parameter
         yield from (value for value in vars(state).values() if isinstance(value, Tensor)) if state else ()
+    for module in model.modules():
+        scales = getattr(getattr(module, "state", None), "SCB", None)  # bitsandbytes', of 8 bits
+        yield from (scales,) if isinstance(scales, Tensor) else ()
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
