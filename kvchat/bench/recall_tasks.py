@@ -103,7 +103,14 @@ def _name(draw: Draw) -> Case:
 
 def _rule(draw: Draw) -> Case:
     """The system prompt has a rule for every answer, which is checked after turns about something else."""
-    return _conversation(draw, f"End every answer with the word {RULE}.", "Tell me a story.", RULE)
+    # An answer that is over within few tokens: the rule is for its end.
+    return _conversation(draw, f"End every answer with the word {RULE}.", "How are you?", RULE)
+
+
+def _system(draw: Draw) -> Case:
+    """The system prompt tells a passkey, which is asked for after turns about something else."""
+    number = draw.number()
+    return _conversation(draw, f"The passkey is {number}. Remember it.", "What is the passkey?", number)
 
 
 def _told(draw: Draw, pinned: bool = False) -> Case:
@@ -127,10 +134,11 @@ TASKS: dict[str, Callable[[Draw], Case]] = {
     "chain": _chain,
     "name": _name,
     "rule": _rule,
+    "system": _system,
     "told": _told,
     "pinned": _pinned,
 }
-WITHOUT_DEPTH = ("name", "rule", "told", "pinned")  # what they tell stands at the beginning
+WITHOUT_DEPTH = ("name", "rule", "system", "told", "pinned")  # what they tell stands at the beginning
 
 
 def _pairs(draw: Draw) -> tuple[list[str], tuple[str, ...]]:

@@ -84,7 +84,7 @@ def recall_command(
     mode: Variants = None,
     budget: Budgets = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="passkey, keys, values, all, chain, name, rule, told, pinned; repeatable")
+        list[str] | None, typer.Option(help="passkey keys values all chain name rule system told pinned; repeatable")
     ] = None,
     length: Annotated[list[int] | None, typer.Option(min=16, help="tokens of a text, about; repeatable")] = None,
     depth: Annotated[list[float] | None, typer.Option(help="where the fact stands, 0 to 1; repeatable")] = None,

@@ -21,7 +21,14 @@ from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.engine.model.weight_sizes import linears, read_bytes, weight_bytes, without_memory
+from kvchat.engine.model.weight_sizes import (
+    linears,
+    packed_bytes,
+    read_bytes,
+    stored_sizes,
+    weight_bytes,
+    without_memory,
+)
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
@@ -148,11 +155,21 @@ def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
     described = seen.described
     own = quantization.own_method(described.config)
     if own and not described.location.gguf:
-        return {own: complete(described.location, progress).weight_bytes}
+        return {own: _own_weights(seen, progress)}
     choices = quantization.possible(described.device, described.dtype)
     if described.location.gguf:
         choices = [name for name in choices if name in gguf_weights.CHOICES]
     return {name: weight_bytes(seen.shapes, name, described.device) for name in choices}
+
+
+def _own_weights(seen: _Observed, progress: Progress) -> int:
+    """Bytes of the weights of a checkpoint that is quantized already."""
+    config, device = seen.described.config, seen.described.device
+    if quantization.is_unpacked(config, device):
+        return weight_bytes(seen.shapes, "none", device)
+    if device.type == "cpu" and quantization.kind_of(config) == "int8":
+        return weight_bytes(seen.shapes, "int8", device)  # and its head is packed too
+    return packed_bytes(seen.shapes, stored_sizes(complete(seen.described.location, progress)))
 
 
 def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support import tiny_multimodal
 from support.loads import entering
 
@@ -80,6 +81,21 @@ def test_withdrawn_tokens_are_forgotten_by_the_state(hybrid, monkeypatch):
     session.truncate(session.total - 1)
     logits = session.step(plain._runner.recurrent._ids[-1])
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_rebuilt_conversation_is_a_fresh_one(hybrid):
+    """The state was computed with less, too."""
+    session, fresh = Session(hybrid, entering("streaming", {"budget": 64, "R": 1, "sigma": 0})), Session(hybrid)
+    answered(session, HELLO, Sampling(temperature=0, max_new_tokens=60))
+    session.switch("full")
+    reduced = session.step(5)
+    fresh.prefill(session._loop.stored.ids[: session.total - 1])
+    expected = fresh.step(5)
+    assert (reduced - expected).abs().max() > 1e-3 * expected.abs().max()
+    session.truncate(session.total - 1)
+    list(session.rebuild())
+    assert session.snapshot().reduced_tokens == 0
+    torch.testing.assert_close(session.step(5), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_panels_count_the_states_bytes(hybrid):

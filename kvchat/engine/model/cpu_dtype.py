@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvchat.engine.model import quantization
 from kvchat.engine.model.fusion import one_row
 from kvchat.units import figure
 
+CPU = torch.device("cpu")
 # Bytes of a matrix in float32: a smaller one lies in a cache and is not faster in bfloat16 (AMD EPYC with AVX-512 BF16:
 # 17 MB as fast, 99 MB 1.5 times, 235 MB 1.6 times as fast).
 MEASURED_FROM = 2**25
@@ -30,10 +32,12 @@ CLEARLY = 0.85
 def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
     """float32, or ``own``, a checkpoint's dtype, if that is bfloat16 and clearly faster at its size; measured once.
 
-    Weights that are packed already are not multiplied as either.
+    Weights that stay packed are not multiplied as either, and some in ``own`` only.
     """
     rows, columns = _largest(config)
-    packed = getattr(config, "quantization_config", None) is not None
+    if only := quantization.own_dtype(config, CPU):
+        return only
+    packed = quantization.own_method(config) and not quantization.is_unpacked(config, CPU)
     if packed or own != torch.bfloat16 or 4 * rows * columns < MEASURED_FROM:
         return torch.float32
     exact, half = milliseconds(rows, columns)
@@ -42,7 +46,7 @@ def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
 
 def note(dtype: str, chosen: torch.dtype, config: Any) -> str:
     """A sentence about the dtype chosen for the setting ``dtype``; "" where nothing was chosen."""
-    if dtype != "auto" or chosen != torch.bfloat16:
+    if dtype != "auto" or chosen != torch.bfloat16 or quantization.own_dtype(config, CPU):
         return ""
     exact, half = milliseconds(*_largest(config))
     return (

@@ -188,6 +188,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     """
     attention_hook.register()
     quantization.import_package(quantized)
+    quantization.unpack_while_reading(described.text_config)
     device = described.device
     packed_here = bool(checkpoint.gguf and quantized.options)
     in_place = bool(quantized.method) and not packed_here and find_spec("accelerate") is not None
@@ -218,6 +219,8 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     supported.check_tensors(model, checkpoint.folder, info)
     if checkpoint.gguf and options:
         model.config.quantization_config = options["quantization_config"]  # of what it unpacked transformers forgets it
+    if not checkpoint.gguf and quantization.own_method(described.config):
+        quantization.finish_loading(model, described.config, described.dtype)
     if packed_here:
         gguf_weights.pack(model, quantized.options["quantization_config"], device)
     if device.type == "cpu":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from logging import ERROR, getLogger
 from typing import Any, get_args
 
 import torch
@@ -21,11 +22,15 @@ from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.hub_kernels import import_bitsandbytes
 from kvchat.protocol.messages import Quantize
 
+PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
+WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
+COMPRESSED = "compressed-tensors"
+FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
 
 
@@ -54,6 +59,7 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
     own = own_method(config)
     if quantize in ("auto", "none"):
+        _check_dtype(config, dtype, device)
         return Quantization(own)
     if own and not (own == "gguf" and quantize in ("int8", "int4")):
         raise ModelError(
@@ -89,8 +95,7 @@ def weight_bytes(model: Any) -> int:
 
 def is_packed(model: Any) -> bool:
     """Some weights are in a form that only their quantizer multiplies; those of a GGUF file are usually unpacked."""
-    plain = (torch.float32, torch.float16, torch.bfloat16)
-    return bool(own_method(model.config)) and any(tensor.dtype not in plain for tensor in _tensors(model))
+    return bool(own_method(model.config)) and any(tensor.dtype not in PLAIN for tensor in _tensors(model))
 
 
 def notes(model: Any) -> list[str]:
@@ -103,19 +108,65 @@ def describe(model: Any) -> str:
     """The name of a loaded model's quantization; empty if its weights are not packed."""
     if not is_packed(model):
         return ""
-    method, chosen = own_method(model.config), model.config.quantization_config
+    return kind_of(model.config)
+
+
+def kind_of(config: Any) -> str:
+    """The choice (one of ``CHOICES``) by which a checkpoint is quantized, or transformers' name of another method."""
+    method, own = own_method(config), _own(config)
     if method == "torchao":
-        kind = type(chosen.quant_type).__name__
-        return next((name for name in ("int8", "int4") if kind.lower().startswith(f"{name}weightonly")), method)
-    return "nf4" if method == "bitsandbytes" and chosen.load_in_4bit else method
+        chosen = own["quant_type"]["default"]
+        kind = str(chosen["_type"] if isinstance(chosen, dict) else chosen).lower()
+        return next((name for name in ("int8", "int4") if kind.startswith(f"{name}weightonly")), method)
+    return "nf4" if method == "bitsandbytes" and own.get("load_in_4bit") else method
 
 
 def own_method(config: Any) -> str:
     """transformers' name of the method by which a checkpoint is quantized; empty if it is not."""
-    own = getattr(config, "quantization_config", None)
-    own = own if isinstance(own, dict) or own is None else own.to_dict()
-    method = (own or {}).get("quant_method", "")
+    method = _own(config).get("quant_method", "")
     return str(getattr(method, "value", method))
+
+
+def is_unpacked(config: Any, device: torch.device) -> bool:
+    """transformers unpacks a checkpoint's weights while it reads them: nothing multiplies them as they are stored."""
+    method = own_method(config)
+    if method == "fp8":
+        return device.type == "cpu" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY
+    return method == COMPRESSED or (method == "mxfp4" and find_spec("kernels") is None)
+
+
+def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
+    """The only dtype in which a checkpoint's packed weights are multiplied; None where others are too.
+
+    torchao's are multiplied in that which they were packed from; those of 8 bits by ``int8_rows`` on a CPU.
+    """
+    if own_method(config) != "torchao" or (device.type == "cpu" and kind_of(config) == "int8"):
+        return None
+    dtype: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    return dtype
+
+
+def unpack_while_reading(config: Any) -> None:
+    """Let transformers unpack what it would unpack later, by a hook that only a forward with the head calls."""
+    if own_method(config) == COMPRESSED:
+        config.quantization_config["run_compressed"] = False
+
+
+def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
+    """Give the weights of a quantized checkpoint that are not packed ``dtype``, and its ``config`` of them back.
+
+    transformers leaves them in the files' dtypes, unpacks fp8 to bfloat16 whatever is asked for, and forgets that.
+    """
+    getLogger(WARNS_AT_EVERY_PRODUCT).setLevel(ERROR)
+    if not own_method(model.config):
+        model.config.quantization_config = config.quantization_config
+    exact = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for where, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        packed = any(type(each) is not nn.Parameter or each.dtype not in PLAIN for each in own.values())
+        for name, parameter in own.items():
+            if not packed and exact.isdisjoint([*where.split("."), name]):
+                parameter.data = parameter.data.to(dtype)
 
 
 def multiply_on_cpu(model: Any) -> None:
@@ -147,6 +198,23 @@ def absent_packages(quantize: str, device: torch.device) -> list[str]:
     """The packages that a quantization needs and that are not installed; ``none`` needs none."""
     package = _package(quantize, device)
     return [name for name in (package, "accelerate") if find_spec(name) is None] if package else []
+
+
+def _own(config: Any) -> dict[str, Any]:
+    """The quantization section of a configuration; empty if it has none."""
+    own: Any = getattr(config, "quantization_config", None) or {}
+    return own if isinstance(own, dict) else dict(own.to_dict())
+
+
+def _check_dtype(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    only = own_dtype(config, device)
+    if only not in (None, dtype):
+        name, given = (str(each).removeprefix("torch.") for each in (only, dtype))
+        raise UsageError(
+            f"The model's weights are multiplied in {name} only.",
+            f"Given: {given}. torchao packed them so.",
+            f"Give --dtype {name} or auto.",
+        )
 
 
 def _package(quantize: str, device: torch.device) -> str:
@@ -222,6 +290,9 @@ def _tensors(model: Any) -> Iterator[Tensor]:
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)  # bitsandbytes keeps its constants beside the parameter
         yield from (value for value in vars(state).values() if isinstance(value, Tensor)) if state else ()
+    for module in model.modules():
+        scales = getattr(getattr(module, "state", None), "SCB", None)  # bitsandbytes', of 8 bits
+        yield from (scales,) if isinstance(scales, Tensor) else ()
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

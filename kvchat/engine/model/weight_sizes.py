@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvchat.engine.model import attention_hook, int4_rows, int8_rows
+from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows
+from kvchat.engine.model.checkpoint import Checkpoint
 
-# Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
+# Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights,
+# which it makes smaller on processors that multiply bfloat16.
 ROW_BYTES = {"cpu": int8_rows.SCALE_BYTES, "cuda": 5}
-WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+NF4_GROUP, NF4_SCALE, NF4_HALF_SCALE = 64, 4, 2
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
 
+LEAST_BYTES = 2  # of a weight that is not packed
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration's names for their number
 
 
@@ -43,6 +49,40 @@ def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
     return total
 
 
+def packed_bytes(model: Any, stored: Mapping[str, int]) -> int:
+    """Bytes of the weights of a checkpoint that stays packed; ``stored`` has the bytes of its tensors by their names.
+
+    What belongs to a packed Linear takes what it takes in the files, all else what the model's dtype says.
+    """
+    total = weight_bytes(model, "none", torch.device("cpu"))
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            plain = LEAST_BYTES * module.weight.numel()
+            if stored.get(f"{name}.weight", 0) < plain:
+                mine = {key: nbytes for key, nbytes in stored.items() if key.startswith(f"{name}.")}
+                mine.pop(f"{name}.bias", None)
+                total += sum(mine.values()) - (module.weight.nbytes if mine else 0)
+    return total
+
+
+def stored_sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    """The bytes of a checkpoint's tensors by their names; its headers were checked before."""
+    return {name: nbytes for file in checkpoint.weights for name, nbytes in _tensor_bytes(file, checkpoint.gguf)}
+
+
+def _tensor_bytes(file: Path, is_gguf: str) -> Iterator[tuple[str, int]]:
+    if is_gguf:
+        yield from ((tensor.name, tensor.nbytes) for tensor in gguf_file.header(file).tensors)
+        return
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            yield name, end - begin
+
+
 def read_bytes(model: Any, nbytes: int) -> int | None:
     """Bytes of the weights that one token reads, of ``nbytes`` in all; None for mixtures of experts, which read some.
 
@@ -60,14 +100,18 @@ def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int
     """Bytes of a Linear's weights once it is packed; those of one that does not fit stay."""
     rows, columns = linear.weight.shape
     if quantize != "int4":
-        of_row = ROW_BYTES[device.type] if quantize == "int8" else 0
-        return int(rows * (columns * WEIGHT_BYTES[quantize] + of_row))
+        return rows * (columns + ROW_BYTES[device.type]) if quantize == "int8" else _nf4_bytes(rows * columns, device)
     if device.type == "cpu":
         return int(rows * columns * int4_rows.WEIGHT_BYTES) if int4_rows.fits(linear) else linear.weight.nbytes
     if columns % INT4_GROUP:
         return linear.weight.nbytes
     padded = [-(-size // to) * to for size, to in zip((rows, columns), INT4_PADDED, strict=True)]
     return int(padded[0] * padded[1] * INT4_BYTES)
+
+
+def _nf4_bytes(weights: int, device: torch.device) -> int:
+    halved = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return weights // 2 + weights // NF4_GROUP * (NF4_HALF_SCALE if halved else NF4_SCALE)
 
 
 def linears(model: Any) -> Iterator[nn.Linear]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from kvchat.engine.model import gguf_file
 from kvchat.engine.model.byte_progress import ByteProgress
 from kvchat.engine.model.checkpoint import Checkpoint
+from kvchat.engine.model.weight_sizes import stored_sizes
 
 READING = "Loading weights"  # what transformers calls the bar over the weights it reads
 
@@ -24,7 +21,7 @@ def told(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]) ->
     """
     from transformers.utils import logging
 
-    sizes = {name: nbytes for file in checkpoint.weights for name, nbytes in _tensor_bytes(file, checkpoint.gguf)}
+    sizes = stored_sizes(checkpoint)
     words = ByteProgress(progress, f"{stage} ·")
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -46,17 +43,3 @@ def _counted(items: list[Any], sizes: dict[str, int], words: ByteProgress) -> It
         yield item
         done += size
         words.tell(done, total)
-
-
-def _tensor_bytes(file: Path, is_gguf: str) -> Iterator[tuple[str, int]]:
-    """Names and bytes of a file's tensors; its header was checked before."""
-    if is_gguf:
-        yield from ((tensor.name, tensor.nbytes) for tensor in gguf_file.header(file).tensors)
-        return
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            yield name, end - begin

@@ -8,10 +8,11 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 from support import tiny_models
 
-from kvchat.engine.model import quantization
+from kvchat.engine.model import attention_hook, quantization
 from kvchat.engine.model.fusion.recognize import projections
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.int4_rows import Int4Rows
@@ -48,6 +49,12 @@ def folder(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, tmp_path)
     return tmp_path
+
+
+def planned(folder, dtype="auto"):
+    """What is planned for the weights of a checkpoint that is quantized already."""
+    (nbytes,) = memory_plan(Load(str(folder), "cpu", dtype), 64, silent).weights.values()
+    return nbytes
 
 
 def declare(folder, quantization_config):
@@ -134,10 +141,11 @@ def test_the_bundled_model_in_4_bits(four_bits, model, capfd):
     assert (four_bits.dtype, four_bits.device) == (torch.float32, torch.device("cpu"))
     assert four_bits.model.num_parameters() == model.model.num_parameters()
     assert selftest(four_bits.model) < 0.01
-    # 4 bits and a float32 scale per block of 64 for the layers, float32 for the embedding
+    # 4 bits and a scale per block of 64 for the layers, float32 for the embedding
+    scale = 2 if torch.cpu._is_avx512_bf16_supported() else 4
     embedding = model.model.get_input_embeddings().weight.nbytes
     layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
-    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + 4 / 64), rel=0.01)
+    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + scale / 64), rel=0.01)
 
 
 @needs_bitsandbytes
@@ -165,8 +173,26 @@ def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, tmp_path)
     again = load_model(Load(str(tmp_path), "cpu"), silent)
+    assert planned(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
     assert (again.weights, again.weight_bytes) == ("nf4", four_bits.weight_bytes)
     assert relative_error(sample_logits(again.model), sample_logits(four_bits.model)) < 1e-5
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_stored_in_8_bits_has_the_dtype_that_was_asked_for(folder, dtype, caplog):
+    import transformers
+
+    chosen = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=chosen, device_map="cpu"
+    ).save_pretrained(folder)
+    loaded = load_model(Load(str(folder), "cpu", dtype), silent)
+    assert (loaded.weights, str(loaded.dtype)) == ("bitsandbytes", f"torch.{dtype}")
+    assert planned(folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    caplog.clear()
+    sample_logits(loaded.model)
+    assert caplog.text == ""
 
 
 @needs_bitsandbytes
@@ -221,6 +247,123 @@ def test_what_is_asked_of_torchao(monkeypatch):
         assert chosen.method == "torchao"
         assert type(chosen.options["quantization_config"].quant_type).__name__.lower().startswith(quantize)
         assert chosen.share == quantization.BITS[quantize] / 32
+
+
+@needs_torchao
+@pytest.mark.parametrize(("kind", "name", "dtype"), [("Int8", "int8", "float32"), ("Float8", "torchao", "bfloat16")])
+def test_a_checkpoint_that_torchao_packed_stays_packed(folder, kind, name, dtype):
+    import torchao.quantization
+    import transformers
+
+    chosen = transformers.TorchAoConfig(getattr(torchao.quantization, f"{kind}WeightOnlyConfig")())
+    packed = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=chosen,
+        device_map="cpu",
+        attn_implementation=attention_hook.NAME,
+    )
+    packed.save_pretrained(folder)
+    loaded = load_model(Load(str(folder), "cpu"), silent)
+    assert (loaded.weights, str(loaded.dtype)) == (name, f"torch.{dtype}")
+    assert planned(folder) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert relative_error(sample_logits(loaded.model), sample_logits(packed)) < 0.03
+    if name == "torchao":
+        with pytest.raises(UsageError, match=r"multiplied in bfloat16 only\. Given: float32.*Give --dtype bfloat16"):
+            load_model(Load(str(folder), "cpu", "float32"), silent)
+
+
+# ---- checkpoints that transformers unpacks ----------------------------------------------------------
+
+INT8_GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+INT_QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": INT8_GROUPS},
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.fixture
+def compressed(folder):
+    """The tiny Llama as compressed-tensors stores it, and the same with the weights that are stored."""
+    stored, rounded = {}, tiny_models.fresh("llama")
+    for name, parameter in rounded.named_parameters():
+        stored[name] = parameter.detach().clone()
+        if "_proj" in name:
+            scale = parameter.detach().abs().amax(1, keepdim=True) / 127
+            stored[name], stored[f"{name}_scale"] = (parameter.detach() / scale).round().to(torch.int8), scale
+            parameter.data = stored[name].float() * scale
+    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    declare(folder, INT_QUANTIZED)
+    return folder, rounded
+
+
+def test_compressed_tensors_are_planned_as_they_are_loaded(compressed):
+    folder, rounded = compressed
+    assert planned(folder, "float32") == quantization.weight_bytes(rounded)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
+)
+def test_compressed_tensors_are_unpacked_while_they_are_read(compressed):
+    """transformers leaves that to a hook, which a forward without the head does not call."""
+    folder, rounded = compressed
+    loaded = load_model(Load(str(folder), "cpu", "float32"), silent)
+    assert loaded.notes[0] == "The compressed-tensors weights were unpacked to float32."
+    assert (loaded.weights, loaded.weight_bytes) == ("", planned(folder, "float32"))
+    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 1e-5
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_is_unpacked_on_a_cpu_to_the_dtype_that_was_asked_for(folder, dtype):
+    stored, rounded = {}, tiny_models.fresh("llama")
+    for name, parameter in rounded.named_parameters():
+        stored[name] = parameter.detach().clone()
+        if "_proj" in name:
+            blocks = parameter.detach().unflatten(0, (-1, 32)).unflatten(-1, (-1, 32))
+            scale = blocks.abs().amax((1, 3)) / 448
+            stored[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(parameter.shape)
+            stored[f"{name}_scale_inv"] = scale
+            parameter.data = (stored[name].float().view(blocks.shape) * scale[:, None, :, None]).view(parameter.shape)
+    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    declare(folder, FP8)
+    loaded = load_model(Load(str(folder), "cpu", dtype), silent)
+    assert loaded.notes[0] == f"The fp8 weights were unpacked to {dtype}."
+    assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
+    assert planned(folder, dtype) == loaded.weight_bytes
+    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 0.15
+
+
+def test_what_belongs_to_a_packed_weight_keeps_its_dtype():
+    model = tiny_models.fresh("llama")
+    packed, plain = model.model.layers[0].self_attn.q_proj, model.model.layers[1].self_attn.q_proj
+    packed.weight.data = packed.weight.data.to(torch.float8_e4m3fn)
+    packed.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 2))
+    quantization.finish_loading(model, SimpleNamespace(quantization_config=FP8), torch.bfloat16)
+    assert (packed.weight.dtype, packed.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (plain.weight.dtype, model.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "capability", "unpacked"),
+    [
+        ("fp8", "cpu", None, True),
+        ("fp8", "cuda", (8, 6), True),
+        ("fp8", "cuda", (8, 9), False),
+        ("mxfp4", "cuda", (9, 0), True),
+        ("gptq", "cuda", (9, 0), False),
+    ],
+)
+def test_what_nothing_multiplies_as_it_is_stored(nothing_installed, monkeypatch, method, device, capability, unpacked):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = SimpleNamespace(quantization_config={"quant_method": method})
+    assert quantization.is_unpacked(config, torch.device(device)) == unpacked
 
 
 # ---- int8 and int4 on a CPU -------------------------------------------------------------------------

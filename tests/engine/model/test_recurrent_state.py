@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from support import tiny_models
+from support.grids import thinned
 from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 
 from kvchat.engine.generate.runner import ModelRunner
@@ -38,6 +39,13 @@ def generated(name: str, extra: int = 0) -> list[int]:
     return made[0, ids.shape[1] :].tolist()
 
 
+def runner_of_mode(name: str, mode: str) -> ModelRunner:
+    model = model_of(name)
+    runner = ModelRunner(model, mode_of(model, mode, MODES[mode]))
+    runner.chunk = 64
+    return runner
+
+
 def greedy(runner: ModelRunner, logits: torch.Tensor, n: int = NEW) -> list[int]:
     tokens = []
     for _ in range(n):
@@ -49,20 +57,20 @@ def greedy(runner: ModelRunner, logits: torch.Tensor, n: int = NEW) -> list[int]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", tiny_models.HYBRID)
 def test_greedy_tokens_are_those_of_transformers(name, mode):
-    model = model_of(name)
-    runner = ModelRunner(model, mode_of(model, mode, MODES[mode]))
-    runner.chunk = 64
+    runner = runner_of_mode(name, mode)
     assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
 
 
-@pytest.mark.parametrize("name", tiny_models.HYBRID)
-def test_a_question_asked_again_is_answered_again(name):
-    """Regenerate, an edited question, and one that follows what was truncated."""
-    runner = runner_of(model_of(name))
-    runner.chunk = 64
+@pytest.mark.parametrize(("name", "mode"), thinned(tiny_models.HYBRID, [*MODES]))
+def test_a_question_asked_again_is_answered_again(name, mode):
+    """Regenerate, an answer cut off and gone on with, an edited question, and one that follows what was truncated."""
+    runner = runner_of_mode(name, mode)
     greedy(runner, prefilled(runner, PROMPT))
     runner.truncate(len(PROMPT) - 1)
-    assert greedy(runner, prefilled(runner, PROMPT[-1:])) == generated(name)
+    answer = greedy(runner, prefilled(runner, PROMPT[-1:]))
+    assert answer == generated(name)
+    runner.truncate(len(PROMPT) + 5)
+    assert greedy(runner, runner.step(answer[5]), NEW - 6) == answer[6:]
     runner.truncate(70)
     assert greedy(runner, prefilled(runner, PROMPT[70:])) == generated(name)
     runner.truncate(len(PROMPT))
