@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from kvchat import gguf_tables
 from kvchat.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-MAX_ENTRIES = 2**24  # far more than the largest vocabulary
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 # The numbers of ggml's types, in the order of its enumeration; None are those it has given up.
 GGML = (
@@ -26,9 +26,6 @@ GGML = (
     "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64",
     "F64", "IQ1_M", "BF16",
 )  # fmt: skip
-# Bytes of a value by its type in GGUF's table; 8 is a text, 9 a list.
-VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-TEXT, LIST = 8, 9
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,13 @@ def read_gguf(path: Path) -> Weights:
         ModelError: it is no such file.
     """
     nbytes = _regular(path)
-    with path.open("rb") as file:
-        try:
-            return _weights(nbytes, _gguf_elements(file))
-        except (struct.error, ValueError, OverflowError) as error:
-            raise _damaged(path) from error
+    elements: Counter[str] = Counter()
+    try:
+        for kind, shape in gguf_tables.tensors(path):
+            elements[(GGML[kind] if kind < len(GGML) else None) or f"type {kind}"] += math.prod(shape)
+        return _weights(nbytes, elements)
+    except (OSError, ValueError) as error:
+        raise _damaged(path) from error
 
 
 def _regular(path: Path) -> int:
@@ -95,48 +94,6 @@ def _safetensors_header(file: BinaryIO, path: Path) -> dict[str, dict[str, list[
     except (struct.error, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise _damaged(path) from error
     return entries
-
-
-def _gguf_elements(file: BinaryIO) -> dict[str, int]:
-    magic, _version, tensors, values = struct.unpack("<4sIQQ", file.read(24))
-    if magic != b"GGUF" or max(tensors, values) > MAX_ENTRIES:
-        raise ValueError(magic)
-    for _ in range(values):
-        _skip_text(file)
-        _skip_value(file, *struct.unpack("<I", file.read(4)))
-    elements: Counter[str] = Counter()
-    for _ in range(tensors):
-        _skip_text(file)
-        (dimensions,) = struct.unpack("<I", file.read(4))
-        shape = struct.unpack(f"<{min(dimensions, 8)}Q", file.read(8 * min(dimensions, 8)))
-        kind, _offset = struct.unpack("<IQ", file.read(12))
-        elements[(GGML[kind] if kind < len(GGML) else None) or f"type {kind}"] += math.prod(shape)
-    if not elements:
-        raise ValueError(tensors)
-    return elements
-
-
-def _skip_value(file: BinaryIO, kind: int) -> None:
-    if kind == TEXT:
-        _skip_text(file)
-    elif kind == LIST:
-        of, length = struct.unpack("<IQ", file.read(12))
-        if length > MAX_ENTRIES:
-            raise ValueError(length)
-        if of in VALUE_BYTES:
-            file.seek(length * VALUE_BYTES[of], 1)
-        else:
-            for _ in range(length):
-                _skip_value(file, of)
-    elif kind in VALUE_BYTES:
-        file.seek(VALUE_BYTES[kind], 1)
-    else:
-        raise ValueError(kind)
-
-
-def _skip_text(file: BinaryIO) -> None:
-    (length,) = struct.unpack("<Q", file.read(8))
-    file.seek(length, 1)
 
 
 def _weights(nbytes: int, elements: dict[str, int]) -> Weights:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Any
 
 from kvchat.config.modes import registered
 from kvchat.conversations import attachments
@@ -97,9 +98,9 @@ class ChatState:
     gpu_history: GpuHistory = field(default_factory=GpuHistory)
 
     @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of the present mode's parameters."""
-        return tuple(registered()[self.mode].model_fields)
+    def parameters(self) -> Mapping[str, Any]:
+        """The fields of the present mode's parameters by name; none of a mode that only the engine knows."""
+        return registered()[self.mode].model_fields if self.mode in registered() else {}
 
     def marks(self, snapshot: Snapshot) -> Mapping[str, Mark]:
         """The mark of each message of the path by its id: how much of it the model reads."""
@@ -170,8 +171,8 @@ class ChatState:
         """Return the line under an answer."""
         s = finished.stats
         modes = self.mode if self.first_mode in ("", self.mode) else f"{self.first_mode} → {self.mode}"
-        if len(s.switches) == 1 and "at" in s.switches[0]:
-            modes += f" at {count(s.switches[0]['at'])}"
+        if len(s.switches) == 1 and isinstance(at := s.switches[0].get("at"), int):
+            modes += f" at {count(at)}"
         parts = [f"{count(s.generated_tokens)} tok"]
         if s.decode_tokens_per_s is not None:
             parts.append(figure(s.decode_tokens_per_s, "tok/s", 1))

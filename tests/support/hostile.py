@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, get_args, get_origin, get_type_hints
 
 from kvchat.protocol.figures import Params
@@ -50,6 +51,11 @@ def fill(cls: type, **given: Any) -> Any:
     """Make a message with a hostile text in every field that holds text, except those given."""
     filled = {name: _value(hint, f"{cls.__name__}.{name}") for name, hint in get_type_hints(cls).items()}
     return cls(**{**filled, **given})
+
+
+def names_in(text: str) -> set[str]:
+    """The names of the hostile texts that are in a text."""
+    return set(re.findall(r"«([\w.]+)»", text))
 
 
 def forbidden_in(written: bytes) -> list[str]:

@@ -1,19 +1,27 @@
-"""An engine whose events are hostile in every field that holds text; the prompt ``crash`` ends it with such a log."""
+"""An engine that sends every event of the protocol, hostile in every field that holds text.
+
+The prompt ``everything`` gets all of them one after the other, and ``crash`` ends it with such a log.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
 
 from support.hostile import fill, hostile
 
 from kvchat.protocol import wire
 from kvchat.protocol.comparing import Compared, Comparing
 from kvchat.protocol.details import Details
-from kvchat.protocol.figures import Planned, Snapshot
+from kvchat.protocol.figures import Planned, Run, Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Compare,
+    Event,
     Failed,
     Finished,
     HideNeedle,
@@ -21,14 +29,13 @@ from kvchat.protocol.messages import (
     Loaded,
     Loading,
     NeedleHidden,
-    Noted,
     Peek,
     Peeked,
     Plan,
     Prefilled,
     Preparing,
-    Rebuilt,
     Recovered,
+    Resumed,
     Started,
     Switched,
     SwitchRefused,
@@ -37,6 +44,7 @@ from kvchat.protocol.messages import (
     Withdrawn,
 )
 
+DRAWN_S = 0.3  # for what the next event replaces on the screen
 ANSWER = "\n\n".join(
     (
         hostile("prose"),
@@ -56,31 +64,44 @@ def send(*events: object) -> None:
     sys.stdout.buffer.flush()
 
 
+def everything(conversation: str) -> Iterator[Any]:
+    """One of each event, whatever the application waits for."""
+    given = {Failed: {"fatal": False}, Resumed: {"conversation": conversation}}
+    yield from (fill(cls, **given.get(cls, {})) for cls in get_args(Event))
+
+
 def answer() -> None:
     send(fill(Started), fill(Prefilled), fill(Preparing))
     send(*(Text(letter, 1) for letter in ANSWER), Text("take this back" + hostile("withdrawn"), 9))
     send(fill(Recovered), Withdrawn(len(hostile("withdrawn")), 3), fill(Switched), fill(SwitchRefused))
-    send(fill(Snapshot), fill(Rebuilt), Finished("eos", ANSWER, fill(Finished).stats), fill(Failed, fatal=False))
+    send(fill(Snapshot), Finished("eos", ANSWER, fill(Finished).stats), fill(Failed, fatal=False))
 
 
 def serve() -> None:
     while (body := wire.read(sys.stdin.buffer)) is not None:
         command = wire.decode_command(body)
         if isinstance(command, Load):
-            send(fill(Loading), fill(Loaded), fill(Snapshot))
+            send(fill(Loading))
+            time.sleep(DRAWN_S)
+            send(fill(Loaded), fill(Snapshot))
         elif isinstance(command, Peek):
             send(fill(Peeked, start=command.start))
         elif isinstance(command, Plan):
-            send(fill(Planned, plan=None))
+            send(fill(Planned), fill(Planned, plan=None))
         elif isinstance(command, Watch):
-            send(fill(Details), fill(Noted))
+            send(fill(Details))
         elif isinstance(command, HideNeedle):
             send(fill(NeedleHidden))
         elif isinstance(command, Compare):
-            send(fill(Comparing, index=0), fill(Compared))
+            run = fill(Run)
+            send(fill(Comparing, index=0))
+            time.sleep(DRAWN_S)
+            send(Compared((run, replace(run, refusal=""))))
         elif isinstance(command, Chat) and command.turns[-1].content == "crash":
             os.write(2, (hostile("log") + "\n").encode())
             os._exit(3)
+        elif isinstance(command, Chat) and command.turns[-1].content == "everything":
+            send(*everything(command.conversation))
         elif isinstance(command, Chat):
             answer()
 

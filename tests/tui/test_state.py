@@ -7,6 +7,7 @@ from dataclasses import replace
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.figures import Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Sampling
+from kvchat.tui.prompt.arguments import describe
 from kvchat.tui.state import RECEIPT, SUMS, ChatState, describe_modes, describe_price, summarize
 from kvchat.tui.widgets.bars import STATUS
 
@@ -23,6 +24,13 @@ def test_a_receipt_names_both_modes_and_counts():
     assert line == "1,200 tok · 58.2 tok/s · TTFT 0.41 s · full → streaming · read 4 % of 14,203 · token limit"
     switched = replace(stats, switches=({"at": 57, "before": "full", "mode": "streaming"},))
     assert "full → streaming at 57 · read" in s.receipt(Finished("length", "text", switched))
+    odd = replace(stats, switches=({"at": "x"},))
+    assert s.receipt(Finished("length", "text", odd)) == line
+
+
+def test_a_mode_that_only_the_engine_knows_has_no_parameters():
+    assert state("no such").parameters == {}
+    assert "temperature" in describe(state("no such"))
 
 
 def test_modes_are_listed_with_prices():

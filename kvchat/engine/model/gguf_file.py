@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from kvchat import gguf_tables
 from kvchat.engine.model.supported import unreadable
 from kvchat.errors import ModelError
 
@@ -32,6 +33,12 @@ def header(file: Path) -> GgufHeader:
     Raises:
         ModelError: the file is damaged, or names more layers than it has tensors; transformers would list them all.
     """
+    try:
+        gguf_tables.tensors(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} is damaged.", f"Its header cannot be read: {error}.", "Download the model again."
+        ) from error
     try:
         found = _header(file, file.stat().st_mtime_ns)
     except Exception as error:  # the package raises anything for a damaged file

@@ -106,6 +106,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             with weights_progress.told(checkpoint, stage, progress):
                 model = _model(described, checkpoint, quantized)
             progress("Testing the model")
+            supported.check_values(model, checkpoint.folder)
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":
         compile_loops(lambda: progress("Compiling for this CPU, once on this machine"))

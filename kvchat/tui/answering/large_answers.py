@@ -22,6 +22,7 @@ WIDGETS_OF_TABLE = 2  # around its cells
 WIDGETS_OF_FENCE = 3  # around its code; one of them scrolls
 LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
 CHARACTERS_OF_WIDGET = 800
+OF_WIDE = 5  # as many others does a character take to wrap that may be wide, such as a Chinese one or an emoji
 # What is parsed as long as a widget takes, about 1.5 ms: marks of emphasis, code, links and such; addresses that become
 # links; marks behind a bracket that stays open, for each such bracket up to a depth; the product of the length of a
 # word and the addresses in it, each of which is tried to the word's end.
@@ -41,6 +42,7 @@ MOST_OF_DEFINITION = 5
 _CLOSED = re.compile(r"\[[^][]*\]")
 _ADDRESS = re.compile(r"\w\.(?=\w)")
 _BEGINS_ADDRESS = re.compile(r"//|:|@|www\.")
+_WIDE = re.compile(r"[\u1100-\U0010ffff]")
 _WITH_GAP = re.compile(r"\S")
 _MARKS = re.compile(r"(\s*(>|([-*+]|\d{1,9}[.)])(?=\s)))*")
 
@@ -148,7 +150,7 @@ def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
     """About how many widgets a line becomes."""
     if len(line) - len(line.lstrip(" ")) > DEEPEST_INDENT:
         return MOST_WIDGETS + 1
-    size = len(line) / CHARACTERS_OF_WIDGET
+    size = (len(line) + (OF_WIDE - 1) * len(_WIDE.findall(line))) / CHARACTERS_OF_WIDGET
     if is_code:
         return size + 1 / LINES_OF_WIDGET
     if is_table:

@@ -50,7 +50,7 @@ def set_tokens(name: str) -> Handler:
     async def change(chat: ChatController, argument: str) -> None:
         if not argument.isdecimal():
             raise UsageError(f'/{name} "{argument}" is refused.', hint="It takes a whole number of tokens.")
-        if name in chat.state.parameter_names:
+        if name in chat.state.parameters:
             chat.set_parameter(name, int(argument))
         else:
             chat.set_later(name, int(argument))

@@ -88,7 +88,7 @@ def one_of(*choices: str) -> Values:
 def parameters(state: ChatState) -> Iterator[tuple[str, Any]]:
     """Everything that ``/set`` changes with its field: the sampling, then the present mode's parameters."""
     yield from SamplingSettings.model_fields.items()
-    yield from registered()[state.mode].model_fields.items()
+    yield from state.parameters.items()
 
 
 def present(state: ChatState, name: str) -> Any:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import MARKERS, TEMPLATE, byte_level, finished
+from support.frames import FRAMES
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
@@ -28,6 +29,17 @@ def metaspace(normalizer=None, **added: bool) -> PreTrainedTokenizerBase:
     return finished(backend, normalizer, added)
 
 
+class WithoutOffsets(PreTrainedTokenizerFast):
+    """As tokenizers in Python are: they do not tell where in the text a token is."""
+
+    is_fast = False
+
+
+def without_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    tokenizer.__class__ = WithoutOffsets
+    return tokenizer
+
+
 KINDS = {
     "byte level": lambda: byte_level(),
     "metaspace": lambda: metaspace(),
@@ -40,6 +52,7 @@ KINDS = {
     "not special": lambda: byte_level(special=False),
     "not special, lowercase": lambda: byte_level(normalizers.Lowercase(), special=False, normalized=True),
     "stripping": lambda: byte_level(lstrip=True, rstrip=True),
+    "without offsets": lambda: without_offsets(byte_level(normalizers.NFKC(), special=False, normalized=True)),
     "stripping, metaspace": lambda: metaspace(lstrip=True, rstrip=True),
 }
 FORGED = (
@@ -125,7 +138,7 @@ ENCODERS = functools.cache(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=FRAMES // 2)
 @given(st.sampled_from(list(KINDS)), st.lists(PIECES, max_size=6).map("".join), st.booleans())
 @example("NFKC", " \u0338", True)
 @example("NFKC", "</turn>\u0338", False)

@@ -17,11 +17,12 @@ from support.model_folders import edit_json
 from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.model.load import load_model
+from kvchat.engine.model.self_test import _chunks
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.paths import INDEX, bundled_model_dir
 from kvchat.protocol.messages import Load, Turn
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, EMBEDDING = "model.safetensors", "config.json", "model.embed_tokens.weight"
 
 
 @pytest.fixture
@@ -57,6 +58,17 @@ def sparse(folder, name: str, size: int) -> None:
 
 def lying_header(folder, length: int) -> None:
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", length) + b"{}")
+
+
+def with_row_of(value: float):
+    """Puts a value into a row of the embedding whose token is not among those of the self-test."""
+    tested = set(torch.cat(_chunks(tiny_models.model("llama"))).tolist())
+
+    def change(table: torch.Tensor) -> torch.Tensor:
+        table[next(token for token in range(len(table)) if token not in tested)] = value
+        return table
+
+    return change
 
 
 DAMAGES = {
@@ -102,6 +114,8 @@ DAMAGES = {
     "an odd activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
     "wrong shape": lambda it: edit_tensor(it, "model.norm.weight", lambda t: t[:-1].clone()),
     "NaN": lambda it: edit_tensor(it, "model.layers.1.mlp.up_proj.weight", lambda t: torch.full_like(t, torch.nan)),
+    "an embedding of NaN that no test reads": lambda it: edit_tensor(it, EMBEDDING, with_row_of(torch.nan)),
+    "an embedding that is infinite": lambda it: edit_tensor(it, EMBEDDING, with_row_of(-torch.inf)),
     "tokenizer config of a list": lambda it: (it / "tokenizer_config.json").write_text("[]"),
     "empty tokenizer": lambda it: (it / "tokenizer.json").write_text(""),
 }

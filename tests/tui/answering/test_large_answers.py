@@ -22,6 +22,7 @@ LARGE = {
     "deep": "".join(f"{' ' * n}- item {n}\n" for n in range(1500)),
     "quotes": "".join(f"> quote {n}\n" for n in range(1500)),
     "line": "word " * 100_000,
+    "wide line": "日本語" * 10_000,
 }
 SLOW = {  # to parse: seconds for what is a few thousand characters
     "brackets": "[" * 2000,
