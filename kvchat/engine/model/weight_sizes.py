@@ -14,10 +14,9 @@ from torch import nn
 from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows
 from kvchat.engine.model.checkpoint import Checkpoint
 
-# Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights,
-# which it makes smaller on processors that multiply bfloat16.
+# Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
 ROW_BYTES = {"cpu": int8_rows.SCALE_BYTES, "cuda": 5}
-NF4_GROUP, NF4_SCALE, NF4_HALF_SCALE = 64, 4, 2
+NF4_BYTES = 0.5 + 4 / 64
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
 
@@ -100,18 +99,13 @@ def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int
     """Bytes of a Linear's weights once it is packed; those of one that does not fit stay."""
     rows, columns = linear.weight.shape
     if quantize != "int4":
-        return rows * (columns + ROW_BYTES[device.type]) if quantize == "int8" else _nf4_bytes(rows * columns, device)
+        return rows * (columns + ROW_BYTES[device.type]) if quantize == "int8" else int(rows * columns * NF4_BYTES)
     if device.type == "cpu":
         return int(rows * columns * int4_rows.WEIGHT_BYTES) if int4_rows.fits(linear) else linear.weight.nbytes
     if columns % INT4_GROUP:
         return linear.weight.nbytes
     padded = [-(-size // to) * to for size, to in zip((rows, columns), INT4_PADDED, strict=True)]
     return int(padded[0] * padded[1] * INT4_BYTES)
-
-
-def _nf4_bytes(weights: int, device: torch.device) -> int:
-    halved = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return weights // 2 + weights // NF4_GROUP * (NF4_HALF_SCALE if halved else NF4_SCALE)
 
 
 def linears(model: Any) -> Iterator[nn.Linear]:

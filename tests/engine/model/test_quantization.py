@@ -141,11 +141,10 @@ def test_the_bundled_model_in_4_bits(four_bits, model, capfd):
     assert (four_bits.dtype, four_bits.device) == (torch.float32, torch.device("cpu"))
     assert four_bits.model.num_parameters() == model.model.num_parameters()
     assert selftest(four_bits.model) < 0.01
-    # 4 bits and a scale per block of 64 for the layers, float32 for the embedding
-    scale = 2 if torch.cpu._is_avx512_bf16_supported() else 4
+    # 4 bits and a float32 scale per block of 64 for the layers, float32 for the embedding
     embedding = model.model.get_input_embeddings().weight.nbytes
     layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
-    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + scale / 64), rel=0.01)
+    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + 4 / 64), rel=0.01)
 
 
 @needs_bitsandbytes
