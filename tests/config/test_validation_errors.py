@@ -65,9 +65,12 @@ def test_few_words_can_be_offered():
     assert offered == [("one", "two"), ("true", "false"), ()]
 
 
-@pytest.mark.parametrize(("value", "words"), [(0, "at least 64"), ("x", "a whole number")])
-def test_a_value_that_no_field_describes(value, words):
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [(Outer, {"count": 0}, "at least 64"), (Outer, {"count": "x"}, "a whole number"), (Inner, {"share": 0}, "above 0")],
+)
+def test_a_value_that_no_field_describes(kind, value, words):
     with pytest.raises(ValidationError) as refused:
-        Outer.model_validate({"needed": "", "count": value})
-    assert refused_by_pydantic(refused.value) == (value, words)
+        kind.model_validate({"needed": "", **value})
+    assert refused_by_pydantic(refused.value) == (*value.values(), words)
     assert refused_by_pydantic(ValueError()) is None
