@@ -222,7 +222,7 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
         quantization.finish_loading(model, described.config, described.dtype)
     if packed_here:
         gguf_weights.pack(model, quantized.options["quantization_config"], device)
-    if device.type == "cpu" and quantization.describe(model) == "int8":
+    if device.type == "cpu":
         quantization.multiply_on_cpu(model)
     return model.eval() if in_place else model.eval().to(device)
 

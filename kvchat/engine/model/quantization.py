@@ -26,6 +26,7 @@ BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
+NF4_ROWS, NF4_GROUP = 32, 64  # of which bitsandbytes' kernel for processors with bfloat16 takes whole ones
 WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
 COMPRESSED = "compressed-tensors"
 FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
@@ -161,7 +162,13 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Let a model with int8 weights on a CPU multiply as ``int8_rows`` does, its head too."""
+    """Let a quantized model on a CPU multiply: int8 as ``int8_rows`` does, its head too, and nf4 of any shape."""
+    kind = describe(model)
+    for module in model.modules() if kind == "nf4" else ():
+        if getattr(module, "out_features", 0) % NF4_ROWS or getattr(module, "in_features", 0) % NF4_GROUP:
+            module.support_avx512bf16_for_cpu = False  # the kernel that it means refuses such a matrix
+    if kind != "int8":
+        return
     for linear in body(model):
         weight: Any = linear.weight
         if hasattr(weight, "qdata"):  # of a checkpoint that torchao made
