@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-from support import tiny_models
+from support import tiny_models, tiny_multimodal
 
 from kvchat.engine.model import attention_hook, quantization
 from kvchat.engine.model.fusion.recognize import projections
@@ -159,6 +159,14 @@ def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
             parameter.data = dequantize_4bit(*quantize_4bit(parameter.data, blocksize=64, quant_type="nf4"))
     rounded = sample_logits(plain)
     assert relative_error(sample_logits(four_bits.model), rounded) < 0.02 < 0.1 < relative_error(rounded, before)
+
+
+@needs_bitsandbytes
+def test_4_bits_of_matrices_whose_rows_the_kernel_of_some_processors_does_not_take(tmp_path):
+    tiny_multimodal.save(tiny_models.fresh("qwen3_5", vocab_size=8192), tmp_path)
+    loaded = load_model(Load(str(tmp_path), "cpu", "float32", quantize="nf4"), silent)
+    assert any(module.out_features % 32 for module in loaded.model.modules() if "Linear4bit" in type(module).__name__)
+    assert loaded.weights == "nf4"
 
 
 @needs_bitsandbytes
