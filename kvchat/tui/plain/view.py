@@ -112,7 +112,7 @@ def described(thought: str) -> str:
 class PlainSwitch:
     """A switch; the speed after it stands in the line under the answer."""
 
-    settled = False
+    speed = None
 
     def __init__(self, switched: Switched) -> None:
         self.switched = switched
@@ -127,7 +127,6 @@ class PlainSwitch:
 
     def close(self, now: float) -> None:
         """Nothing is added to a line that is printed."""
-        self.settled = not self.is_idle
 
 
 def comparison_lines(shown: RunningComparison) -> list[str]:
