@@ -141,6 +141,7 @@ class Models:
 
     async def _fetch(self, load: Load) -> None:
         """Download a model, wait for the answer in progress, if there is one, and load it."""
+        self._show_download(f"Starting the download of {load.model}")
         try:
             if await self._download.run(load.model, self._show_download):
                 while self._state.phase.busy or self._state.phase is Phase.LOADING:
