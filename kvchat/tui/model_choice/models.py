@@ -12,6 +12,7 @@ from kvchat.config.schema import checked_model
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Planned
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Stop
+from kvchat.tui.answering.ways_out import WayOut, load_anyway
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.model_choice.downloads import Download
@@ -84,6 +85,10 @@ class Models:
         was_loading, self._asked = self._asked is not None, None
         self._is_kept = was_loading and not is_fatal
         return self._is_kept
+
+    def ways_out(self) -> tuple[WayOut, ...]:
+        """What can be done where the model being loaded does not fit."""
+        return load_anyway(self._asked, self._base) if self._asked is not None else ()
 
     async def stop(self) -> None:
         """Stop what is being loaded or downloaded.
