@@ -31,3 +31,16 @@ def test_textuals_theme_counts_where_the_settings_name_none(
         chat.start(AppConfig(log_file=tmp_path / "log", theme=chosen or "kvchat-dark", resolved=resolved), False) == 0
     )
     assert started[0].theme == theme
+
+
+@pytest.mark.parametrize(
+    ("prompt", "piped"), [("Sum up", "File stdin:\n```\na\nb\n```"), ("", ""), ("/stats", ""), (" ", "")]
+)
+def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_questions_by_lines(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, piped: str
+) -> None:
+    monkeypatch.setattr(chat.question, "piped", lambda: b"a\nb\n")
+    monkeypatch.setattr(chat, "start", lambda config, plain: started.append(config) or 0)
+    started: list[AppConfig] = []
+    assert chat.chat(sources.SettingsSource(), resume=False, plain=False, prompt=prompt) == 0
+    assert (started[0].prompt, started[0].piped) == (prompt, piped)

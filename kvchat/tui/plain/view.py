@@ -8,6 +8,7 @@ from time import monotonic
 
 from kvchat.catalog import models as catalog
 from kvchat.conversations import comparison
+from kvchat.conversations.attachments import folded
 from kvchat.conversations.comparison import COLUMNS, NOTHING, label
 from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
@@ -187,7 +188,7 @@ class PlainView:
     async def add_question(self, text: str, queued: bool) -> PlainQuestion:
         """Print a question that the terminal did not show."""
         if self._echoes:
-            self._lines.text(f"{YOU}{text}\n")
+            self._lines.text(f"{YOU}{folded(text)}\n")
         return PlainQuestion(text)
 
     async def add_command(self, line: str) -> PlainQuestion:
