@@ -113,7 +113,7 @@ def described(thought: str) -> str:
 class PlainSwitch:
     """A switch; the speed after it stands in the line under the answer."""
 
-    speed = None
+    speed: float | None = None
 
     def __init__(self, switched: Switched) -> None:
         self.switched = switched

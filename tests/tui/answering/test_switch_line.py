@@ -35,6 +35,14 @@ def test_an_answer_that_ends_earlier_fills_it_in():
     assert "41 -> 58 tok/s" in str(line.content)
 
 
+def test_a_speed_after_it_alone_is_told_from_one_before_it():
+    line = note(None)
+    line.count(1, now=10.0)
+    line.count(29, now=10.5)
+    line.close(now=10.5)
+    assert str(line.content).endswith(" · then 58 tok/s ──")
+
+
 @pytest.mark.parametrize("tokens", [0, SETTLED_TOKENS])
 def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_answer_do_not_count(tokens):
     line = note()
