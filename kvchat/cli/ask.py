@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvchat.cli.output import note, report, write
 from kvchat.cli.session import INTERRUPTED, interrupt_cancels, opened
+from kvchat.config import modes
+from kvchat.config.schema import Settings
 from kvchat.engine.generate.hold_back import hold_back
-from kvchat.errors import KvchatError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
+from kvchat.tui.prompt.words import resolve
 
 if TYPE_CHECKING:
     from kvchat import Session
@@ -26,6 +30,22 @@ class SwitchAt:
     after: int
     mode: str
     params: Params
+
+    @classmethod
+    def read(cls, text: str, chosen: Settings) -> SwitchAt:
+        """``N:MODE[,KEY=VALUE...]``; only what is named is given, the settings go to the engine with the model.
+
+        Raises:
+            UsageError: it is none, or the mode or a value is refused.
+        """
+        match = re.fullmatch(r"(\d+):(\w+)((?:,\w+=[^,=]*)*)", text)
+        if not match:
+            raise UsageError(f'--switch-at "{text}" is not N:MODE.', hint="For example: 64:speculative,budget=512")
+        after, given_mode, pairs = match.groups()
+        mode = resolve(given_mode, modes.registered(), "KV mode")
+        given = dict(pair.split("=") for pair in pairs.split(",") if pair)
+        checked = modes.parse(mode, {**chosen.kv.params(mode), **given})
+        return cls(int(after), mode, {name: getattr(checked, name) for name in given})
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvchat
 from kvchat import paths, text_file
+from kvchat.cli import question
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
@@ -24,13 +25,16 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
     """Run the application until the user leaves; the exit code.
 
     ``plain`` has it line by line, which it also is without a terminal or on one that can only print. ``record`` is a
-    new file for what the engine reports. ``prompt`` is asked first.
+    new file for what the engine reports. ``prompt`` is asked first, about what is piped in.
     """
     problems: list[str] = []
     resolved = load_settings(flags, problems.append)
     from kvchat.protocol.recording import Recorder
+    from kvchat.tui.actions import is_command
     from kvchat.tui.config import AppConfig
 
+    asked = question.typed(prompt)
+    is_question = asked.strip() and not is_command(asked)
     chosen = resolved.settings
     config = AppConfig(
         load=replace(load_of(chosen), keeping=_keeping(chosen)),
@@ -43,7 +47,8 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         history_file=paths.history_file() if chosen.ui.history else None,
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
-        prompt=text_file.decoded(prompt.encode("utf-8", "surrogateescape"), "The prompt"),
+        prompt=asked,
+        piped=question.as_file(text_file.decoded(question.piped(), "stdin")) if is_question else "",
         recorder=Recorder(record, kvchat.__version__) if record else None,
         model_folders=tuple(map(Path, chosen.model.folders)),
         profile=profiles.find(chosen.model.device).describe(),

@@ -5,7 +5,6 @@ Imports neither torch nor transformers nor textual; what a command needs is impo
 
 from __future__ import annotations
 
-import re
 import sys
 import traceback
 from dataclasses import replace
@@ -27,6 +26,7 @@ from kvchat.cli.options import (
     Device,
     Dtype,
     Files,
+    Force,
     HostDtype,
     MaxNewTokens,
     MinP,
@@ -54,11 +54,9 @@ from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
 from kvchat.cli.question import turns
 from kvchat.config import modes
-from kvchat.config.schema import Settings
 from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.threads import spin_briefly, use_physical_cores
-from kvchat.tui.prompt.words import resolve
 
 
 def main() -> None:
@@ -104,6 +102,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
     device: Device = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    force: Force = None,
     host_dtype: HostDtype = None,
     mode: Mode = None,
     budget: Budget = None,
@@ -137,6 +136,7 @@ def chat_command(
     device: Device = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    force: Force = None,
     host_dtype: HostDtype = None,
     mode: Mode = None,
     budget: Budget = None,
@@ -161,6 +161,7 @@ def ask_command(
     device: Device = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    force: Force = None,
     host_dtype: HostDtype = None,
     mode: Mode = None,
     budget: Budget = None,
@@ -182,10 +183,10 @@ def ask_command(
     stats: Annotated[bool, typer.Option("--stats", help="print what the answer cost on stderr")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
-    """Answer one prompt on stdout. Piped text is the prompt, or is added to PROMPT."""
+    """Answer one prompt on stdout. Piped text is the prompt, or stands before PROMPT as a file."""
     resolved = load_settings(options.flags(ctx.params))
     chosen = resolved.settings
-    switches = tuple(_switch_at(text, chosen) for text in switch_at or ())
+    switches = tuple(SwitchAt.read(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
     asked = turns(prompt, file or (), chosen.model.system)
     question = Question(load_of(chosen), asked, chosen.sampling.sampling(), switches, as_json, stats)
@@ -312,18 +313,6 @@ def locate() -> None:
 
 
 # ---- pieces ----------------------------------------------------------------------------------------
-
-
-def _switch_at(text: str, chosen: Settings) -> SwitchAt:
-    """``N:MODE[,KEY=VALUE...]``; only what is named is given, the settings go to the engine with the model."""
-    match = re.fullmatch(r"(\d+):(\w+)((?:,\w+=[^,=]*)*)", text)
-    if not match:
-        raise UsageError(f'--switch-at "{text}" is not N:MODE.', hint="For example: 64:speculative,budget=512")
-    after, given_mode, pairs = match.groups()
-    mode = resolve(given_mode, modes.registered(), "KV mode")
-    given = dict(pair.split("=") for pair in pairs.split(",") if pair)
-    checked = modes.parse(mode, {**chosen.kv.params(mode), **given})
-    return SwitchAt(int(after), mode, {name: getattr(checked, name) for name in given})
 
 
 def _note_unused(resolved: Resolved, used: list[str]) -> None:

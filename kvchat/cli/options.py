@@ -72,6 +72,7 @@ Device = Annotated[str | None, setting(ModelSettings, "device", complete=complet
 NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
 Dtype = Annotated[str | None, setting(ModelSettings, "dtype")]
 Quantize = Annotated[str | None, setting(ModelSettings, "quantize")]
+Force = Annotated[bool | None, setting(ModelSettings, "force", "--force")]
 HostDtype = Annotated[str | None, setting(KvSection, "host_dtype")]
 Mode = Annotated[str | None, setting(KvSection, "mode", complete=complete_mode)]
 Budget = Annotated[int | None, setting(BudgetParameters, "budget")]

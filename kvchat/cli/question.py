@@ -35,20 +35,35 @@ def piped() -> bytes:
 
 
 def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
-    """The user's turn: the files with their names, the prompt, and what was piped in.
+    """The user's turn: the files with their names, what was piped in as one more of them, and the prompt.
+
+    Without a prompt what was piped in is the prompt.
 
     Raises:
         UsageError: nothing is left, a file cannot be read, or something is not UTF-8.
         DoesNotFitError: a file is larger than what a model could read.
     """
     parts = [fenced(str(path), _read(path)) for path in files]
-    # the shell hands on bytes that are not UTF-8 as lone surrogates
-    parts.append(text_file.decoded((prompt or "").encode("utf-8", "surrogateescape"), "The prompt"))
-    parts.append(text_file.decoded(piped, "stdin"))
+    written, context = typed(prompt or ""), text_file.decoded(piped, "stdin")
+    parts += [context, written] if not written.strip() else [as_file(context), written]
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
         raise UsageError("The prompt is empty.", hint="Write it behind the command or pipe it in.")
     return text
+
+
+def typed(prompt: str) -> str:
+    """A prompt of the command line; the shell hands on bytes that are not UTF-8 as lone surrogates.
+
+    Raises:
+        UsageError: it has such bytes.
+    """
+    return text_file.decoded(prompt.encode("utf-8", "surrogateescape"), "The prompt")
+
+
+def as_file(piped: str) -> str:
+    """What was piped in beside a prompt, as a file is sent; nothing for white space."""
+    return fenced("stdin", piped) if piped.strip() else ""
 
 
 def _read(path: Path) -> str:

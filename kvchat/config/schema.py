@@ -43,6 +43,8 @@ class ModelSettings(Section):
     """int8, int4 (on a GPU kvchat[ao]) or nf4 (kvchat[bnb]): weights in 8 or 4 bits; auto: those of small GGUF files"""
     fast: bool = True
     """swap small pieces of the model for faster ones, checked when it is loaded"""
+    force: bool = False
+    """load a model also where its weights do not fit the memory that is free"""
     folders: Texts = ()
     """folders in which the application looks for models, beside the hub's cache"""
     system: str = ""

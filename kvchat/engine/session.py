@@ -41,6 +41,7 @@ def load(
     mode_params: Mapping[str, Params] | None = None,
     quantize: str = "auto",
     fast: bool = True,
+    force: bool = False,
     host_dtype: HostDtype = "model",
     progress: Callable[[str], None] = lambda stage: None,
     **params: Any,
@@ -57,6 +58,7 @@ def load(
         quantize: ``auto`` (small GGUF files stay small), ``none``, ``int8`` or ``int4`` (on a GPU torchao's),
             ``nf4`` (bitsandbytes).
         fast: swap small pieces of the model for faster ones.
+        force: load a model also where its weights do not fit the memory that is free.
         host_dtype: what full pages of K/V are kept in: the ``model``'s number format, or ``int8``.
         progress: called with each stage of loading.
         params: the mode's parameters, such as ``budget``.
@@ -73,6 +75,7 @@ def load(
         dtype=dtype,
         quantize=quantize,
         fast=fast,
+        force=force,
         mode=mode,
         mode_params=dict(mode_params or {}),
         given={mode: params},

@@ -59,11 +59,10 @@ class Keeping:
 class Load:
     """Load a model in place of the one in use; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
-    ``Stop`` gives it up. The model in use stays until the other is ready; where memory does not allow that it is
-    unloaded first, and after a failure loaded again. After a failure that is not fatal its ``Loaded`` comes.
-    ``mode_params`` are the settings of each mode. ``given`` are values given at run time, by the mode they were given
-    for; they override the settings: the budget in every mode, the others in that mode only.
-    ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of reading the device's memory.
+    ``Stop`` gives it up. The model in use stays until the other is ready, or is loaded again after a failure; after one
+    that is not fatal its ``Loaded`` comes. ``force`` loads also what does not fit. ``mode_params`` are the settings of
+    each mode, ``given`` values given at run time by the mode: the budget overrides that of every mode, others that of
+    one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the device's memory.
     """
 
     model: str = BUNDLED
@@ -74,6 +73,7 @@ class Load:
     mode_params: dict[str, Params] = field(default_factory=dict)
     quantize: str = "auto"
     fast: bool = True
+    force: bool = False
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     read_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     keeping: Keeping = Keeping()

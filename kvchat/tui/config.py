@@ -17,8 +17,9 @@ class AppConfig:
 
     ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
-    latest one. ``prompt`` is sent first, as if it were typed. ``model_folders`` are looked into for models.
-    ``engine_command`` and ``download_command`` None start the real ones. ``profile`` names the profiles in force.
+    latest one. ``prompt`` is sent first, as if it were typed, with ``piped`` before it. ``model_folders`` are looked
+    into for models. ``engine_command`` and ``download_command`` None start the real ones. ``profile`` names the
+    profiles in force.
     ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
     ``problems`` are shown once: settings that could not be used. ``resolved`` are all settings with their sources,
     ``config_file`` is where changed ones are saved; None saves none.
@@ -35,6 +36,7 @@ class AppConfig:
     database: Path | None = None
     resume: bool = False
     prompt: str = ""
+    piped: str = ""
     model_folders: tuple[Path, ...] = ()
     engine_command: tuple[str, ...] | None = None
     download_command: tuple[str, ...] | None = None

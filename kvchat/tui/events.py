@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvchat.errors import EngineError, KvchatError, OutOfMemoryError, UsageError
+from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, UsageError
 from kvchat.protocol.comparing import Compared, Comparing
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Planned, Snapshot
@@ -211,9 +211,10 @@ class EngineEvents:
         was_busy = self.state.phase.busy
         is_cut_off = was_busy and await self.answers.abandon()
         self.comparisons.abandon(failed.title)
+        too_large = self.models.ways_out() if failed.kind == DoesNotFitError.__name__ else ()
         is_kept = self.models.give_up(failed.fatal)
         ran_out = was_busy and failed.kind == OutOfMemoryError.__name__
-        ways = ways_out(self.state, is_cut_off) if ran_out else ()
+        ways = ways_out(self.state, is_cut_off) if ran_out else too_large
         self._show_error(EngineError(failed.title, failed.detail, failed.hint), ways)
         if failed.fatal or self.state.info is None:
             await self.answers.down()

@@ -243,7 +243,7 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
         parts.append(f"{count(switched.total)} tok")
     speeds = [figure(speed) for speed in (before, after) if speed is not None]
     if speeds:
-        parts.append(" -> ".join(speeds) + " tok/s")
+        parts.append(f"{'then ' if before is None else ''}{' -> '.join(speeds)} tok/s")
     if switched.moved_bytes:
         parts.append(f"moved {size(switched.moved_bytes)}")
     if switched.reduced_tokens:

@@ -52,10 +52,10 @@ class AnswerView(Protocol):
 
 
 class SwitchView(Protocol):
-    """The line of a mode switch; ``settled`` once it shows the speed after the switch."""
+    """The line of a mode switch; ``speed`` is that before it in tokens/s."""
 
     switched: Switched
-    settled: bool
+    speed: float | None
 
     @property
     def is_idle(self) -> bool:
@@ -68,7 +68,7 @@ class SwitchView(Protocol):
         """Count tokens generated after the switch; ``now`` in seconds."""
 
     def close(self, now: float) -> None:
-        """Show the speed of the tokens counted so far."""
+        """Count no more; show the speed of the tokens counted so far. One without a token stays as it is."""
 
 
 class ChatView(Protocol):

@@ -1,11 +1,13 @@
-"""Ways out where memory ran out during an answer: commands that a click runs."""
+"""What can be done where memory ran out or a model does not fit: commands that a click runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from shlex import quote
 
 from kvchat.config import modes
 from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load
 from kvchat.tui.state import ChatState
 
 
@@ -30,6 +32,15 @@ def ways_out(state: ChatState, is_cut_off: bool) -> tuple[WayOut, ...]:
     if state.mode != modes.HOLDS_LEAST:
         found.append(WayOut(f"take the mode that holds least{goes_on}", (f"/mode {modes.HOLDS_LEAST}", *after)))
     return (*found, WayOut("unload the model, which frees all its memory", ("/unload",)))
+
+
+def load_anyway(load: Load, settings: Load) -> tuple[WayOut, ...]:
+    """Loading a model that does not fit, with what was given beside the ``settings``, unless that has been tried."""
+    if load.force:
+        return ()
+    given = (name for name in ("device", "dtype", "quantize") if getattr(load, name) != getattr(settings, name))
+    words = (quote(load.model), *(f"{name}={getattr(load, name)}" for name in given), "force=true")
+    return (WayOut("load it anyway", (f"/model {' '.join(words)}",)),)
 
 
 def _half_budget(state: ChatState) -> int | None:

@@ -110,11 +110,13 @@ def test_stats_go_to_stderr(run: Run, session: FakeSession) -> None:
     assert (rows["generated_tokens"], rows["ttft_s"], rows["switches"]) == ("5", "-", "0")
 
 
-def test_piped_text_is_the_prompt_or_is_added_to_it(run: Run, session: FakeSession) -> None:
+def test_piped_text_is_the_prompt_or_stands_before_it_as_a_file(run: Run, session: FakeSession) -> None:
     run("ask", stdin="grüß\n".encode())
     assert prompt(session) == "grüß"
     run("ask", "Sum up:", stdin=b"a\nb\n")
-    assert prompt(session) == "Sum up:\n\na\nb"
+    assert prompt(session) == "File stdin:\n```\na\nb\n```\n\nSum up:"
+    run("ask", "Sum up:", stdin=b" \n")
+    assert prompt(session) == "Sum up:"
 
 
 def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSession, tmp_path: Path) -> None:

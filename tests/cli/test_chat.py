@@ -88,3 +88,16 @@ def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding: str, can: bo
             self.encoding = encoding
 
     assert chat._draws(Stream()) is can
+
+
+@pytest.mark.parametrize(
+    ("prompt", "piped"), [("Sum up", "File stdin:\n```\na\nb\n```"), ("", ""), ("/stats", ""), (" ", "")]
+)
+def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_questions_by_lines(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, piped: str
+) -> None:
+    monkeypatch.setattr(chat.question, "piped", lambda: b"a\nb\n")
+    monkeypatch.setattr(chat, "start", lambda config, plain: started.append(config) or 0)
+    started: list[AppConfig] = []
+    assert chat.chat(sources.SettingsSource(), resume=False, plain=False, prompt=prompt) == 0
+    assert (started[0].prompt, started[0].piped) == (prompt, piped)

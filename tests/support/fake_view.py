@@ -85,7 +85,6 @@ class FakeAnswer:
 class FakeSwitch:
     def __init__(self, switched: Switched, speed: float | None) -> None:
         self.switched, self.speed = switched, speed
-        self.settled = False
         self.tokens = self.closed = 0
         self.removed = False
 

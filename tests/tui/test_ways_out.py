@@ -65,3 +65,16 @@ async def test_where_something_else_failed_nothing_is_offered(chat):
     await chat.ask("hello")
     await chat.controller.handle(Failed("The prompt is too long.", kind="DoesNotFitError"))
     assert chat.view.ways_out == []
+
+
+async def test_a_model_that_does_not_fit_is_offered_to_be_loaded_anyway_once(chat, tmp_path):
+    await chat.load()
+    too_large = Failed("It does not fit.", kind="DoesNotFitError")
+    await chat.controller.models.choose(str(tmp_path), {"quantize": "int8"})
+    await chat.controller.handle(too_large)
+    assert chat.view.ways_out == [(f"/model {tmp_path} quantize=int8 force=true",)]
+    await chat.load()  # the model in use stays
+    await chat.controller.models.choose(str(tmp_path), {"quantize": "int8", "force": "true"})
+    assert chat.client.sent[-1].force
+    await chat.controller.handle(too_large)
+    assert chat.view.ways_out == []

@@ -70,10 +70,14 @@ class AnswerMetrics:
         """Note a drawn token."""
         self.token_times.append(time.perf_counter())
 
-    def rate(self, tokens: int = 0) -> float | None:
-        """Tokens per second of the last ``tokens`` tokens (0: of all), without the first, which the prefill made."""
-        times = self.token_times[-tokens - 1 :] if tokens else self.token_times
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    def rate(self) -> float | None:
+        """Tokens per second of all tokens but the first, which the prefill made."""
+        return _rate(self.token_times)
+
+    def present_rate(self) -> float | None:
+        """Tokens per second of the last ``RATE_TOKENS`` tokens, none of which came before the last switch."""
+        since = self.switches[-1]["at"] if self.switches else 0
+        return _rate(self.token_times[since:][-RATE_TOKENS - 1 :])
 
     @property
     def ttft_s(self) -> float | None:
@@ -190,7 +194,7 @@ class MetricsCollector:
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
             gpu=self._read_gpu(),
-            tokens_per_s=self.answer.rate(RATE_TOKENS) if self.answer else None,
+            tokens_per_s=self.answer.present_rate() if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
             recalled_bytes=now.moved_bytes - self._beside_bytes,
@@ -261,6 +265,10 @@ def _gpu_of(device: torch.device) -> tuple[GpuReader | None, str]:
         return None, ""
     properties = torch.cuda.get_device_properties(device)
     return GpuReader(str(properties.uuid)), properties.name
+
+
+def _rate(times: list[float]) -> float | None:
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
 
 
 def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:

@@ -35,6 +35,7 @@ from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weights_memory import give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
+from kvchat.kv.memory import available
 from kvchat.kv.ops.first_compile import compile_loops
 from kvchat.protocol.messages import TEMPERATURE, Load
 from kvchat.units import size
@@ -84,7 +85,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
     packed again.
     ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
     it is with "auto" and "none".
-    ``fast`` replaces the modules that the fast path recognizes.
+    ``fast`` replaces the modules that the fast path recognizes; ``force`` tries also what does not fit.
 
     Raises:
         ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
@@ -97,7 +98,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         checkpoint = complete(described.location, progress)
         _check_layers(described.config, checkpoint)
-        _check_fits(checkpoint, described.device, quantized.share)
+        if not asked.force:
+            _check_fits(checkpoint, described.device, quantized.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
         with _explained(checkpoint, described.device):
@@ -309,7 +311,8 @@ def _check_layers(config: Any, found: Checkpoint) -> None:
 
 def _check_fits(found: Checkpoint, device: torch.device, share: float) -> None:
     """Refuse weights of which not even ``share`` of the files' size fits, before minutes of reading them."""
-    if device.type == "cuda" and found.weight_bytes * share > torch.cuda.mem_get_info(device)[0]:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available.host_free()
+    if found.weight_bytes * share > free:
         raise _does_not_fit(found, device)
 
 
@@ -317,12 +320,12 @@ def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
     if device.type == "cpu":
         return DoesNotFitError(
             f"{found.name} does not fit this machine's memory.",
-            f"Its weights take {size(found.weight_bytes, 2)} on disk.",
-            "Choose a smaller model or --quantize int8, or end what else takes memory.",
+            f"Its weights take {size(found.weight_bytes, 2)} on disk, and {size(available.host_free(), 2)} are free.",
+            "Choose a smaller model or --quantize int8, or end what else takes memory. --force loads it anyway.",
         )
     free, total = torch.cuda.mem_get_info(device)
     return DoesNotFitError(
         f"{found.name} does not fit {torch.cuda.get_device_name(device)}.",
         f"Its weights take {size(found.weight_bytes, 2)}, and {size(free, 2)} of {size(total, 2)} are free.",
-        "Choose a smaller model, or free memory on the GPU.",
+        "Choose a smaller model, or free memory on the GPU. --force loads it anyway.",
     )

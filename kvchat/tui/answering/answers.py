@@ -42,7 +42,7 @@ class Answers:
         self.answer: AnswerView | None = None
         self.queue = QuestionQueue(view)
         self._question: QuestionView | None = None
-        self._switches: list[SwitchView] = []
+        self._switch: SwitchView | None = None
 
     async def begin(self, said: str = "") -> None:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
@@ -106,8 +106,8 @@ class Answers:
         if self.state.phase is not Phase.ANSWERING:
             self._show_phase(Phase.ANSWERING)
         self.answer.feed(piece.text)
-        for switch in self._switches if self._is_real_time() else ():
-            switch.count(piece.tokens, monotonic())
+        if self._switch is not None and self._is_real_time():
+            self._switch.count(piece.tokens, monotonic())
 
     async def withdraw(self, chars: int) -> None:
         """Remove the end of the answer and keep it readable, struck through, in a note."""
@@ -120,21 +120,21 @@ class Answers:
 
         Switches one after the other, without a token between them, are one.
         """
-        self._close_switches()
-        if self._switches and (last := self._switches[-1]).is_idle and last.switched.total == switched.total:
-            self._switches.remove(last)
+        self._close_switch()
+        last, self._switch = self._switch, None
+        if last is not None and last.is_idle and last.switched.total == switched.total:
             await last.remove()
-            moved = last.switched.moved_bytes + switched.moved_bytes
+            moved, speed = last.switched.moved_bytes + switched.moved_bytes, last.speed
+            is_back = switched.mode == last.switched.before != last.switched.mode
             switched = replace(switched, before=last.switched.before, moved_bytes=moved)
-            if switched.before == switched.mode:
+            if is_back:
                 return
-        switch = await self.view.add_switch(switched, speed)
-        self._switches = [*(old for old in self._switches if not old.settled), switch]
+        self._switch = await self.view.add_switch(switched, speed)
 
     async def finish(self, finished: Finished) -> None:
         """Complete the answer; one stopped before its first word gives the question back."""
         answer, self.answer = self.answer, None
-        self._close_switches()
+        self._close_switch()
         if answer is None:
             return
         if self._said or finished.text or finished.reason != "stopped":
@@ -176,7 +176,7 @@ class Answers:
         if queued := self.queue.leave():
             self._restore(queued, "What was queued")
         self.answer = self._question = None
-        self._switches.clear()
+        self._switch = None
 
     async def ready(self) -> None:
         """The engine is ready: run the commands that wait, up to the first question, and send that."""
@@ -245,9 +245,9 @@ class Answers:
         self._show_phase(Phase.READY)
         return True
 
-    def _close_switches(self) -> None:
-        for switch in self._switches:
-            switch.close(monotonic())
+    def _close_switch(self) -> None:
+        if self._switch is not None:
+            self._switch.close(monotonic())
 
     def _show_phase(self, phase: Phase) -> None:
         self.state.enter_phase(phase)

@@ -18,6 +18,7 @@ from kvchat.tui.model_choice.downloads import Download
 from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
+from kvchat.tui.ways_out import WayOut, load_anyway
 
 ANSWER_POLL_S = 0.2
 
@@ -85,6 +86,10 @@ class Models:
         self._is_kept = was_loading and not is_fatal
         return self._is_kept
 
+    def ways_out(self) -> tuple[WayOut, ...]:
+        """What can be done where the model being loaded does not fit."""
+        return load_anyway(self._asked, self._base) if self._asked is not None else ()
+
     async def stop(self) -> None:
         """Stop what is being loaded or downloaded.
 
@@ -141,6 +146,7 @@ class Models:
 
     async def _fetch(self, load: Load) -> None:
         """Download a model, wait for the answer in progress, if there is one, and load it."""
+        self._show_download(f"Starting the download of {load.model}")
         try:
             if await self._download.run(load.model, self._show_download):
                 while self._state.phase.busy or self._state.phase is Phase.LOADING:

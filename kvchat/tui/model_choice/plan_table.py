@@ -108,6 +108,7 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
 def _proposed(made: MemoryPlan) -> Iterator[str]:
     if made.proposal is None:
         yield "Nothing fits: take a smaller model or a shorter context."
+        yield f"kvchat -m {made.model} --force loads it anyway."
         return
     if made.proposal.install:
         yield made.proposal.install

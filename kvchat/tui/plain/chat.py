@@ -97,7 +97,8 @@ class PlainChat:
 
     async def run(self, reader: LineReader) -> int:
         """Read, ask and answer until the lines end or the user leaves; the exit code."""
-        self._lines.line(WELCOME)
+        if self._is_typed:
+            self._lines.line(WELCOME)
         for problem in self._config.problems:
             self._lines.problem(problem)
         self._handle_signals()
@@ -141,11 +142,11 @@ class PlainChat:
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
         try:
-            async for line in self._given(reader):
+            async for line, piped in self._given(reader):
                 if not self._is_typed:
                     await self._until(self._is_idle)
                 self._is_taking = True
-                await self._take(line)
+                await self._take(line, piped)
                 self._is_taking = False
                 self._lines.changed.set()
                 if self._left.is_set():
@@ -156,16 +157,16 @@ class PlainChat:
             if asking:
                 asking.cancel()
 
-    async def _given(self, reader: LineReader) -> AsyncIterator[str]:
-        """The question of the command line, if there is one, and the lines that are typed or piped in."""
+    async def _given(self, reader: LineReader) -> AsyncIterator[tuple[str, str]]:
+        """The question of the command line with what was piped in for it, and the lines that are typed or piped in."""
         if self._config.prompt:
-            yield self._config.prompt
+            yield self._config.prompt, self._config.piped
         async for line in reader:
             self._lines.entered()
-            yield line
+            yield line, ""
 
-    async def _take(self, line: str) -> None:
-        """Run a command or ask a question; a refusal is a line."""
+    async def _take(self, line: str, piped: str = "") -> None:
+        """Run a command or ask a question about what was piped in; a refusal is a line."""
         if not line.strip():
             return
         try:
@@ -175,7 +176,7 @@ class PlainChat:
                 self._lines.problem("Nothing is asked: there is no model.")  # why is said; it would fail once more
                 self._left.set()
             else:
-                await self.chat.ask(questions.compose([Part(line)], self.chat.state))
+                await self.chat.ask(questions.compose(_with_piped(line, piped), self.chat.state))
         except KvchatError as error:
             self.view.add_error(error)
 
@@ -307,3 +308,8 @@ class PlainChat:
 
     def _say(self, lines: Iterable[str]) -> None:
         self._lines.line("\n".join(lines))
+
+
+def _with_piped(line: str, piped: str) -> tuple[Part, ...]:
+    """A question in parts; what was piped in is literal."""
+    return (Part(f"{piped}\n\n", is_typed=False), Part(line)) if piped else (Part(line),)

@@ -8,6 +8,7 @@ from time import monotonic
 
 from kvchat.catalog import models as catalog
 from kvchat.conversations import comparison
+from kvchat.conversations.attachments import folded
 from kvchat.conversations.comparison import COLUMNS, NOTHING, label
 from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
@@ -112,7 +113,7 @@ def described(thought: str) -> str:
 class PlainSwitch:
     """A switch; the speed after it stands in the line under the answer."""
 
-    settled = False
+    speed: float | None = None
 
     def __init__(self, switched: Switched) -> None:
         self.switched = switched
@@ -127,7 +128,6 @@ class PlainSwitch:
 
     def close(self, now: float) -> None:
         """Nothing is added to a line that is printed."""
-        self.settled = not self.is_idle
 
 
 def comparison_lines(shown: RunningComparison) -> list[str]:
@@ -188,7 +188,7 @@ class PlainView:
     async def add_question(self, text: str, queued: bool) -> PlainQuestion:
         """Print a question that the terminal did not show."""
         if self._echoes:
-            self._lines.text(f"{YOU}{text}\n")
+            self._lines.text(f"{YOU}{folded(text)}\n")
         return PlainQuestion(text)
 
     async def add_command(self, line: str) -> PlainQuestion:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,17 +69,17 @@ class ModelsScreen(SearchScreen[FoundModel]):
         """Show the models whose names say what is typed."""
         self._show_typed()
 
-    async def action_choose(self) -> None:
+    def action_choose(self) -> None:
         """Load the highlighted model, once the models are found."""
         self._is_chosen = self._found is None
         self._show_typed()
         if self.highlighted is not None:
-            await self._choose(self.highlighted)
+            self._choose(self.highlighted)
 
     @on(OptionList.OptionSelected)
-    async def load_selected(self, event: OptionList.OptionSelected) -> None:
+    def load_selected(self, event: OptionList.OptionSelected) -> None:
         """Load a model."""
-        await self._choose(self.shown[event.option.id or ""])
+        self._choose(self.shown[event.option.id or ""])
 
     def action_plan(self) -> None:
         """Show what the highlighted model will take, in the transcript."""
@@ -90,10 +91,13 @@ class ModelsScreen(SearchScreen[FoundModel]):
             except KvchatError as error:
                 self.app.notify(str(error), severity="warning")
 
-    async def _choose(self, model: FoundModel) -> None:
+    def _choose(self, model: FoundModel) -> None:
         self.dismiss()
+        run_beside(self.app, partial(self._load, model.name))  # this screen's own work ends with it
+
+    async def _load(self, name: str) -> None:
         try:
-            await self._models.choose(model.name, {})
+            await self._models.choose(name, {})
         except KvchatError as error:
             self.app.notify(str(error), severity="warning")
 
@@ -107,7 +111,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         if self.query(OptionList):
             self._show()
             if self._is_chosen:
-                await self.action_choose()
+                self.action_choose()
 
     def _show_typed(self) -> None:
         """Show what is typed, unless the list shows it: keys may come before the field tells of a change."""

@@ -25,7 +25,7 @@ from kvchat.tui.screens import needle
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
-from kvchat.tui.view import Severity
+from kvchat.tui.view import Severity, SwitchView
 from kvchat.tui.ways_out import WayOut
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
@@ -41,8 +41,6 @@ from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.timeline import Timeline
 from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import Welcome
-
-LAST_WORDS = 4
 
 
 class ShownChat(Screen[None]):
@@ -78,16 +76,14 @@ class ShownChat(Screen[None]):
     async def add_answer(self) -> Answer:
         return await self._transcript.add(Answer())
 
-    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchNote:
+    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchView:
         if switched.before != switched.mode and switched.total:
             self.query_one(Ribbon).mark(switched.total, switched.mode)
             self.query_one(Timeline).mark()
-        return await self._transcript.add(SwitchNote(switched, speed, self._last_words()))
-
-    def _last_words(self) -> str:
-        """The last words so far of the answer that is being given; "" where there is none, or none yet."""
-        given = [answer for answer in self._transcript.query(Answer) if not answer.finished]
-        return " ".join(visible(given[-1].text).split()[-LAST_WORDS:]) if given else ""
+        for answer in self._transcript.query(Answer):
+            if not answer.finished:
+                return answer.mark(switched, speed)
+        return await self._transcript.add(SwitchNote(switched, speed))
 
     def add_note(self, text: str, struck: str = "") -> None:
         self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))

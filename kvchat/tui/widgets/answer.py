@@ -12,8 +12,10 @@ from textual.widgets import Static
 
 from kvchat.conversations.conversation import Message
 from kvchat.foreign_text import visible
+from kvchat.protocol.messages import Switched
 from kvchat.tui.answering import thinking
 from kvchat.tui.answering.pacing import Paced
+from kvchat.tui.switch_line import SwitchLine, with_lines
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.plain_text import PlainText
 
@@ -53,11 +55,12 @@ class Answer(Vertical):
         self.collapsed = False
         self.finished = False
         self.weight = 1
+        self._marks: list[SwitchMark] = []
         self._drawing = asyncio.Lock()
         self._paced = Paced(self, self._grow)
 
     def compose(self) -> ComposeResult:
-        thought, said = thinking.split(visible(self.text))
+        thought, said = self._parts()
         if self.collapsed:
             yield PlainText(said)
             return
@@ -85,6 +88,20 @@ class Answer(Vertical):
         self.text += text
         self._paced.ask()
 
+    def mark(self, switched: Switched, speed: float | None) -> SwitchMark:
+        """Mark a switch at the present end of the text."""
+        self._marks.append(mark := SwitchMark(self, switched, speed))
+        return mark
+
+    def redraw(self) -> None:
+        """Draw the text again, whose marks have changed."""
+        self._paced.ask()
+
+    def forget(self, mark: SwitchMark) -> None:
+        """Draw a mark no more."""
+        self._marks.remove(mark)
+        self.redraw()
+
     async def withdraw(self, chars: int) -> str:
         """Remove the last ``chars`` characters, also from the screen, and return them."""
         kept = len(self.text) - chars
@@ -108,7 +125,7 @@ class Answer(Vertical):
     async def finish(self, message: Message, footer: str) -> None:
         """Show the complete answer, parsed once more as one text, with the line ``footer`` under it."""
         self._take(message, footer)
-        thought, said = thinking.split(visible(self.text))
+        thought, said = self._parts()
         self._show_thought(thought, is_open=False)
         async with self._drawing:
             await self._show_body(said, is_final=True)
@@ -139,24 +156,26 @@ class Answer(Vertical):
                 self.styles.height = self.size.height
             self.collapsed = collapsed
             await self.recompose()
-            if not collapsed and await self._show_body(thinking.split(visible(self.text))[1], is_final=True):
+            if not collapsed and await self._show_body(self._parts()[1], is_final=True):
                 self.styles.height = "auto"
                 self._weigh()
 
+    def _parts(self) -> tuple[str, str]:
+        """The thought and what is said, with the marks of switches, as they are drawn."""
+        lines = [(mark.place, mark.line) for mark in self._marks]
+        return thinking.split(visible(with_lines(self.text, lines, self.finished)))
+
     async def _grow(self) -> None:
-        if not self.finished:
+        if not self.collapsed:
             await self._draw()
-        if not self.finished:
             self.post_message(self.Grew())
 
     async def _draw(self) -> None:
         """Draw what has come since the last time; all, where it does not begin with what is drawn."""
-        thought, said = thinking.split(visible(self.text))
-        self._show_thought(thought, is_open=not said)
+        thought, said = self._parts()
+        self._show_thought(thought, is_open=not said and not self.finished)
         async with self._drawing:
-            if self.finished:
-                return
-            if body := await self._show_body(said, is_final=False):
+            if (body := await self._show_body(said, self.finished)) and not self.finished:
                 self._show_tail(body.tail)
 
     async def _show_body(self, said: str, is_final: bool) -> AnswerBody | None:
@@ -184,6 +203,23 @@ class Answer(Vertical):
             if (shown := text.rstrip("\n")) != tail.content:  # an update is a new layout
                 tail.update(shown)
             tail.display = bool(text.strip())
+
+
+class SwitchMark(SwitchLine):
+    """The line of a switch in the middle of an answer; ``place`` is how many characters had been said before it."""
+
+    def __init__(self, answer: Answer, switched: Switched, speed: float | None) -> None:
+        super().__init__(switched, speed)
+        self.place = len(answer.text)
+        self._answer = answer
+
+    def show_line(self) -> None:
+        """Draw the answer with the second figure."""
+        self._answer.redraw()
+
+    async def remove(self) -> None:
+        """Take the line out of the answer."""
+        self._answer.forget(self)
 
 
 def past_message(message: Message, footer: str) -> Question | Answer:

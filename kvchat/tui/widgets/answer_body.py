@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
 from markdown_it.token import Token
 from textual.containers import Vertical
 from textual.widgets import Markdown
 
 from kvchat.tui.answering import flush
 from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
+from kvchat.tui.switch_line import LINE
 from kvchat.tui.widgets.markdown_list import ItemList
 from kvchat.tui.widgets.plain_text import PlainText
 
@@ -122,8 +124,26 @@ class _Parser(MarkdownIt):
 
     def __init__(self, links: dict[str, Any]) -> None:
         super().__init__("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
+        self.core.ruler.push("switch_lines", _set_off_switch_lines)
         self._links = links
 
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
         """The tokens of a text; links that it defines are kept."""
         return super().parse(src, {"references": self._links})
+
+
+def _set_off_switch_lines(state: StateCore) -> None:
+    """Draw the lines of switches as code is drawn, apart from what the model says."""
+    for token in state.tokens:
+        if token.children and LINE.search(token.content):
+            token.children = [part for child in token.children for part in _apart(child)]
+
+
+def _apart(token: Token) -> Iterator[Token]:
+    """The parts of a text between and with the lines of switches in it; another token as it is."""
+    end = 0
+    for found in LINE.finditer(token.content) if token.type == "text" else ():
+        yield Token("text", "", 0, content=token.content[end : found.start()])
+        yield Token("code_inline", "code", 0, content=found[0])
+        end = found.end()
+    yield token.copy(content=token.content[end:]) if end else token

@@ -13,14 +13,12 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.tui.state import describe_switch
+from kvchat.tui.switch_line import SwitchLine
 from kvchat.tui.ways_out import WayOut
 from kvchat.units import count, size
 
 SHOWN_CHARACTERS = 2000
 SHOWN_LINES = 12
-SETTLED_TOKENS = 64
-TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 
 
 class Question(Static):
@@ -79,47 +77,18 @@ class Note(Static):
         super().__init__(text, id=id, markup=False)
 
 
-class SwitchNote(Note):
-    """A live switch: ``── full -> speculative · 14,203 tok · 41 -> 58 tok/s ──``; the second figure comes later.
-
-    ``after`` are the last words said before it in an answer, which goes on above the note.
-    """
+class SwitchNote(SwitchLine, Note):
+    """The line of a switch between two answers."""
 
     DEFAULT_CSS = "SwitchNote { color: $secondary; }"
 
-    def __init__(self, switched: Switched, speed_before: float | None, after: str = "") -> None:
-        self.switched = switched
-        self._after = f" · after “{after}”" if after else ""
-        self.settled = False
-        self._before = speed_before
-        self._tokens = 0
-        self._begun: float | None = None
-        super().__init__(self._line(None))
+    def __init__(self, switched: Switched, speed: float | None) -> None:
+        SwitchLine.__init__(self, switched, speed)
+        Note.__init__(self, self.line)
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no token has come after the switch."""
-        return self._begun is None
-
-    def count(self, tokens: int, now: float) -> None:
-        """Count tokens after the switch; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
-        if self.settled:
-            return
-        if self._begun is None:
-            self._begun = now
-            return
-        self._tokens += tokens
-        if self._tokens >= SETTLED_TOKENS:
-            self.close(now)
-
-    def close(self, now: float) -> None:
-        """Show the speed of the tokens so far; of too few the note stays open for the next answer."""
-        if not self.settled and self._begun is not None and self._tokens and now - self._begun >= TIMED_S:
-            self.settled = True
-            self.update(self._line(self._tokens / (now - self._begun)))
-
-    def _line(self, after: float | None) -> str:
-        return f"── {describe_switch(self.switched, self._before, after)}{self._after} ──"
+    def show_line(self) -> None:
+        """Show the line with its second figure."""
+        self.update(self.line)
 
 
 class Problem(Static):

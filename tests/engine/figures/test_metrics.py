@@ -125,6 +125,16 @@ def test_fetching_is_shown_of_the_present_mode_only(session):
     assert after.recalled_bytes == before.recalled_bytes > 0
 
 
+def test_the_speed_shown_is_that_of_the_present_mode_only(session):
+    answer = session._metrics.begin(10, 0)
+    answer.token_times = [0.0, 1.0, 2.0]
+    assert session.snapshot().tokens_per_s == 1.0
+    session._metrics.note_switch("full", "sync", 0)
+    assert session.snapshot().tokens_per_s is None
+    answer.token_times += [10.0, 10.5]
+    assert session.snapshot().tokens_per_s == 2.0
+
+
 def test_a_switch_that_is_done_is_noted_without_memory(session):
     filled(session, 300, "speculative", **SPECULATIVE)
     session.step(5)

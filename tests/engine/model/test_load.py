@@ -16,6 +16,7 @@ from kvchat.engine.model import checkpoint, description, hub
 from kvchat.engine.model.byte_progress import ByteProgress
 from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.kv.memory import available
 from kvchat.paths import INDEX, bundled_model_dir
 from kvchat.protocol.messages import TEMPERATURE, Load
 
@@ -314,6 +315,13 @@ def test_weights_larger_than_the_free_memory_are_refused_unread(small_gpu):
         DoesNotFitError, match=r"bundled does not fit GPU X.*take 33.02 MiB, and 1.91 MiB of 22.35 GiB are free"
     ):
         load_model(Load("bundled", "cuda"), silent)
+
+
+def test_what_is_larger_than_the_free_memory_of_the_machine_is_loaded_by_force_only(folder, monkeypatch):
+    monkeypatch.setattr(available, "host_free", lambda: 1000)
+    with pytest.raises(DoesNotFitError, match=r"memory.*on disk, and 1000 B are free.*--force loads it anyway"):
+        load_model(Load(str(folder), "cpu", "float32"), silent)
+    assert load_model(Load(str(folder), "cpu", "float32", force=True), silent).layers
 
 
 def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):

@@ -62,10 +62,9 @@ async def test_withdrawn_text_is_struck(asked):
     assert asked.view.notes == ["withdrawn: bad"]
 
 
-async def test_a_switch_counts_the_tokens_after_it_until_it_is_settled(asked):
+async def test_a_switch_counts_the_tokens_after_it_until_the_next_one(asked):
     await asked.controller.handle(Switched("full", "streaming", {}, 10, 0, 0.0))
     await asked.controller.handle(Text("a b", 2))
-    asked.view.switches[0].settled = True
     await asked.controller.handle(Switched("streaming", "full", {}, 12, 0, 0.0))
     await asked.controller.handle(Text("c", 1))
     first, second = asked.view.switches
@@ -73,14 +72,23 @@ async def test_a_switch_counts_the_tokens_after_it_until_it_is_settled(asked):
 
 
 async def test_switches_without_a_token_between_them_are_one(asked):
-    for before, mode, moved in (("full", "freeze", 5), ("freeze", "streaming", 7)):
-        await asked.controller.handle(Switched(before, mode, {}, 10, moved, 0.0))
+    answers = asked.controller.answers
+    for before, mode, moved, speed in (("full", "freeze", 5, 41.0), ("freeze", "streaming", 7, None)):
+        await answers.add_switch(Switched(before, mode, {}, 10, moved, 0.0), speed)
     assert [switch.removed for switch in asked.view.switches] == [True, False]
-    merged = asked.view.switches[-1].switched
-    assert (merged.before, merged.mode, merged.moved_bytes) == ("full", "streaming", 12)
-    await asked.controller.handle(Switched("streaming", "full", {}, 10, 0, 0.0))
+    merged = asked.view.switches[-1]
+    assert (merged.switched.before, merged.switched.mode, merged.switched.moved_bytes) == ("full", "streaming", 12)
+    assert merged.speed == 41.0
+    await answers.add_switch(Switched("streaming", "full", {}, 10, 0, 0.0), None)
     assert all(switch.removed for switch in asked.view.switches)
     assert len(asked.view.switches) == 2
+
+
+async def test_of_two_budgets_without_a_token_between_them_the_second_is_shown(asked):
+    for budget in (256, 128):
+        await asked.controller.handle(Switched("sync", "sync", {"budget": budget}, 10, 0, 0.0))
+    assert [switch.removed for switch in asked.view.switches] == [True, False]
+    assert asked.view.switches[-1].switched.params == {"budget": 128}
 
 
 async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it_is_asked_for(chat):

@@ -23,14 +23,13 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-# Two of some 60 runs on a busy machine showed nothing of the download; why is not known.
 @pytest.mark.skipif("KVCHAT_TEST_DOWNLOADS" not in os.environ, reason="KVCHAT_TEST_DOWNLOADS is not set")
 @pytest.mark.slow("a download is slowed down to be seen")
 async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
     hub.pause = 0.02
     async with running(size=(80, 24)) as (app, _pilot, until):
-        typed(app, "/model org/model")
-        await until(lambda: "↓" in drawn(app))
+        press(app, "ctrl+o", *"org/model", "enter")
+        await until(lambda: app.screen is app.chat and "↓" in drawn(app))
         await until(lambda: " of 33.0 MiB · " in drawn(app) and "iB/s · " in drawn(app) and " s left" in drawn(app))
         typed(app, "hello")
         await until(lambda: finished(app))

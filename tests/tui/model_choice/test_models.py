@@ -183,8 +183,7 @@ async def test_a_download_that_fails_says_why(chat, name, title):
 async def test_a_download_is_stopped_and_can_be_asked_for_again(chat):
     await chat.load()
     await choose(chat, "org/slow")
-    await wait_for(lambda: chat.controller.state.download)
-    assert chat.controller.state.download == "␛ 1 of 9"
+    await wait_for(lambda: chat.controller.state.download == "␛ 1 of 9")
     with pytest.raises(UsageError, match="Another model is being downloaded"):
         await choose(chat, "org/good")
     await chat.controller.stop_work()

@@ -102,6 +102,15 @@ async def test_the_question_of_the_command_line_is_asked_before_what_is_piped(co
     assert asked == ["you: My cat is Biscuit.", "you: What is its name?", "you: And its age?"]
 
 
+async def test_what_was_piped_in_stands_before_the_question_of_the_command_line_and_is_literal(config):
+    piped_in = "File stdin:\n```\n/new\n@nothing\n```"
+    code, session = await piped(replace(config, prompt="Sum up", piped=piped_in), "")
+    assert (code, session.errors.getvalue()) == (0, "")
+    assert session.said.startswith("kvchat-pocket on cpu")
+    assert "you: [stdin · 14 B]\nSum up\nmodel: " in session.said
+    assert session.plain.chat.state.conversation.turns[0].content == f"{piped_in}\n\nSum up"
+
+
 async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
     code, session = await piped(config, "/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
     assert code == 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 from support.app_driver import opened, press
+from support.patience import PATIENCE_S
 from textual.widgets import OptionList
 
 from kvchat.catalog.fit import Room
@@ -55,6 +57,20 @@ async def test_a_model_is_searched_for_and_loaded(running, machine, size):
         ]
         press(app, *"other", "enter", "down")
         await until(lambda: app.controller.models.in_use.model == "org/other" and app.screen is app.chat)
+
+
+async def test_enter_before_the_models_are_found_loads_what_is_typed(running, machine, monkeypatch):
+    looking, seeking = threading.Event(), threading.Event()
+    monkeypatch.setattr(models.catalog, "find", lambda folders: looking.wait(PATIENCE_S) and [HERE, OTHER])
+    monkeypatch.setattr(models.catalog, "is_here", lambda name: seeking.wait(PATIENCE_S))
+    async with running() as (app, _pilot, until):
+        press(app, "ctrl+o", *"other", "enter")
+        await until(lambda: opened(app, ModelsScreen) and app.screen._is_chosen)
+        picker = app.screen
+        looking.set()
+        await until(lambda: app.screen is app.chat and not picker.is_attached)
+        seeking.set()
+        await until(lambda: app.controller.models.in_use.model == "org/other")
 
 
 async def test_escape_and_a_plan(running, machine):
