@@ -62,7 +62,7 @@ def typed(prompt: str) -> str:
 
 
 def as_file(piped: str) -> str:
-    """What was piped in beside a prompt, as a file is sent; nothing for white space."""
+    """The text piped in beside a prompt, as a file is sent; nothing for white space."""
     return fenced("stdin", piped) if piped.strip() else ""
 
 

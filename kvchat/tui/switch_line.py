@@ -37,7 +37,7 @@ class SwitchLine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no token has come after the switch."""
+        """True if no token has come after the switch."""
         return self._begun is None
 
     def count(self, tokens: int, now: float) -> None:
@@ -81,7 +81,7 @@ def with_lines(text: str, lines: Sequence[tuple[int, str]], is_over: bool) -> st
 
 
 def _word_end(text: str, place: int) -> int | None:
-    """Where a word ends at ``place`` or behind it, in no line that begins or ends code."""
+    """The end of a word at ``place`` or behind it, in no line that begins or ends code."""
     for found in _WORD_END.finditer(text, max(place - MOST_PUNCTUATION, 0)):
         if found.end() >= place and not _FENCE.match(text, text.rfind("\n", 0, found.start()) + 1):
             return found.end()

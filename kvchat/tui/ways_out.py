@@ -1,4 +1,4 @@
-"""What can be done where memory ran out or a model does not fit: commands that a click runs."""
+"""Ways out where memory ran out or a model does not fit: commands that a click runs."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Models:
         return self._is_kept
 
     def ways_out(self) -> tuple[WayOut, ...]:
-        """What can be done where the model being loaded does not fit."""
+        """The ways out where the model being loaded does not fit."""
         return load_anyway(self._asked, self._base) if self._asked is not None else ()
 
     async def stop(self) -> None:

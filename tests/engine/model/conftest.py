@@ -8,6 +8,7 @@ import socket
 import pytest
 from support import tiny_models
 
+from kvchat.engine.model import quantization
 from kvchat.paths import bundled_model_dir
 
 
@@ -19,6 +20,20 @@ def folder(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, path)
     return path
+
+
+@pytest.fixture
+def llama_folder(tmp_path):
+    """A tiny Llama in one file, with the bundled tokenizer."""
+    tiny_models.model("llama").save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
 
 
 @pytest.fixture

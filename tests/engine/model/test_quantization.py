@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
 from support import tiny_models, tiny_multimodal
+from support.quantized_checkpoint import declare, planned, silent
 
 from kvchat.engine.model import attention_hook, quantization
 from kvchat.engine.model.fusion.recognize import projections
@@ -38,35 +37,6 @@ QUANTIZED = {
 }
 
 
-def silent(stage):
-    pass
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A tiny Llama with the bundled tokenizer."""
-    tiny_models.model("llama").save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model_dir() / name, tmp_path)
-    return tmp_path
-
-
-def planned(folder, dtype="auto"):
-    """What is planned for the weights of a checkpoint that is quantized already."""
-    (nbytes,) = memory_plan(Load(str(folder), "cpu", dtype), 64, silent).weights.values()
-    return nbytes
-
-
-def declare(folder, quantization_config):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))
-
-
-@pytest.fixture
-def nothing_installed(monkeypatch):
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
-
-
 # ---- choices and refusals --------------------------------------------------------------------------
 
 
@@ -80,27 +50,27 @@ def test_without_bitsandbytes_the_command_is_named(nothing_installed):
         load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
-def test_a_quantized_model_is_not_quantized_again(folder):
-    declare(folder, QUANTIZED["gptq"])
+def test_a_quantized_model_is_not_quantized_again(llama_folder):
+    declare(llama_folder, QUANTIZED["gptq"])
     with pytest.raises(ModelError, match="quantized already, by gptq"):
-        load_model(Load(str(folder), "cpu", quantize="nf4"), silent)
+        load_model(Load(str(llama_folder), "cpu", quantize="nf4"), silent)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_a_checkpoint_whose_package_is_missing(folder, method):
+def test_a_checkpoint_whose_package_is_missing(llama_folder, method):
     package = {"gptq": "optimum", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}[method]
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    declare(folder, QUANTIZED[method])
+    declare(llama_folder, QUANTIZED[method])
     with pytest.raises(ModelError, match=r"needs a package that is not installed.*pip install"):
-        load_model(Load(str(folder), "cpu"), silent)
+        load_model(Load(str(llama_folder), "cpu"), silent)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
-def test_a_bitsandbytes_checkpoint_without_bitsandbytes(folder):
-    declare(folder, QUANTIZED["bitsandbytes"])
+def test_a_bitsandbytes_checkpoint_without_bitsandbytes(llama_folder):
+    declare(llama_folder, QUANTIZED["bitsandbytes"])
     with pytest.raises(ModelError, match=r"needs a package.*pip install 'kvchat\[bnb\]'"):
-        load_model(Load(str(folder), "cpu"), silent)
+        load_model(Load(str(llama_folder), "cpu"), silent)
 
 
 @pytest.mark.parametrize(("stored", "share"), [(torch.bfloat16, 0.25), (torch.float32, 0.125), (None, 0.125)])
@@ -187,16 +157,16 @@ def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_stored_in_8_bits_has_the_dtype_that_was_asked_for(folder, dtype, caplog):
+def test_a_checkpoint_stored_in_8_bits_has_the_dtype_that_was_asked_for(llama_folder, dtype, caplog):
     import transformers
 
     chosen = transformers.BitsAndBytesConfig(load_in_8bit=True)
     transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, quantization_config=chosen, device_map="cpu"
-    ).save_pretrained(folder)
-    loaded = load_model(Load(str(folder), "cpu", dtype), silent)
+        llama_folder, dtype=torch.bfloat16, quantization_config=chosen, device_map="cpu"
+    ).save_pretrained(llama_folder)
+    loaded = load_model(Load(str(llama_folder), "cpu", dtype), silent)
     assert (loaded.weights, str(loaded.dtype)) == ("bitsandbytes", f"torch.{dtype}")
-    assert planned(folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert planned(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
     caplog.clear()
     sample_logits(loaded.model)
     assert caplog.text == ""
@@ -258,119 +228,26 @@ def test_what_is_asked_of_torchao(monkeypatch):
 
 @needs_torchao
 @pytest.mark.parametrize(("kind", "name", "dtype"), [("Int8", "int8", "float32"), ("Float8", "torchao", "bfloat16")])
-def test_a_checkpoint_that_torchao_packed_stays_packed(folder, kind, name, dtype):
+def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name, dtype):
     import torchao.quantization
     import transformers
 
     chosen = transformers.TorchAoConfig(getattr(torchao.quantization, f"{kind}WeightOnlyConfig")())
     packed = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
+        llama_folder,
         dtype=torch.bfloat16,
         quantization_config=chosen,
         device_map="cpu",
         attn_implementation=attention_hook.NAME,
     )
-    packed.save_pretrained(folder)
-    loaded = load_model(Load(str(folder), "cpu"), silent)
+    packed.save_pretrained(llama_folder)
+    loaded = load_model(Load(str(llama_folder), "cpu"), silent)
     assert (loaded.weights, str(loaded.dtype)) == (name, f"torch.{dtype}")
-    assert planned(folder) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert planned(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert relative_error(sample_logits(loaded.model), sample_logits(packed)) < 0.03
     if name == "torchao":
         with pytest.raises(UsageError, match=r"multiplied in bfloat16 only\. Given: float32.*Give --dtype bfloat16"):
-            load_model(Load(str(folder), "cpu", "float32"), silent)
-
-
-# ---- checkpoints that transformers unpacks ----------------------------------------------------------
-
-INT8_GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
-INT_QUANTIZED = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {"group_0": INT8_GROUPS},
-    "ignore": ["lm_head"],
-}
-
-
-@pytest.fixture
-def compressed(folder):
-    """The tiny Llama as compressed-tensors stores it, and the same with the weights that are stored."""
-    stored, rounded = {}, tiny_models.fresh("llama")
-    for name, parameter in rounded.named_parameters():
-        stored[name] = parameter.detach().clone()
-        if "_proj" in name:
-            scale = parameter.detach().abs().amax(1, keepdim=True) / 127
-            stored[name], stored[f"{name}_scale"] = (parameter.detach() / scale).round().to(torch.int8), scale
-            parameter.data = stored[name].float() * scale
-    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    declare(folder, INT_QUANTIZED)
-    return folder, rounded
-
-
-def test_compressed_tensors_are_planned_as_they_are_loaded(compressed):
-    folder, rounded = compressed
-    assert planned(folder, "float32") == quantization.weight_bytes(rounded)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
-)
-def test_compressed_tensors_are_unpacked_while_they_are_read(compressed):
-    """transformers leaves that to a hook, which a forward without the head does not call."""
-    folder, rounded = compressed
-    loaded = load_model(Load(str(folder), "cpu", "float32"), silent)
-    assert loaded.notes[0] == "The compressed-tensors weights were unpacked to float32."
-    assert (loaded.weights, loaded.weight_bytes) == ("", planned(folder, "float32"))
-    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 1e-5
-
-
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_is_unpacked_on_a_cpu_to_the_dtype_that_was_asked_for(folder, dtype):
-    stored, rounded = {}, tiny_models.fresh("llama")
-    for name, parameter in rounded.named_parameters():
-        stored[name] = parameter.detach().clone()
-        if "_proj" in name:
-            blocks = parameter.detach().unflatten(0, (-1, 32)).unflatten(-1, (-1, 32))
-            scale = blocks.abs().amax((1, 3)) / 448
-            stored[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(parameter.shape)
-            stored[f"{name}_scale_inv"] = scale
-            parameter.data = (stored[name].float().view(blocks.shape) * scale[:, None, :, None]).view(parameter.shape)
-    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    declare(folder, FP8)
-    loaded = load_model(Load(str(folder), "cpu", dtype), silent)
-    assert loaded.notes[0] == f"The fp8 weights were unpacked to {dtype}."
-    assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
-    assert planned(folder, dtype) == loaded.weight_bytes
-    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 0.15
-
-
-def test_what_belongs_to_a_packed_weight_keeps_its_dtype():
-    model = tiny_models.fresh("llama")
-    packed, plain = model.model.layers[0].self_attn.q_proj, model.model.layers[1].self_attn.q_proj
-    packed.weight.data = packed.weight.data.to(torch.float8_e4m3fn)
-    packed.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 2))
-    quantization.finish_loading(model, SimpleNamespace(quantization_config=FP8), torch.bfloat16)
-    assert (packed.weight.dtype, packed.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
-    assert (plain.weight.dtype, model.dtype) == (torch.bfloat16, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("method", "device", "capability", "unpacked"),
-    [
-        ("fp8", "cpu", None, True),
-        ("fp8", "cuda", (8, 6), True),
-        ("fp8", "cuda", (8, 9), False),
-        ("mxfp4", "cuda", (9, 0), True),
-        ("gptq", "cuda", (9, 0), False),
-    ],
-)
-def test_what_nothing_multiplies_as_it_is_stored(nothing_installed, monkeypatch, method, device, capability, unpacked):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    config = SimpleNamespace(quantization_config={"quant_method": method})
-    assert quantization.is_unpacked(config, torch.device(device)) == unpacked
+            load_model(Load(str(llama_folder), "cpu", "float32"), silent)
 
 
 # ---- int8 and int4 on a CPU -------------------------------------------------------------------------
@@ -416,8 +293,8 @@ def test_the_bundled_model_in_int4(int4, model):
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_on_a_cpu_no_package_is_needed(nothing_installed, folder, quantize):
-    loaded = load_model(Load(str(folder), "cpu", "bfloat16", quantize=quantize), silent)
+def test_on_a_cpu_no_package_is_needed(nothing_installed, llama_folder, quantize):
+    loaded = load_model(Load(str(llama_folder), "cpu", "bfloat16", quantize=quantize), silent)
     assert (loaded.weights, loaded.dtype) == (quantize, torch.bfloat16)
 
 

@@ -1,0 +1,108 @@
+"""Checkpoints that are quantized and that transformers unpacks while it reads them."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+from support import tiny_models
+from support.quantized_checkpoint import declare, planned, silent
+
+from kvchat.engine.model import quantization
+from kvchat.engine.model.fusion.swap import sample_logits
+from kvchat.engine.model.load import load_model
+from kvchat.engine.model.tolerances import relative_error
+from kvchat.protocol.messages import Load
+
+INT8_GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+INT_QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": INT8_GROUPS},
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.fixture
+def compressed(llama_folder):
+    """The tiny Llama as compressed-tensors stores it, and the same with the weights that are stored."""
+    stored, rounded = {}, tiny_models.fresh("llama")
+    for name, parameter in rounded.named_parameters():
+        stored[name] = parameter.detach().clone()
+        if "_proj" in name:
+            scale = parameter.detach().abs().amax(1, keepdim=True) / 127
+            stored[name], stored[f"{name}_scale"] = (parameter.detach() / scale).round().to(torch.int8), scale
+            parameter.data = stored[name].float() * scale
+    safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
+    declare(llama_folder, INT_QUANTIZED)
+    return llama_folder, rounded
+
+
+def test_compressed_tensors_are_planned_as_they_are_loaded(compressed):
+    llama_folder, rounded = compressed
+    assert planned(llama_folder, "float32") == quantization.weight_bytes(rounded)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
+)
+def test_compressed_tensors_are_unpacked_while_they_are_read(compressed):
+    """transformers leaves that to a hook, which a forward without the head does not call."""
+    llama_folder, rounded = compressed
+    loaded = load_model(Load(str(llama_folder), "cpu", "float32"), silent)
+    assert loaded.notes[0] == "The compressed-tensors weights were unpacked to float32."
+    assert (loaded.weights, loaded.weight_bytes) == ("", planned(llama_folder, "float32"))
+    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 1e-5
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_is_unpacked_on_a_cpu_to_the_dtype_that_was_asked_for(llama_folder, dtype):
+    stored, rounded = {}, tiny_models.fresh("llama")
+    for name, parameter in rounded.named_parameters():
+        stored[name] = parameter.detach().clone()
+        if "_proj" in name:
+            blocks = parameter.detach().unflatten(0, (-1, 32)).unflatten(-1, (-1, 32))
+            scale = blocks.abs().amax((1, 3)) / 448
+            stored[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(parameter.shape)
+            stored[f"{name}_scale_inv"] = scale
+            parameter.data = (stored[name].float().view(blocks.shape) * scale[:, None, :, None]).view(parameter.shape)
+    safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
+    declare(llama_folder, FP8)
+    loaded = load_model(Load(str(llama_folder), "cpu", dtype), silent)
+    assert loaded.notes[0] == f"The fp8 weights were unpacked to {dtype}."
+    assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
+    assert planned(llama_folder, dtype) == loaded.weight_bytes
+    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 0.15
+
+
+def test_what_belongs_to_a_packed_weight_keeps_its_dtype():
+    model = tiny_models.fresh("llama")
+    packed, plain = model.model.layers[0].self_attn.q_proj, model.model.layers[1].self_attn.q_proj
+    packed.weight.data = packed.weight.data.to(torch.float8_e4m3fn)
+    packed.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 2))
+    quantization.finish_loading(model, SimpleNamespace(quantization_config=FP8), torch.bfloat16)
+    assert (packed.weight.dtype, packed.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (plain.weight.dtype, model.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "capability", "unpacked"),
+    [
+        ("fp8", "cpu", None, True),
+        ("fp8", "cuda", (8, 6), True),
+        ("fp8", "cuda", (8, 9), False),
+        ("mxfp4", "cuda", (9, 0), True),
+        ("gptq", "cuda", (9, 0), False),
+    ],
+)
+def test_what_nothing_multiplies_as_it_is_stored(nothing_installed, monkeypatch, method, device, capability, unpacked):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = SimpleNamespace(quantization_config={"quant_method": method})
+    assert quantization.is_unpacked(config, torch.device(device)) == unpacked

@@ -1,0 +1,23 @@
+"""A checkpoint whose configuration says that it is quantized."""
+
+from __future__ import annotations
+
+import json
+
+from kvchat.engine.plan import memory_plan
+from kvchat.protocol.messages import Load
+
+
+def silent(stage):
+    pass
+
+
+def planned(folder, dtype="auto"):
+    """What is planned for the weights of a checkpoint that is quantized already."""
+    (nbytes,) = memory_plan(Load(str(folder), "cpu", dtype), 64, silent).weights.values()
+    return nbytes
+
+
+def declare(folder, quantization_config):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))
