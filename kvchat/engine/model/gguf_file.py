@@ -37,7 +37,7 @@ def header(file: Path) -> GgufHeader:
         gguf_tables.tensors(file)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{file} is damaged.", f"Its header cannot be read: {error}.", "Download the model again."
+            f"{file} is damaged.", f"The GGUF file's header cannot be read: {error}.", "Download the model again."
         ) from error
     try:
         found = _header(file, file.stat().st_mtime_ns)
