@@ -44,7 +44,7 @@ from kvchat.protocol.messages import (
     Withdrawn,
 )
 
-DRAWN_S = 0.3  # for what the next event replaces on the screen
+DRAWN_S = 1.0  # for what the next event replaces on the screen
 ANSWER = "\n\n".join(
     (
         hostile("prose"),
@@ -102,6 +102,8 @@ def serve() -> None:
             os._exit(3)
         elif isinstance(command, Chat) and command.turns[-1].content == "everything":
             send(*everything(command.conversation))
+        elif isinstance(command, Chat) and command.turns[-1].content.startswith("«Asked.text»"):
+            send(fill(Finished, text=hostile("answered")))
         elif isinstance(command, Chat):
             answer()
 

@@ -234,9 +234,9 @@ OF_TEXTS = ("prose", "heading", "fence", "cell", "link", "tail", "withdrawn", "q
 STEPS = {  # what is typed, and a text that comes of it
     "\x1b[200~" + hostile("question") + "\x1b[201~\r": "Failed.hint",
     "\t\t\t": "Peeked.text",  # to the ribbon
-    "everything\r": "Asked.text",
-    "/mode\r/set\r/plan\r": "Planned.refusal",
-    "\x1b/needle\r": "Run.pieces",
+    "everything\r": "«answered»",
+    "/mode\r/set\r/plan\r": "«Planned.refusal»",
+    "\x1b/needle\r": "«Run.refusal»",
     "\x1b/details\r": "Layer 0, KV head 0 read",
     "\x1bcrash\r": "log",
 }
