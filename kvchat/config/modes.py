@@ -136,9 +136,9 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     gives_up: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
 
     sink: int | None = Field(None, ge=0)
-    """S, first tokens, always attended (auto: a page of 32; profile=paper: a quarter of the budget)"""
+    """S, first tokens, always attended (auto: 4; profile=paper: a quarter of the budget)"""
     window: int | None = Field(None, ge=1)
-    """W, most recent tokens, always attended (auto: a quarter of the budget)"""
+    """W, most recent tokens, always attended (auto: a quarter of the budget, and what whole pages leave of it)"""
     tau: float = Field(0.8, allow_inf_nan=False)
     """correct a head when the cosine of its query to the last one is below tau; > 1 always (synchronous), < -1 never"""
     first_full: bool = True

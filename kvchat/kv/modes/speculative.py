@@ -11,14 +11,15 @@ Departures and decisions:
       to at most ``budget`` tokens, to none twice, and no page is missing for a step (candidates for position i+1).
     * Nothing waits for whether a head was flagged: page scores of all heads are made before attention at every step,
       where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
-    * S is one page and W a quarter of the budget by default; the paper takes S = W = 128 of 2,048 for long prompts, 512
-      and tau = 0.9 for long answers (``profile=paper``, a quarter each of another budget). What the sinks beyond a page
-      hold is retrieved where it matters (``kvchat bench sweep``: a quarter for sinks diverges more from full at 256
-      and 1,024 tokens and finds fewer facts; a larger window finds fewer in a longer text).
+    * S is 4 and W a quarter of the budget with what whole pages leave of it; the paper takes S = W = 128 of 2,048 for
+      long prompts, 512 and tau = 0.9 for long answers (``profile=paper``, a quarter each of another budget). What the
+      first tokens beyond 4 hold is retrieved where it matters (``kvchat bench sweep``: a page for sinks diverges more
+      from full at 256, 512 and 1,024 tokens, a quarter still more; a larger window finds fewer facts in a longer text).
     * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
       figures "heads corrected" and "mean C". Also of a calibrated model the default is 0.8, not what ``kvchat
-      calibrate`` proposes: a default gives way where another value diverges less from full at every budget, finds no
-      fact less, and neither reads nor fetches more, and that one diverges more.
+      calibrate`` proposes: a default gives way where another value diverges less from full, or alike to 0.0001 nats,
+      at every budget from 256 tokens on, finds no fact less, and neither reads nor fetches more, and that one diverges
+      more.
     * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
       section 4 converts between two and streams through a double buffer.
     * On a CPU nothing is hidden beside other work, so nothing is chosen ahead: a layer chooses once, before its
@@ -66,8 +67,8 @@ from kvchat.kv.modes.recovery_levels import RECENT, WIDER
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
 
-SINK_PAGES = 1
-QUARTER = 4  # of the budget: the window, and the paper's sinks
+SINK = 4
+QUARTER = 4  # of the budget: the window, but for what whole pages leave, and the paper's sinks
 
 
 class Speculative(Mode):
@@ -75,7 +76,7 @@ class Speculative(Mode):
 
     constants: ClassVar = {
         "AUTO_BUDGET": AUTO_BUDGET,
-        "SINK_PAGES": SINK_PAGES,
+        "SINK": SINK,
         "QUARTER": QUARTER,
         "WIDER": WIDER,
         "RECENT": RECENT,
@@ -212,11 +213,10 @@ class Speculative(Mode):
         """Sinks and window of a budget, the rest of which is for pages."""
         p, given = self.geometry.page, self.parameters
         quarter = max(p, budget // QUARTER // p * p)
-        sink = quarter if given.profile == "paper" else SINK_PAGES * p
-        return (
-            min(sink, budget - p) if given.sink is None else given.sink,
-            quarter if given.window is None else given.window,
-        )
+        published = given.profile == "paper"
+        sink = given.sink if given.sink is not None else quarter if published else SINK
+        left = 0 if published else max(0, budget - sink - quarter) % p
+        return sink, quarter + left if given.window is None else given.window
 
     def _badges(self) -> tuple[str, ...]:
         """Sinks and window leave no room for a page, while not everything is read."""

@@ -37,9 +37,9 @@ def test_between_some_heads_are_and_the_counter_says_which():
 
 
 @pytest.mark.parametrize(
-    ("budget", "split"), [(64, (32, 32, 0)), (256, (32, 64, 5)), (512, (32, 128, 11)), (2048, (32, 512, 47))]
+    ("budget", "split"), [(64, (4, 60, 0)), (256, (4, 92, 5)), (512, (4, 156, 11)), (2048, (4, 540, 47))]
 )
-def test_the_budget_is_shared_out_as_one_page_of_sinks_a_quarter_of_window_and_pages(budget, split):
+def test_the_budget_is_shared_out_as_four_sinks_pages_and_a_window_of_a_quarter_and_what_they_leave(budget, split):
     mode = Run(toy(("plain", "plain")), "speculative", budget=budget).kv.mode
     assert (mode.sink, mode.window, mode.k) == split
     assert mode.sink + mode.window + mode.k * 32 == budget
@@ -47,7 +47,7 @@ def test_the_budget_is_shared_out_as_one_page_of_sinks_a_quarter_of_window_and_p
 
 @pytest.mark.parametrize(
     ("given", "enough"),
-    [({"budget": 64}, 96), ({"budget": 200, "sink": 160}, 224), ({"budget": 250, "sink": 192}, 288)],
+    [({"budget": 64}, 68), ({"budget": 200, "sink": 160}, 224), ({"budget": 250, "sink": 192}, 288)],
 )
 def test_a_budget_without_room_for_a_page_warns_that_nothing_is_recalled(given, enough):
     run = Run(toy(("plain", "plain")), "speculative", **given)
