@@ -91,7 +91,7 @@ def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale() -> None:
     result = run("chat", given=b"Hello!\n/mode streaming\n", **PLAIN)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.isascii()
-    said = [line.split(b" ")[0] for line in result.stdout.splitlines()[2:]]
+    said = [line.split(b" ")[0] for line in result.stdout.splitlines()[1:]]
     assert said[:2] == [b"you:", b"model:"]
     assert said[-1] == b"[full"
 

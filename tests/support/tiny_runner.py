@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from support import byte_tokenizer, tiny_models
@@ -31,6 +31,21 @@ PARAMS = {
 }
 
 
+class Wordless:
+    """A tokenizer without control tokens, by which every text is empty."""
+
+    added_tokens_decoder: ClassVar[dict[int, object]] = {}
+    all_special_ids: ClassVar[list[int]] = []
+    bos_token_id = eos_token_id = unk_token_id = None
+    is_fast = False
+
+    def __init__(self, chat_template: str = "") -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[])
+
+
 def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any) -> LoadedModel:
     """Return a tiny random model as ``load_model`` returns one; ``changes`` are its config's."""
     model = tiny_models.fresh(name, **changes).to(device, dtype)
@@ -38,8 +53,7 @@ def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32, *
     chunked = reads_chunks(model)
     sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
     fixed = (name, name, torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
-    without_control_tokens = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[], chat_template="")
-    return LoadedModel(model, without_control_tokens, *fixed, *sizes, seen, (), 0, reads_chunks=chunked)
+    return LoadedModel(model, Wordless(), *fixed, *sizes, seen, (), 0, reads_chunks=chunked)
 
 
 def speaking(name: str) -> LoadedModel:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.kept_chat import OTHER, TALE, Chat, came_back, notes
-from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, token_ids
+from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.keep.write_behind import WriteBehind
@@ -105,10 +104,7 @@ def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
         ({"name": "other"}, "another model"),
         ({"revision": "1"}, "another revision"),
         ({"weights": "int8"}, "another quantization"),
-        (
-            {"tokenizer": SimpleNamespace(chat_template="x", added_tokens_decoder={}, all_special_ids=[])},
-            "another chat",
-        ),
+        ({"tokenizer": Wordless("x")}, "another chat"),
     ],
 )
 def test_kv_of_something_else_are_refused_in_a_line_and_replaced(tmp_path, changes, reason):

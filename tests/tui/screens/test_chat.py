@@ -137,7 +137,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         assert app.controller.state.phase is Phase.ANSWERING
         answer = app.chat.query(Answer).last()
         # Without a token between them switches are one.
-        mark = r"── (full|freeze|sync) -> speculative · budget 512 · [^─]*\d -> \d+ tok/s ──"
+        mark = r"── (full|freeze|sync) -> speculative · budget 512 · [^─]*(then |\d -> )\d+ tok/s[^─]* ──"
         await until(lambda: re.search(rf"\w {mark} \w", drawn(answer)))
         press(app, "escape")
         await until(lambda: finished(app))
