@@ -34,13 +34,9 @@ def header(file: Path) -> GgufHeader:
         ModelError: the file is damaged, or names more layers than it has tensors; transformers would list them all.
     """
     try:
-        gguf_tables.tensors(file)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} is damaged.", f"The GGUF file's header cannot be read: {error}.", "Download the model again."
-        ) from error
-    try:
         found = _header(file, file.stat().st_mtime_ns)
+    except ModelError:
+        raise
     except Exception as error:  # the package raises anything for a damaged file
         raise unreadable(str(file), "the GGUF file", error) from error
     if found.layers > len(found.tensors):
@@ -54,7 +50,8 @@ def header(file: Path) -> GgufHeader:
 
 @lru_cache(maxsize=1)
 def _header(file: Path, written: int) -> GgufHeader:
-    """The package also reads the vocabulary, in Python, for seconds."""
+    """The package also reads the vocabulary, in Python, for seconds, and believes every length it finds."""
+    _check_tables(file)
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -66,3 +63,12 @@ def _header(file: Path, written: int) -> GgufHeader:
             for each in reader.tensors
         ),
     )
+
+
+def _check_tables(file: Path) -> None:
+    try:
+        gguf_tables.tensors(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} is damaged.", f"The GGUF file's header cannot be read: {error}.", "Download the model again."
+        ) from error
