@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +55,23 @@ def packed_bytes(model: Any, stored: Mapping[str, int]) -> int:
 
     What belongs to a packed Linear takes what it takes in the files, all else what the model's dtype says.
     """
+    linears_by_name = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    taken: Counter[str] = Counter()
+    for tensor, nbytes in stored.items():
+        owner = next((name for name in _prefixes(tensor) if name in linears_by_name), None)
+        if owner is not None and tensor != f"{owner}.bias":
+            taken[owner] += nbytes
     total = weight_bytes(model, "none", torch.device("cpu"))
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            plain = LEAST_BYTES * module.weight.numel()
-            if stored.get(f"{name}.weight", 0) < plain:
-                mine = {key: nbytes for key, nbytes in stored.items() if key.startswith(f"{name}.")}
-                mine.pop(f"{name}.bias", None)
-                total += sum(mine.values()) - (module.weight.nbytes if mine else 0)
+    for name, nbytes in taken.items():
+        weight = linears_by_name[name].weight
+        if stored.get(f"{name}.weight", 0) < LEAST_BYTES * weight.numel():
+            total += nbytes - weight.nbytes
     return total
+
+
+def _prefixes(tensor: str) -> Iterator[str]:
+    """``a``, ``a.b`` and so on of a tensor ``a.b.c``."""
+    return accumulate(tensor.split("."), "{}.{}".format)
 
 
 def stored_sizes(checkpoint: Checkpoint) -> dict[str, int]:
