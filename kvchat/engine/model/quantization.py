@@ -74,6 +74,7 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
 def import_package(quantized: Quantization) -> None:
     """Import the package that reads quantized weights as kvchat needs it, before transformers does."""
     if quantized.method == "bitsandbytes":
+        getLogger(WARNS_AT_EVERY_PRODUCT).setLevel(ERROR)
         with suppress(ImportError):  # transformers names it
             import_bitsandbytes()
 
@@ -157,7 +158,6 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
     transformers leaves them in the files' dtypes, unpacks fp8 to bfloat16 whatever is asked for, and forgets that.
     """
-    getLogger(WARNS_AT_EVERY_PRODUCT).setLevel(ERROR)
     if not own_method(model.config):
         model.config.quantization_config = config.quantization_config
     exact = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
