@@ -248,29 +248,18 @@ def move_pages(
                     target[kind, head, slot, i] = source[block, i]
 
 
-@compiled("void(u1[:, ::1], u1[:, :, :, ::1], i8[:, :], i8, i8[:, :], i8[:, :], i8, i8[::1])")
-def move_tokens(
-    source: Array,
-    target: Array,
-    rows: Array,
-    value_rows: int,
-    placed: Array,
-    resident: Array,
-    first: int,
-    counters: Array,
+@compiled("void(u1[:, ::1], u1[:, ::1], i8[:, :], i8, i8[:, :], i8, b1[:, :])")
+def move_rows(
+    source: Array, target: Array, rows: Array, value_rows: int, to: Array, value_to: int, changed: Array
 ) -> None:
-    """Copy the tokens ``placed [H, n]`` that are not ``resident [H, n]`` into slots from ``first`` on.
+    """Copy keys from ``rows [H, n]`` of ``source [row, byte]`` to rows ``to [H, n]`` of ``target``, where ``changed``.
 
-    The keys lie in ``rows [H, n]`` of ``source [row, byte]``, the values ``value_rows`` further; they come to
-    ``target [2, H, slot, byte]``. The K/V pairs moved and wanted are added to ``counters [2]``.
+    The values lie ``value_rows`` and ``value_to`` rows further.
     """
-    for head in range(len(placed)):
-        for slot in range(placed.shape[1]):
-            if placed[head, slot] == EMPTY:
-                continue
-            counters[1] += 1
-            if placed[head, slot] == resident[head, slot]:
-                continue
-            counters[0] += 1
-            for kind in range(2):
-                target[kind, head, first + slot] = source[rows[head, slot] + kind * value_rows]
+    for head in range(len(changed)):
+        for slot in range(changed.shape[1]):
+            if changed[head, slot]:
+                for kind in range(2):
+                    row, into = rows[head, slot] + kind * value_rows, to[head, slot] + kind * value_to
+                    for i in range(source.shape[1]):
+                        target[into, i] = source[row, i]

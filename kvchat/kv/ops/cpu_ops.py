@@ -140,17 +140,14 @@ class CpuOps(TorchOps):
         pages = slots.heads_of(layer).numpy(), placed.numpy(), resident.numpy()
         loops.move_pages(source, target, *self.host.block_strides, *pages, self.geometry.page, counters.numpy())
 
-    def move_tokens(
-        self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
+    def _move(
+        self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int, changed: Tensor
     ) -> None:
         if not (loops := cpu_products.compiled_loops()):
-            super().move_tokens(slots, layer, first, placed, resident, counters)
+            super()._move(host, slots, source, v_source, target, v_target, changed)
             return
-        source, target = (rows.view(torch.uint8).numpy() for rows in (self.host.rows(layer), slots.rows(layer)))
-        target = target.reshape(2, len(placed), slots.n, target.shape[1])
-        rows = self.host.row_index(placed.clamp(min=0), slots.heads_of(layer)[:, None]).numpy()
-        tokens = placed.numpy(), resident.numpy()
-        loops.move_tokens(source, target, rows, self.host.value_rows, *tokens, first, counters.numpy())
+        stored, held = (rows.view(torch.uint8).numpy() for rows in (host, slots))
+        loops.move_rows(stored, held, source.numpy(), v_source, target.numpy(), v_target, changed.numpy())
 
 
 def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tensor]:

@@ -60,13 +60,15 @@ def test_a_page_moves_only_where_another_one_lies():
     assert target[:, 0].tolist() == [[[99, 99], [0, 1], [99, 99]], [[99, 99], [6, 7], [99, 99]]]
 
 
-def test_a_token_moves_only_where_another_one_lies():
+def test_rows_move_only_where_they_changed():
     source = np.arange(12, dtype=np.uint8).reshape(6, 2)  # K of three tokens, then V
-    target = np.full((2, 1, 4, 2), 99, np.uint8)
-    placed, resident, counters = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]]), np.zeros(2, np.int64)
-    compiled.move_tokens(source, target, placed.clip(0), 3, placed, resident, 1, counters)
-    assert counters.tolist() == [1, 2]
-    assert target[:, 0].tolist() == [[[99, 99], [99, 99], [0, 1], [99, 99]], [[99, 99], [99, 99], [6, 7], [99, 99]]]
+    target = np.full((8, 2), 99, np.uint8)
+    rows, to, changed = np.array([[2, 0, 1]]), np.array([[1, 2, 3]]), np.array([[False, True, False]])
+    compiled.move_rows(source, target, rows, 3, to, 4, changed)
+    assert target.reshape(2, 4, 2).tolist() == [
+        [[99, 99], [99, 99], [0, 1], [99, 99]],
+        [[99, 99], [99, 99], [6, 7], [99, 99]],
+    ]
 
 
 def test_where_openmp_is_missing_or_another_one_loops_have_one_thread(monkeypatch):
