@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
+from support.progress import silent
 
 from kvchat.bench.decode import floor_ms
 from kvchat.config.profiles import Measured
@@ -29,10 +30,6 @@ from kvchat.tui.model_choice.plan_table import plan_lines
 TOKENS = 300
 WITHIN = 0.02
 TEXT_MODELS = ("llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", *tiny_models.HYBRID)
-
-
-def silent(stage):
-    pass
 
 
 def planned(model, context=TOKENS, **params):

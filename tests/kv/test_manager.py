@@ -32,8 +32,7 @@ PLAIN = ("plain", "plain")
 @pytest.mark.parametrize(("row", "to"), thinned(CORE, [0, 3, 17, 100, 158, 159], each=3))
 def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
     """A mode's two core rows to three of the lengths each, to all in the long form; ``test_properties`` to any."""
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), mode, **params)
+    run = Run.of_row(row, toy(PLAIN, page=8))
     run.prefill(135)
     run.step(25)
     run.truncate(to)
@@ -84,14 +83,13 @@ def step_alone(run: Run) -> None:
             run.kv.attention(i, *run.toy.qkv(i, [900], run.kv.total), run.toy.specs[i])
 
 
-CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": CpuOps, "end_step": StepTimer}
+CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": TorchOps, "end_step": StepTimer}
 
 
 @pytest.mark.parametrize(("row", "name", "when"), pairwise(CORE, [*CHANGES], ["before", "after"]))
 def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when, monkeypatch):
     """Every row at every change, before it or after it in turn; both in the long form."""
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), mode, **params)
+    run = Run.of_row(row, toy(PLAIN, page=8))
     run.prefill(120)
     run.step(20)
     owner, genuine = CHANGES[name], getattr(CHANGES[name], name)
@@ -116,8 +114,7 @@ def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when,
 
 @pytest.mark.parametrize("row", CORE)
 def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, monkeypatch):
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), mode, **params)
+    run = Run.of_row(row, toy(PLAIN, page=8))
     run.prefill(120)
     run.step(20)
     before = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
@@ -196,8 +193,7 @@ def test_turns_are_one_prefill_of_the_transcript():
 @pytest.mark.parametrize("row", CORE)
 def test_the_next_turns_prefill_is_exact_in_every_mode(row):
     """Run checks every prefill against everything stored; here the turns alternate often."""
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), mode, **params)
+    run = Run.of_row(row, toy(PLAIN, page=8))
     for turn in range(12):
         run.prefill(1 + 7 * turn % 40, chunk=16)
         run.step(5)

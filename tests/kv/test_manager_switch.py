@@ -113,8 +113,7 @@ def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
 
 @pytest.mark.parametrize("row", CORE)
 def test_memory_that_runs_out_in_a_switch_leaves_the_old_mode(row, monkeypatch):
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), mode, **params)
+    run = Run.of_row(row, toy(PLAIN, page=8))
     run.prefill(200)
     run.step(10)
     new = run.mode("full")

@@ -72,8 +72,7 @@ def unwatched(do: Callable) -> Callable:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
-    mode, params = ROWS[row]
-    run, picking = (Run(toy(MIXED, page=8), mode, **params) for _ in range(2))
+    run, picking = (Run.of_row(row, toy(MIXED, page=8)) for _ in range(2))
     as_on_a_gpu(run.kv)
     for one in (run, picking):
         one.prefill(150)

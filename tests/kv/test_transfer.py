@@ -20,8 +20,7 @@ NEVER_RECALL |= {"sync-resident", "speculative-no-pages"}
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in NEVER_RECALL])
 def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
-    mode, params = ROWS[row]
-    plain, run = (Run(toy(PLAIN, page=8, kv_heads=4), mode, **params) for _ in range(2))
+    plain, run = (Run.of_row(row, toy(PLAIN, page=8, kv_heads=4)) for _ in range(2))
     for one in (plain, run):
         as_on_a_gpu(one.kv)
         one.kv.state.host.pageable_reason = "so that copies are picked"

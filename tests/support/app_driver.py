@@ -11,6 +11,7 @@ from support.patience import PATIENCE_S
 from textual import events
 from textual.app import App
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import Static
 
 from kvchat.tui.app import KvchatApp
@@ -82,3 +83,9 @@ async def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         await asyncio.sleep(0.01)
+
+
+async def focus(widget: Widget) -> None:
+    """Give a widget the focus, and wait until it has it."""
+    widget.focus()
+    await wait_for(lambda: widget.has_focus)

@@ -8,6 +8,7 @@ import torch
 from support.dense_attention import assert_near, dense
 from support.freeze_reference import FreezeReference
 from support.kv_steps import decode_step, forward, prefill
+from support.mode_rows import ROWS
 from support.reference import FullReference, SpeculativeReference, StreamingReference, SyncReference
 from support.toy_model import Toy
 from torch import Tensor
@@ -47,6 +48,12 @@ class Run:
         self.query = [torch.zeros(g.q_heads, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
         self.kv = KVManager(g, torch.device("cpu"), self.mode(mode, **params))
         self._refer()
+
+    @classmethod
+    def of_row(cls, row: str, made: Toy) -> Run:
+        """One in the mode and with the parameters of a row of ``mode_rows``."""
+        mode, params = ROWS[row]
+        return cls(made, mode, **params)
 
     def mode(self, mode: str, **params: Any) -> Any:
         return build(parse(mode, params), self.toy.geometry, self.toy.traits, self.preamble)

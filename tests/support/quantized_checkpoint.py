@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 
+from support.progress import silent
+
 from kvchat.engine.plan import memory_plan
 from kvchat.protocol.messages import Load
-
-
-def silent(stage):
-    pass
 
 
 def planned(folder, dtype="auto"):

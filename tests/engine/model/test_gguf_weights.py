@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from support.gguf_files import write_model
+from support.progress import silent
 
 from kvchat.engine.model import gguf_weights, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
@@ -28,10 +29,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def needs(*packages: str) -> pytest.MarkDecorator:
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} is not installed")
-
-
-def silent(stage):
-    pass
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from huggingface_hub import errors
 from support import tiny_models
 from support.memory_faults import HostMemoryError
 from support.model_folders import edit_json
+from support.progress import silent
 
 from kvchat.engine.model import checkpoint, description, hub
 from kvchat.engine.model.byte_progress import ByteProgress
@@ -19,10 +20,6 @@ from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.kv.memory import available
 from kvchat.paths import INDEX, bundled_model_dir
 from kvchat.protocol.messages import TEMPERATURE, Load
-
-
-def silent(stage):
-    pass
 
 
 def revision(folder):

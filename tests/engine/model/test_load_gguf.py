@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 from support.gguf_files import write_model
+from support.progress import silent
 
 from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.fusion.swap import sample_logits
@@ -23,10 +24,6 @@ from kvchat.protocol.messages import Load
 needs_gguf = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")), reason="gguf is not installed"
 )
-
-
-def silent(stage):
-    pass
 
 
 @pytest.fixture(scope="module")

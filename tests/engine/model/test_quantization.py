@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models, tiny_multimodal
-from support.quantized_checkpoint import declare, planned, silent
+from support.progress import silent
+from support.quantized_checkpoint import declare, planned
 
 from kvchat.engine.model import attention_hook, quantization
 from kvchat.engine.model.fusion.recognize import projections

@@ -9,7 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 from support import tiny_models
-from support.quantized_checkpoint import declare, planned, silent
+from support.progress import silent
+from support.quantized_checkpoint import declare, planned
 
 from kvchat.engine.model import quantization
 from kvchat.engine.model.fusion.swap import sample_logits

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support import tiny_models, tiny_multimodal
+from support.progress import silent
 
 from kvchat.engine.model import text_part
 from kvchat.engine.model.load import load_model
@@ -15,10 +16,6 @@ from kvchat.engine.session import Session
 from kvchat.protocol.messages import Load
 
 PROMPT, NEW = list(range(40, 75)), 24
-
-
-def silent(stage):
-    pass
 
 
 @pytest.fixture(scope="module", params=tiny_multimodal.CONFIGS)

@@ -15,8 +15,7 @@ PLAIN = ("plain", "plain")
 @pytest.mark.parametrize("kwargs", [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
 @pytest.mark.parametrize("row", ROWS)
 def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8, **kwargs), mode, **params)
+    run = Run.of_row(row, toy(PLAIN, page=8, **kwargs))
     run.prefill(300)
     kv = run.kv
     allocated = sum(tensors_of(kv).values())

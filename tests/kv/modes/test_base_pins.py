@@ -20,8 +20,7 @@ ALL_ROWS = [*CORE, *(row for row in ROWS if row not in CORE and row not in ("str
 
 
 def run_of(row: str, on_a_gpu: bool = False) -> Run:
-    mode, params = ROWS[row]
-    run = Run(toy(MIXED, page=8), mode, **params)
+    run = Run.of_row(row, toy(MIXED, page=8))
     if on_a_gpu:
         as_on_a_gpu(run.kv)
     return run

@@ -86,8 +86,7 @@ def test_every_mode_meets_every_geometry_also_in_the_thinned_grid():
 )
 def test_sets_and_outputs_are_the_references(row, geometry):
     """Every row in one geometry, and a mode's two core rows in three each; in all of them in the long form."""
-    mode, params = ROWS[row]
-    run = Run(toy(("plain", "plain"), **GEOMETRIES[geometry], seed=3), mode, **params)
+    run = Run.of_row(row, toy(("plain", "plain"), **GEOMETRIES[geometry], seed=3))
     run.prefill(100, chunk=37)
     run.step(40)
     run.check()
@@ -108,8 +107,7 @@ def test_sets_and_outputs_are_the_references_at_heads_of_todays_models(row, head
 
 @pytest.mark.parametrize("row", ROWS)
 def test_windows_caps_and_learned_sinks_are_the_layers_own(row):
-    mode, params = ROWS[row]
-    run = Run(toy(MIXED, page=8), mode, **params)
+    run = Run.of_row(row, toy(MIXED, page=8))
     run.prefill(90, chunk=50)
     run.step(35)
     run.check()
@@ -129,8 +127,7 @@ def test_a_long_answer_with_pages_of_32(row):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("row", CORE)
 def test_half_precision_is_dense_attention_under_the_same_sets(row, dtype):
-    mode, params = ROWS[row]
-    run = Run(toy(("plain", "window", "sinks"), page=8, dtype=dtype), mode, **params)
+    run = Run.of_row(row, toy(("plain", "window", "sinks"), page=8, dtype=dtype))
     run.prefill(120)
     run.step(30)
     run.check()
@@ -139,8 +136,7 @@ def test_half_precision_is_dense_attention_under_the_same_sets(row, dtype):
 @pytest.mark.parametrize(("row", "first"), thinned(CORE, [1, 3, 6, 20], each=2))
 def test_a_conversation_may_begin_with_less_than_sinks_and_window(row, first):
     """A mode's two core rows begin with two of the lengths each; with all of them in the long form."""
-    mode, params = ROWS[row]
-    run = Run(toy(("plain", "plain"), page=4), mode, **params)
+    run = Run.of_row(row, toy(("plain", "plain"), page=4))
     run.prefill(first)
     run.step(85)
     run.check()

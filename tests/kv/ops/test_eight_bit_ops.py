@@ -15,8 +15,7 @@ from kvchat.kv.memory.host_pool import HostPool
 
 @pytest.mark.parametrize(("row", "unified"), [*((row, True) for row in CORE), ("full-resident", False)])
 def test_every_mode_is_dense_attention_over_rounded_pages(row, unified):
-    mode, params = ROWS[row]
-    run = EightBitRun(toy(("plain", "plain"), kv_heads=2, group=3, d_v=24, page=8, unified=unified), mode, **params)
+    run = EightBitRun.of_row(row, toy(("plain", "plain"), kv_heads=2, group=3, d_v=24, page=8, unified=unified))
     run.prefill(90, chunk=37)
     run.step(17)
     run.check()
@@ -48,8 +47,7 @@ def test_pinned_messages_are_read_from_pages_of_both_kinds(row):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("row", ["full", "full-resident", "speculative"])
 def test_half_precision_windows_caps_and_learned_sinks(row, dtype):
-    mode, params = ROWS[row]
-    run = EightBitRun(toy(MIXED, page=8, dtype=dtype, unified=row == "full"), mode, **params)
+    run = EightBitRun.of_row(row, toy(MIXED, page=8, dtype=dtype, unified=row == "full"))
     run.prefill(90, chunk=50)
     run.step(20)
     run.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.app_driver import finished, typed
+from support.app_driver import finished, focus, typed
 
 from kvchat.conversations.store import ConversationStore
 from kvchat.errors import UsageError
@@ -81,8 +81,7 @@ async def test_a_pinned_message_is_marked_where_it_stands(running):
         typed(app, "hello there")
         await until(lambda: finished(app))
         transcript = app.chat.query_one(Transcript)
-        transcript.focus()
-        await until(lambda: transcript.has_focus)
+        await focus(transcript)
         await pilot.press("up", "up")
         await until(lambda: transcript.chosen == app.chat.query_one(Question).message)
         await pilot.press("p")

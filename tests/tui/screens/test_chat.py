@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from support.app_driver import answers, finished, notes, press, prompt, receipts, texts, toasts, typed
+from support.app_driver import answers, finished, focus, notes, press, prompt, receipts, texts, toasts, typed
 from textual.widgets import Markdown, Static
 
 from kvchat.protocol.messages import Turn
@@ -257,13 +257,11 @@ async def test_keys_act_on_a_chosen_message_and_typing_goes_to_the_prompt(runnin
         typed(app, "hello")
         await until(lambda: finished(app))
         transcript = app.chat.query_one(Transcript)
-        transcript.focus()
-        await until(lambda: transcript.has_focus)
+        await focus(transcript)
         press(app, "y")
         await until(lambda: prompt(app).text == "y" and prompt(app).has_focus)
         prompt(app).load_text("")
-        transcript.focus()
-        await until(lambda: transcript.has_focus)
+        await focus(transcript)
         press(app, "up")
         await until(lambda: app.chat.chosen and app.chat.chosen == answers(app)[0].message)
         hints = app.chat.query_one(KeyHints)
