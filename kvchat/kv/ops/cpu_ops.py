@@ -55,7 +55,7 @@ class CpuOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         """Attention over the tokens that the table names, where they are stored, and the weights of these slots."""
         bias = slots.bias(layer, self.position, spec.window)
-        end, named = self._now + 1, int(slots.free_slot())  # in order from the front, empty ones behind
+        end, named = self._now + 1, int(slots.current_slot) + 1  # in order from the front, the new token last
         first = 0 if spec.window is None else max(0, end - spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if named == end:
