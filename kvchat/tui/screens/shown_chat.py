@@ -80,10 +80,10 @@ class ShownChat(Screen[None]):
         if switched.before != switched.mode and switched.total:
             self.query_one(Ribbon).mark(switched.total, switched.mode)
             self.query_one(Timeline).mark()
-        for answer in self._transcript.query(Answer):
-            if not answer.finished:
-                return answer.mark(switched, speed)
-        return await self._transcript.add(SwitchNote(switched, speed))
+        answer = next((one for one in self._transcript.query(Answer) if not one.finished), None)
+        if answer is not None and answer.text:
+            return answer.mark(switched, speed)
+        return await self._transcript.add(SwitchNote(switched, speed), before=answer)
 
     def add_note(self, text: str, struck: str = "") -> None:
         self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))

@@ -125,12 +125,12 @@ class Transcript(VerticalScroll):
     def on_mount(self) -> None:
         self.anchor()
 
-    async def add(self, widget: W) -> W:
-        """Mount at the end, but before questions that still wait, unless it is one of them."""
+    async def add(self, widget: W, before: Widget | None = None) -> W:
+        """Mount ``before`` another, else at the end, but before questions that still wait, unless it is one of them."""
         is_waiting = isinstance(widget, Question) and widget.queued
         waiting = next((one for one in self.query(Question) if one.queued), None) if not is_waiting else None
         with self.app.batch_update():
-            await self.mount(widget, before=waiting)
+            await self.mount(widget, before=before or waiting)
         if isinstance(widget, Question):
             self.jump_to_end()
         self.call_after_refresh(self.settle)
