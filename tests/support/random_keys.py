@@ -130,11 +130,15 @@ class RandomKeys:
         if draw < 0.92:
             return self._click()
         if draw < 0.94:
-            return b"\x1b[200~" + self._random.randbytes(self._random.choice((3, 40, 4000))) + b"\x1b[201~"
+            return b"\x1b[200~" + self._bytes(self._random.choice((3, 40, 4000))) + b"\x1b[201~"
         if draw < 0.95:
-            return self._random.randbytes(3).replace(b"\x03", b"").replace(b"\x11", b"")
+            return self._bytes(3).replace(b"\x03", b"").replace(b"\x11", b"")
         self._program.resize(*self._size())
         return b""
+
+    def _bytes(self, number: int) -> bytes:
+        """Any but Ctrl+\\, which ends what has the terminal while an editor has it."""
+        return self._random.randbytes(number).replace(b"\x1c", b"")
 
     def _key(self, name: str) -> bytes:
         if name in ENDING and self._random.random() > 0.02:
