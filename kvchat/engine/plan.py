@@ -55,7 +55,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     """
     with quiet():
         seen = _observe(describe(load.model, load.device, load.dtype, progress))
-        weights = _weights(seen)
+        weights, packed = _weights(seen), _packed_files(seen.described)
     tokens = _context(seen, context)
     described, geometry = seen.described, seen.geometry
     is_rounded = load.host_dtype == "int8"
@@ -80,6 +80,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
         file_bits=gguf_weights.bits(described.location),
         unpacked=weights["none"] if described.location.gguf else 0,
+        packed=packed,
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
     )
     made = replace(made, proposal=propose(made))
@@ -171,6 +172,13 @@ def _own_weights(seen: _Observed) -> int:
         return weight_bytes(seen.shapes, "int8", device)  # and its head is packed too
     packed = stored_tensors.packed(read_headers(seen.described.location), quantization.own_section(config))
     return packed_bytes(seen.shapes, packed)
+
+
+def _packed_files(described: ModelDescription) -> int:
+    """Bytes in the files of a quantized checkpoint whose weights loading unpacks; 0 for others and for GGUF files."""
+    if not quantization.is_unpacked(described.config, described.device):
+        return 0
+    return sum(tensor.nbytes for tensor in read_headers(described.location))
 
 
 def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:

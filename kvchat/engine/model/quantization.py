@@ -62,7 +62,9 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         return Quantization(own)
     if own and not (own == "gguf" and quantize in ("int8", "int4")):
         raise ModelError(
-            f"The model is quantized already, by {own}.", f"Its weights cannot be made {quantize} again.", "Give none."
+            f"The model is quantized already, by {own}.",
+            f"Its weights cannot be made {quantize} again.",
+            f"Leave --quantize out, or give --quantize {quantize} with the model that is not quantized.",
         )
     _check_installed(quantize, device)
     stored = config.get_text_config(decoder=True).dtype or torch.float32

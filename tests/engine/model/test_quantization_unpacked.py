@@ -16,7 +16,10 @@ from kvchat.engine.model import quantization
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
+from kvchat.engine.plan import memory_plan
 from kvchat.protocol.messages import Load
+from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.units import size
 
 INT8_GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
 INT_QUANTIZED = {
@@ -63,6 +66,11 @@ def test_4_bits_that_are_unpacked_are_listed_as_they_are_planned(llama_folder):
     declare(llama_folder, {**INT_QUANTIZED, "format": "pack-quantized", "config_groups": {"0": {"weights": weights}}})
     assert planned(llama_folder, "bfloat16") > 1.5 * (llama_folder / "model.safetensors").stat().st_size
     assert listed(llama_folder, "bfloat16") == pytest.approx(planned(llama_folder, "bfloat16"), rel=0.02)
+    made = memory_plan(Load(str(llama_folder), "cpu", "bfloat16"), 64, silent)
+    (row,) = [line for line in plan_lines(made) if line.startswith("weights, ")]
+    of_files, loaded = (size(nbytes, 2) for nbytes in (made.packed, made.weights["compressed-tensors"]))
+    assert made.packed == sum(tensor.nbytes for tensor in stored.values())
+    assert " ".join(row.split()) == f"weights, compressed-tensors, unpacked from {of_files} host {loaded}"
 
 
 @pytest.mark.skipif(
@@ -93,7 +101,11 @@ def test_fp8_is_unpacked_on_a_cpu_to_the_dtype_that_was_asked_for(llama_folder, 
             parameter.data = (stored[name].float().view(blocks.shape) * scale[:, None, :, None]).view(parameter.shape)
     safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
     declare(llama_folder, FP8)
-    loaded = load_model(Load(str(llama_folder), "cpu", dtype), silent)
+    stages = []
+    loaded = load_model(Load(str(llama_folder), "cpu", dtype), stages.append)
+    files = (llama_folder / "model.safetensors").stat().st_size
+    sizes = f": {size(files)} in the file, {size(loaded.weight_bytes)} unpacked"
+    assert any(stage.endswith(sizes) for stage in stages)
     assert loaded.notes[0] == f"The fp8 weights were unpacked to {dtype}."
     assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
     assert planned(llama_folder, dtype) == loaded.weight_bytes
