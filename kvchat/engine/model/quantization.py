@@ -131,8 +131,10 @@ def own_method(config: Any) -> str:
 
 def is_unpacked(config: Any, device: torch.device) -> bool:
     """transformers unpacks a checkpoint's weights while it reads them; see ``stored_tensors``."""
+    if not (method := own_method(config)):
+        return False
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return stored_tensors.is_unpacked(own_method(config), capability)
+    return stored_tensors.is_unpacked(method, capability)
 
 
 def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
