@@ -25,7 +25,18 @@ RESTRICTED = HEAVY | {"textual", "rich", "pynvml", "pydantic"}
 
 # package -> what it may import: packages or single modules of kvchat, and libraries that others may not.
 # The package itself (``kvchat``) is the lazy door to ``kvchat.load``.
-LEAVES = {"errors", "files", "foreign_text", "gguf_tables", "hub_kernels", "paths", "text_file", "threads", "units"}
+LEAVES = {
+    "errors",
+    "files",
+    "foreign_text",
+    "gguf_tables",
+    "hub_kernels",
+    "paths",
+    "stored_tensors",
+    "text_file",
+    "threads",
+    "units",
+}
 BELOW_ENGINE = LEAVES | {"nvml", "protocol", "config", "kv"}
 MAY = {
     "errors": set(),
@@ -34,6 +45,7 @@ MAY = {
     "gguf_tables": set(),
     "hub_kernels": set(),
     "paths": set(),
+    "stored_tensors": set(),
     "text_file": {"errors"},
     "threads": set(),
     "units": set(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvchat import nvml
+from kvchat import nvml, stored_tensors
+from kvchat.catalog.headers import ITEM_BYTES, Weights
 from kvchat.catalog.models import FoundModel
 from kvchat.config import profiles
 from kvchat.kv.memory import available
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes an element of quantized weights takes, with their constants.
 QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 INT4 = {"cpu": 0.5 + 4 / 32, "cuda": 0.5 + 4 / 128}
@@ -20,10 +20,11 @@ GGUF_AT_MOST = {"int4": 5.0, "int8": 9.0}
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory in bytes of the device that the settings name, "cpu" or "cuda"."""
+    """Free memory in bytes of the device that the settings name, "cpu" or "cuda", and the GPU's compute capability."""
 
     device: Literal["cpu", "cuda"]
     free: int
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ def room(device: str, released: int = 0) -> Room:
     """Bytes free on ``device`` (as in the settings), with the ``released`` ones that the model in use takes."""
     if profiles.read_gpu(device) is not None:
         reader = nvml.visible_gpu(int(device.partition(":")[2] or 0))
-        usage = reader.usage() if reader else nvml.GpuUsage()
+        usage, info = (reader.usage(), reader.info()) if reader else (nvml.GpuUsage(), nvml.GpuInfo())
         if usage.total is not None and usage.used is not None:
-            return Room("cuda", usage.total - usage.used + released)
+            return Room("cuda", usage.total - usage.used + released, info.compute_capability)
     return Room("cpu", available.host_free() + released)
 
 
@@ -50,9 +51,10 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
     if weights is None:
         return None
     usable = available.usable(there.free)
+    item = _item_bytes(weights.dtype, dtype, there)
     if found.quantization:
-        return Fit(weights.nbytes, "none" if weights.nbytes <= usable else None)
-    needed = weights.elements * _item_bytes(weights.dtype, dtype, there)
+        return _first({"none": _own_bytes(weights, found.quantization, item, there)}, usable)
+    needed = weights.elements * item
     by_choice = {"none": needed, **{name: int(weights.elements * item) for name, item in QUANTIZED.items()}}
     if there.device == "cpu" or dtype in ("auto", "bfloat16"):
         by_choice["int4"] = int(weights.elements * INT4[there.device.partition(":")[0]])
@@ -60,6 +62,13 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
         return _first(by_choice, usable)
     del by_choice["nf4"]  # is not made of one
     return _gguf_fit(8 * weights.nbytes / weights.elements, by_choice, usable)
+
+
+def _own_bytes(weights: Weights, method: str, item: int, there: Room) -> int:
+    """Bytes of a checkpoint that is quantized already; what is not packed takes ``item`` bytes an element."""
+    if stored_tensors.is_unpacked(method, there.capability):
+        return weights.elements * item
+    return weights.packed_bytes + (weights.elements - weights.packed_elements) * item
 
 
 def _gguf_fit(bits: float, by_choice: dict[str, int], usable: int) -> Fit:

@@ -5,20 +5,19 @@ safetensors files begin with a JSON object, GGUF files with a table of values an
 
 from __future__ import annotations
 
-import json
 import math
 import stat
-import struct
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-from kvchat import gguf_tables
+from kvchat import gguf_tables, stored_tensors
 from kvchat.errors import ModelError
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PACKED = "packed"
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 # The numbers of ggml's types, in the order of its enumeration; None are those it has given up.
 GGML = (
@@ -30,29 +29,43 @@ GGML = (
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model on disk: elements in all, bytes of the files, the type of most elements."""
+    """The weights of a model on disk: elements in all, bytes of the files, the type of most elements.
+
+    Of a checkpoint that is quantized already ``elements`` are those of its weights once they are unpacked, of which
+    ``packed_elements`` take ``packed_bytes`` in the files, with their constants.
+    """
 
     elements: int
     nbytes: int
     dtype: str
+    packed_elements: int = 0
+    packed_bytes: int = 0
 
 
-def read_safetensors(files: Iterable[Path]) -> Weights:
-    """The weights in one or several safetensors files.
+def read_safetensors(files: Iterable[Path], quantization: Mapping[str, Any] | None = None) -> Weights:
+    """The weights in one or several safetensors files; ``quantization`` is the configuration's section of that name.
 
     Raises:
         ModelError: one of them is no such file.
     """
     elements: Counter[str] = Counter()
     nbytes = 0
+    tensors = []
     for path in files:
         nbytes += _regular(path)
-        with path.open("rb") as file:
-            for entry in _safetensors_header(file, path).values():
-                elements[str(entry["dtype"])] += math.prod(entry["shape"])
-    if not elements:
+        try:
+            tensors += stored_tensors.tensors(path)
+        except (OSError, ValueError) as error:
+            raise _damaged(path) from error
+    if not tensors:
         raise ModelError("The weights are damaged.", "There are no tensors.", "Download the model again.")
-    return _weights(nbytes, {SAFETENSORS.get(kind, kind): count for kind, count in elements.items()})
+    packed = stored_tensors.packed(tensors, quantization) if quantization else {}
+    for tensor in tensors:
+        if stored_tensors.owner(tensor.name) not in packed:
+            elements[SAFETENSORS.get(tensor.dtype, tensor.dtype)] += tensor.elements
+    elements[PACKED] = sum(one.elements for one in packed.values())
+    of_packed = sum(one.nbytes for one in packed.values())
+    return replace(_weights(nbytes, elements), packed_elements=elements[PACKED], packed_bytes=of_packed)
 
 
 def read_gguf(path: Path) -> Weights:
@@ -82,18 +95,6 @@ def _regular(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise ModelError(f"{path.name} is no file.", "It is a pipe, a socket, a device or a folder.", "Give a file.")
     return found.st_size
-
-
-def _safetensors_header(file: BinaryIO, path: Path) -> dict[str, dict[str, list[int]]]:
-    try:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length) if length <= MAX_HEADER_BYTES else b"")
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for entry in entries.values():
-            math.prod(entry["shape"]), entry["dtype"]
-    except (struct.error, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
-        raise _damaged(path) from error
-    return entries
 
 
 def _weights(nbytes: int, elements: dict[str, int]) -> Weights:

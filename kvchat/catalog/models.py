@@ -6,11 +6,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvchat import paths
-from kvchat.catalog.headers import Weights, read_gguf, read_safetensors
+from kvchat.catalog.headers import ITEM_BYTES, Weights, read_gguf, read_safetensors
 from kvchat.errors import ModelError
 from kvchat.paths import BUNDLED, INDEX
 
@@ -27,7 +27,8 @@ SPLIT, TOWER = re.compile(r"-\d{5}-of-\d{5}\.gguf$"), "mmproj"
 class FoundModel:
     """A model on this machine. ``name`` is what loads it, ``kind`` is bundled, folder, GGUF or hub.
 
-    ``quantization`` is the method by which the checkpoint is quantized; of a GGUF file ``weights.dtype`` says that.
+    ``quantization`` is the method by which the checkpoint is quantized, and ``weights.dtype`` then that of its
+    arithmetic; of a GGUF file ``weights.dtype`` names both.
     ``weights`` is None where there is a ``problem``.
     """
 
@@ -105,11 +106,14 @@ def _is_model(file: str) -> bool:
 def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
     try:
         config = _config(folder)
-        weights = read_safetensors(_files(folder))
+        own = config.get("quantization_config")
+        quantized = own if isinstance(own, dict) else {}
+        weights = read_safetensors(_files(folder), quantized)
     except ModelError as error:
         return FoundModel(name, kind, problem=str(error))
-    own = config.get("quantization_config")
-    return FoundModel(name, kind, weights, str(own.get("quant_method", "")) if isinstance(own, dict) else "")
+    if quantized:
+        weights = replace(weights, dtype=_own_dtype(config))
+    return FoundModel(name, kind, weights, str(quantized.get("quant_method", "")))
 
 
 def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
@@ -119,6 +123,14 @@ def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
         return FoundModel(name, kind, read_gguf(file))
     except ModelError as error:
         return FoundModel(name, kind, problem=str(error))
+
+
+def _own_dtype(config: dict[str, object]) -> str:
+    """The dtype in which a quantized checkpoint computes, of a multimodal one its text; the engine takes it too."""
+    text = config.get("text_config")
+    sections = (text if isinstance(text, dict) else {}, config)
+    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if isinstance(name, str) and name in ITEM_BYTES), "float32")
 
 
 def _config(folder: Path) -> dict[str, object]:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvchat import stored_tensors
 from kvchat.config import modes
 from kvchat.config.modes import MIN_BUDGET
 from kvchat.engine.generate.runner import CHUNK
 from kvchat.engine.model import gguf_weights, quantization
-from kvchat.engine.model.checkpoint import complete
+from kvchat.engine.model.checkpoint import read_headers
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import observe_shape
@@ -25,7 +26,6 @@ from kvchat.engine.model.weight_sizes import (
     linears,
     packed_bytes,
     read_bytes,
-    stored_sizes,
     weight_bytes,
     without_memory,
 )
@@ -55,7 +55,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     """
     with quiet():
         seen = _observe(describe(load.model, load.device, load.dtype, progress))
-        weights = _weights(seen, progress)
+        weights, packed = _weights(seen), _packed_files(seen.described)
     tokens = _context(seen, context)
     described, geometry = seen.described, seen.geometry
     is_rounded = load.host_dtype == "int8"
@@ -80,6 +80,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
         file_bits=gguf_weights.bits(described.location),
         unpacked=weights["none"] if described.location.gguf else 0,
+        packed=packed,
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
     )
     made = replace(made, proposal=propose(made))
@@ -150,26 +151,34 @@ def _context(seen: _Observed, asked: int | None) -> int:
     )
 
 
-def _weights(seen: _Observed, progress: Progress) -> dict[str, int]:
+def _weights(seen: _Observed) -> dict[str, int]:
     """Bytes of the weights by quantization; a checkpoint that is quantized already has only its own."""
     described = seen.described
     own = quantization.own_method(described.config)
     if own and not described.location.gguf:
-        return {own: _own_weights(seen, progress)}
+        return {own: _own_weights(seen)}
     choices = quantization.possible(described.device, described.dtype)
     if described.location.gguf:
         choices = [name for name in choices if name in gguf_weights.CHOICES]
     return {name: weight_bytes(seen.shapes, name, described.device) for name in choices}
 
 
-def _own_weights(seen: _Observed, progress: Progress) -> int:
+def _own_weights(seen: _Observed) -> int:
     """Bytes of the weights of a checkpoint that is quantized already."""
     config, device = seen.described.config, seen.described.device
     if quantization.is_unpacked(config, device):
         return weight_bytes(seen.shapes, "none", device)
     if device.type == "cpu" and quantization.kind_of(config) == "int8":
         return weight_bytes(seen.shapes, "int8", device)  # and its head is packed too
-    return packed_bytes(seen.shapes, stored_sizes(complete(seen.described.location, progress)))
+    packed = stored_tensors.packed(read_headers(seen.described.location), quantization.own_section(config))
+    return packed_bytes(seen.shapes, packed)
+
+
+def _packed_files(described: ModelDescription) -> int:
+    """Bytes in the files of a quantized checkpoint whose weights loading unpacks; 0 for others and for GGUF files."""
+    if not quantization.is_unpacked(described.config, described.device):
+        return 0
+    return sum(tensor.nbytes for tensor in read_headers(described.location))
 
 
 def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:

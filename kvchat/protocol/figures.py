@@ -165,7 +165,8 @@ class MemoryPlan:
     none is asked for, else it is none; ``file_bits`` is what a weight of that file takes, else 0. ``proposal`` is None
     where nothing fits. ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was
     measured: no token takes less. A GGUF file's weights lie ``unpacked`` in host memory, all of them, before they are
-    packed again. Where a model is in use, ``stored`` is set, and what that holds counts as free.
+    packed again; ``packed`` is the size on disk of another checkpoint whose weights loading unpacks, else 0. Where a
+    model is in use, ``stored`` is set, and what that holds counts as free.
     """
 
     model: str
@@ -184,6 +185,7 @@ class MemoryPlan:
     token_bytes: Count = 0
     host_share: float = 1.0
     unpacked: Count = 0
+    packed: Count = 0
     by_default: str = "none"
     file_bits: float = 0.0
     proposal: Proposal | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -77,8 +78,18 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Pat
 
 
 def test_a_quantized_checkpoint_says_so(cache: Path, tmp_path: Path) -> None:
-    (copy_bundled(tmp_path / "a") / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    assert find([tmp_path])[1].quantization == "gptq"
+    folder = copy_bundled(tmp_path / "a")
+    for config, dtype in (
+        ({}, "float32"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float16", "text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"dtype": ["float16"], "text_config": []}, "float32"),
+    ):
+        quantized = {**config, "quantization_config": {"quant_method": "gptq"}}
+        (folder / "config.json").write_text(json.dumps(quantized))
+        (found,) = find([tmp_path])[1:]
+        assert found.weights
+        assert (found.quantization, found.weights.dtype) == ("gptq", dtype)
 
 
 def test_what_was_typed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

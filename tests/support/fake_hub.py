@@ -20,12 +20,13 @@ class FakeHub:
     """Serves ``folder`` as the repository ``name``; ``pause`` seconds lie between two chunks.
 
     ``gated`` refuses it as the hub does a model whose owner asks for an agreement. ``ranges`` are the bytes at which
-    downloads of the weights began.
+    downloads of the weights began, ``weight_bytes`` what was asked for of them in all.
     """
 
     def __init__(self, name: str, folder: Path, pause: float = 0.0, gated: bool = False) -> None:
         self.name, self.folder, self.pause, self.gated = name, folder, pause, gated
         self.ranges: list[int] = []
+        self.weight_bytes = 0
         self.url = ""
 
     @contextmanager
@@ -95,18 +96,21 @@ class FakeHub:
 
     def _send_file(self, request: BaseHTTPRequestHandler, file: Path, body: bool) -> None:
         data = file.read_bytes()
-        start = int((re.match(r"bytes=(\d+)-", request.headers.get("Range") or "") or [0, 0])[1])
+        asked = re.match(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
+        start, stop = (int(asked[1]), int(asked[2] or len(data)) + 1) if asked else (0, len(data))
+        end = min(stop, len(data))
         if body and file.suffix == ".safetensors":
             self.ranges.append(start)
-        request.send_response(206 if start else 200)
+            self.weight_bytes += end - start
+        request.send_response(206 if end - start < len(data) else 200)
         request.send_header("ETag", f'"{hashlib.sha1(file.name.encode()).hexdigest()}"')
         request.send_header("X-Repo-Commit", COMMIT)
         request.send_header("Accept-Ranges", "bytes")
-        if start:
-            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        request.send_header("Content-Length", str(len(data) - start))
+        if end - start < len(data):
+            request.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        request.send_header("Content-Length", str(end - start))
         request.end_headers()
         with suppress(ConnectionError):  # the client was ended
-            for at in range(start, len(data) if body else start, CHUNK):
-                request.wfile.write(data[at : at + CHUNK])
+            for at in range(start, end if body else start, CHUNK):
+                request.wfile.write(data[at : min(at + CHUNK, end)])
                 time.sleep(self.pause)

@@ -6,6 +6,8 @@ import json
 
 from support.progress import silent
 
+from kvchat.catalog import models
+from kvchat.catalog.fit import Room, fit
 from kvchat.engine.plan import memory_plan
 from kvchat.protocol.messages import Load
 
@@ -14,6 +16,12 @@ def planned(folder, dtype="auto"):
     """What is planned for the weights of a checkpoint that is quantized already."""
     (nbytes,) = memory_plan(Load(str(folder), "cpu", dtype), 64, silent).weights.values()
     return nbytes
+
+
+def listed(folder, dtype="auto"):
+    """What the list of models says of them, on a CPU."""
+    found = models.at(folder)
+    return fit(found, dtype, Room("cpu", 2**40)).needed
 
 
 def declare(folder, quantization_config):

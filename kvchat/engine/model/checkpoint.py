@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvchat import files, units
-from kvchat.engine.model.hub import Progress, download
+from kvchat import files, stored_tensors, units
+from kvchat.engine.model.hub import Progress, download, remote_headers
 from kvchat.errors import ModelError
 from kvchat.paths import BUNDLED, INDEX, bundled_model_dir
+from kvchat.stored_tensors import StoredTensor
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CONFIGURATION = ["config.json"]
@@ -96,6 +97,24 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     revision = folder.name if location.on_hub else _digest(folder, weights)
     weight_bytes = sum(file.stat().st_size for file in weights)
     return Checkpoint(location.name, folder, revision, weights, weight_bytes, tensors=tensors)
+
+
+def read_headers(location: ModelLocation) -> list[StoredTensor]:
+    """The tensors of a safetensors model by its headers, of which the hub is asked where no weights are in its cache.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the hub cannot be reached.
+    """
+    try:
+        weights = _weights(location.folder, _where(location))
+    except ModelError:
+        if location.on_hub:
+            return remote_headers(location.name, location.folder.name)
+        raise
+    try:
+        return [tensor for file in weights for tensor in stored_tensors.tensors(file)]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{_where(location)} is damaged.", f"{error}.", "Download the model again.") from error
 
 
 def read_json(file: Path, most: int = MAX_CONFIGURATION_BYTES) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from kvchat.engine.model import gguf_file, int4_rows, int8_rows, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
-from kvchat.engine.model.weight_sizes import weight_bytes, without_memory
-from kvchat.units import size
 
 AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the file, with its constants: those of Q4_K_M, of Q8_0
 CHOICES = ("none", *AT_MOST)
@@ -61,19 +59,6 @@ def by_default(location: ModelLocation, dtype: torch.dtype, device: torch.device
         return ""
     of_file, there = bits(location), quantization.possible(device, dtype)
     return next((name for name, most in AT_MOST.items() if of_file <= most and name in there), "")
-
-
-def sizes(quantize: str, described: ModelDescription) -> str:
-    """The sizes of the file and of its weights once loaded, for a message."""
-    shapes = without_memory(described.model_class, described.text_config, described.dtype)
-    unpacked = weight_bytes(shapes, "none", described.device)
-    of_file = (described.location.folder / described.location.gguf).stat().st_size
-    text = f"{size(of_file)} in the file, {size(unpacked)} unpacked"
-    return (
-        text
-        if quantize == "none"
-        else f"{text}, {size(weight_bytes(shapes, quantize, described.device))} in {quantize}"
-    )
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvchat.engine.model import resumable
 from kvchat.engine.model.byte_progress import ByteProgress
 from kvchat.engine.model.resumable import RemoteFile
 from kvchat.errors import ModelError
+from kvchat.stored_tensors import StoredTensor
 
 Progress = Callable[[str], None]
 
@@ -25,14 +26,43 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
         ModelError: there is no such model, it is gated, or the hub cannot be reached.
     """
     import huggingface_hub
-    from huggingface_hub import errors
 
     told = ByteProgress(progress, "Downloading")
     try:
-        resumable.fetch(_large_files(name, patterns), told)
-        folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(told)
-        )
+        with _explained(name):
+            resumable.fetch(_large_files(name, patterns), told)
+            folder = huggingface_hub.snapshot_download(
+                name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(told)
+            )
+    finally:
+        told.end()
+    return Path(folder)
+
+
+def remote_headers(name: str, revision: str) -> list[StoredTensor]:
+    """The tensors of a repository's safetensors files, of which only the headers are read.
+
+    Raises:
+        ModelError: the repository has none, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    with _explained(name):
+        found = huggingface_hub.get_safetensors_metadata(name, revision=revision)
+    return [
+        StoredTensor(tensor, str(entry.dtype), entry.parameter_count, entry.data_offsets[1] - entry.data_offsets[0])
+        for file in found.files_metadata.values()
+        for tensor, entry in file.tensors.items()
+    ]
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Whatever the hub's library raises for a repository is raised as kvchat's own error."""
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.HFValidationError as error:
         raise ModelError(
             f'"{name}" is no model.', "It is neither a folder nor the name of a hub repository.", "Check the spelling."
@@ -58,9 +88,6 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
         raise ModelError(
             f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200], "Try again, or give a folder."
         ) from error
-    finally:
-        told.end()
-    return Path(folder)
 
 
 def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:

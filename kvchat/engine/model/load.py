@@ -32,6 +32,7 @@ from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
+from kvchat.engine.model.weight_sizes import weight_bytes, without_memory
 from kvchat.engine.model.weights_memory import give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError
@@ -103,7 +104,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
         with _explained(checkpoint, described.device):
-            stage = _loading_weights(chosen.quantize, described)
+            stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             with weights_progress.told(checkpoint, stage, progress):
                 model = _model(described, checkpoint, quantized)
@@ -139,9 +140,16 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
 # ---- stages ----------------------------------------------------------------------------------------
 
 
-def _loading_weights(quantize: str, described: ModelDescription) -> str:
-    sizes = f": {gguf_weights.sizes(quantize, described)}" if described.location.gguf else ""
-    return f"Loading the weights{sizes}"
+def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
+    """The name of the stage; of what is unpacked with the sizes of its files and of its weights once loaded."""
+    device, stage = described.device, "Loading the weights"
+    if not (found.gguf or quantization.is_unpacked(described.config, device)):
+        return stage
+    shapes = without_memory(described.model_class, described.text_config, described.dtype)
+    files = f"{size(found.weight_bytes)} in the {'file' if len(found.weights) == 1 else 'files'}"
+    unpacked = f"{size(weight_bytes(shapes, 'none', device))} unpacked"
+    packed = "" if quantize == "none" else f", {size(weight_bytes(shapes, quantize, device))} in {quantize}"
+    return f"{stage}: {files}, {unpacked}{packed}"
 
 
 def _notes_on(described: ModelDescription, dtype: str, quantized: str) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from kvchat import stored_tensors
 from kvchat.engine.model import int8_rows
 from kvchat.engine.model.packed_rows import body
 from kvchat.errors import ModelError, UsageError, did_you_mean
@@ -29,8 +30,6 @@ PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
 WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
-COMPRESSED = "compressed-tensors"
-FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
 
 
@@ -63,7 +62,9 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         return Quantization(own)
     if own and not (own == "gguf" and quantize in ("int8", "int4")):
         raise ModelError(
-            f"The model is quantized already, by {own}.", f"Its weights cannot be made {quantize} again.", "Give none."
+            f"The model is quantized already, by {own}.",
+            f"Its weights cannot be made {quantize} again.",
+            f"Leave --quantize out, or give --quantize {quantize} with the model that is not quantized.",
         )
     _check_installed(quantize, device)
     stored = config.get_text_config(decoder=True).dtype or torch.float32
@@ -114,7 +115,7 @@ def describe(model: Any) -> str:
 
 def kind_of(config: Any) -> str:
     """The choice (one of ``CHOICES``) by which a checkpoint is quantized, or transformers' name of another method."""
-    method, own = own_method(config), _own(config)
+    method, own = own_method(config), own_section(config)
     if method == "torchao":
         chosen = own["quant_type"]["default"]
         kind = str(chosen["_type"] if isinstance(chosen, dict) else chosen).lower()
@@ -124,16 +125,16 @@ def kind_of(config: Any) -> str:
 
 def own_method(config: Any) -> str:
     """transformers' name of the method by which a checkpoint is quantized; empty if it is not."""
-    method = _own(config).get("quant_method", "")
+    method = own_section(config).get("quant_method", "")
     return str(getattr(method, "value", method))
 
 
 def is_unpacked(config: Any, device: torch.device) -> bool:
-    """transformers unpacks a checkpoint's weights while it reads them: nothing multiplies them as they are stored."""
-    method = own_method(config)
-    if method == "fp8":
-        return device.type == "cpu" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY
-    return method == COMPRESSED or (method == "mxfp4" and find_spec("kernels") is None)
+    """transformers unpacks a checkpoint's weights while it reads them; see ``stored_tensors``."""
+    if not (method := own_method(config)):
+        return False
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return stored_tensors.is_unpacked(method, capability)
 
 
 def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
@@ -149,7 +150,7 @@ def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
 
 def unpack_while_reading(config: Any) -> None:
     """Let transformers unpack what it would unpack later, by a hook that only a forward with the head calls."""
-    if own_method(config) == COMPRESSED:
+    if own_method(config) == stored_tensors.COMPRESSED:
         config.quantization_config["run_compressed"] = False
 
 
@@ -200,7 +201,7 @@ def absent_packages(quantize: str, device: torch.device) -> list[str]:
     return [name for name in (package, "accelerate") if find_spec(name) is None] if package else []
 
 
-def _own(config: Any) -> dict[str, Any]:
+def own_section(config: Any) -> dict[str, Any]:
     """The quantization section of a configuration; empty if it has none."""
     own: Any = getattr(config, "quantization_config", None) or {}
     return own if isinstance(own, dict) else dict(own.to_dict())

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import struct
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvchat import stored_tensors
 from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows
 from kvchat.engine.model.checkpoint import Checkpoint
+from kvchat.stored_tensors import Packed, StoredTensor
 
 # Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
 ROW_BYTES = {"cpu": int8_rows.SCALE_BYTES, "cuda": 5}
@@ -22,7 +20,6 @@ NF4_BYTES = 0.5 + 4 / 64
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
 
-LEAST_BYTES = 2  # of a weight that is not packed
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration's names for their number
 
 
@@ -50,46 +47,23 @@ def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
     return total
 
 
-def packed_bytes(model: Any, stored: Mapping[str, int]) -> int:
-    """Bytes of the weights of a checkpoint that stays packed; ``stored`` has the bytes of its tensors by their names.
+def packed_bytes(model: Any, packed: Mapping[str, Packed]) -> int:
+    """Bytes of the weights of a checkpoint that stays packed; ``packed`` has its packed weights by their names.
 
     What belongs to a packed Linear takes what it takes in the files, all else what the model's dtype says.
     """
-    linears_by_name = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    taken: Counter[str] = Counter()
-    for tensor, nbytes in stored.items():
-        owner = next((name for name in _prefixes(tensor) if name in linears_by_name), None)
-        if owner is not None and tensor != f"{owner}.bias":
-            taken[owner] += nbytes
-    total = weight_bytes(model, "none", torch.device("cpu"))
-    for name, nbytes in taken.items():
-        weight = linears_by_name[name].weight
-        if stored.get(f"{name}.weight", 0) < LEAST_BYTES * weight.numel():
-            total += nbytes - weight.nbytes
-    return total
-
-
-def _prefixes(tensor: str) -> Iterator[str]:
-    """``a``, ``a.b`` and so on of a tensor ``a.b.c``."""
-    return accumulate(tensor.split("."), "{}.{}".format)
+    weights = {name: module.weight for name, module in model.named_modules() if type(module) is nn.Linear}
+    saved = sum(weights[name].nbytes - one.nbytes for name, one in packed.items() if name in weights)
+    return weight_bytes(model, "none", torch.device("cpu")) - saved
 
 
 def stored_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """The bytes of a checkpoint's tensors by their names; its headers were checked before."""
-    return {name: nbytes for file in checkpoint.weights for name, nbytes in _tensor_bytes(file, checkpoint.gguf)}
+    return {tensor.name: tensor.nbytes for file in checkpoint.weights for tensor in _tensors(file, checkpoint.gguf)}
 
 
-def _tensor_bytes(file: Path, is_gguf: str) -> Iterator[tuple[str, int]]:
-    if is_gguf:
-        yield from ((tensor.name, tensor.nbytes) for tensor in gguf_file.header(file).tensors)
-        return
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            yield name, end - begin
+def _tensors(file: Path, is_gguf: str) -> Iterable[gguf_file.GgufTensor | StoredTensor]:
+    return gguf_file.header(file).tensors if is_gguf else stored_tensors.tensors(file)
 
 
 def read_bytes(model: Any, nbytes: int) -> int | None:

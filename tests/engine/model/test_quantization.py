@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_models, tiny_multimodal
 from support.progress import silent
-from support.quantized_checkpoint import declare, planned
+from support.quantized_checkpoint import declare, listed, planned
 
 from kvchat.engine.model import attention_hook, quantization
 from kvchat.engine.model.fusion.recognize import projections
@@ -53,7 +53,7 @@ def test_without_bitsandbytes_the_command_is_named(nothing_installed):
 
 def test_a_quantized_model_is_not_quantized_again(llama_folder):
     declare(llama_folder, QUANTIZED["gptq"])
-    with pytest.raises(ModelError, match="quantized already, by gptq"):
+    with pytest.raises(ModelError, match=r"quantized already, by gptq.*Leave --quantize out, or give"):
         load_model(Load(str(llama_folder), "cpu", quantize="nf4"), silent)
 
 
@@ -152,6 +152,7 @@ def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
         shutil.copy(bundled_model_dir() / name, tmp_path)
     again = load_model(Load(str(tmp_path), "cpu"), silent)
     assert planned(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
+    assert listed(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
     assert (again.weights, again.weight_bytes) == ("nf4", four_bits.weight_bytes)
     assert relative_error(sample_logits(again.model), sample_logits(four_bits.model)) < 1e-5
 
@@ -168,6 +169,7 @@ def test_a_checkpoint_stored_in_8_bits_has_the_dtype_that_was_asked_for(llama_fo
     loaded = load_model(Load(str(llama_folder), "cpu", dtype), silent)
     assert (loaded.weights, str(loaded.dtype)) == ("bitsandbytes", f"torch.{dtype}")
     assert planned(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
     caplog.clear()
     sample_logits(loaded.model)
     assert caplog.text == ""

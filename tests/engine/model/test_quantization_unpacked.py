@@ -10,13 +10,16 @@ import safetensors.torch
 import torch
 from support import tiny_models
 from support.progress import silent
-from support.quantized_checkpoint import declare, planned
+from support.quantized_checkpoint import declare, listed, planned
 
 from kvchat.engine.model import quantization
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
+from kvchat.engine.plan import memory_plan
 from kvchat.protocol.messages import Load
+from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.units import size
 
 INT8_GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
 INT_QUANTIZED = {
@@ -43,9 +46,31 @@ def compressed(llama_folder):
     return llama_folder, rounded
 
 
-def test_compressed_tensors_are_planned_as_they_are_loaded(compressed):
+def test_compressed_tensors_are_planned_and_listed_as_they_are_loaded(compressed):
     llama_folder, rounded = compressed
     assert planned(llama_folder, "float32") == quantization.weight_bytes(rounded)
+    assert listed(llama_folder, "float32") == pytest.approx(planned(llama_folder, "float32"), rel=0.02)
+
+
+def test_4_bits_that_are_unpacked_are_listed_as_they_are_planned(llama_folder):
+    stored = {}
+    for name, parameter in tiny_models.fresh("llama").named_parameters():
+        stored[name] = parameter.detach().clone()
+        if "_proj" in name:
+            rows, columns = stored.pop(name).shape
+            stored[f"{name}_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
+            stored[f"{name}_scale"] = torch.ones(rows, columns // 32)
+            stored[f"{name}_shape"] = torch.tensor([rows, columns])
+    safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    declare(llama_folder, {**INT_QUANTIZED, "format": "pack-quantized", "config_groups": {"0": {"weights": weights}}})
+    assert planned(llama_folder, "bfloat16") > 1.5 * (llama_folder / "model.safetensors").stat().st_size
+    assert listed(llama_folder, "bfloat16") == pytest.approx(planned(llama_folder, "bfloat16"), rel=0.02)
+    made = memory_plan(Load(str(llama_folder), "cpu", "bfloat16"), 64, silent)
+    (row,) = [line for line in plan_lines(made) if line.startswith("weights, ")]
+    of_files, loaded = (size(nbytes, 2) for nbytes in (made.packed, made.weights["compressed-tensors"]))
+    assert made.packed == sum(tensor.nbytes for tensor in stored.values())
+    assert " ".join(row.split()) == f"weights, compressed-tensors, unpacked from {of_files} host {loaded}"
 
 
 @pytest.mark.skipif(
@@ -76,10 +101,15 @@ def test_fp8_is_unpacked_on_a_cpu_to_the_dtype_that_was_asked_for(llama_folder, 
             parameter.data = (stored[name].float().view(blocks.shape) * scale[:, None, :, None]).view(parameter.shape)
     safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
     declare(llama_folder, FP8)
-    loaded = load_model(Load(str(llama_folder), "cpu", dtype), silent)
+    stages = []
+    loaded = load_model(Load(str(llama_folder), "cpu", dtype), stages.append)
+    files = (llama_folder / "model.safetensors").stat().st_size
+    sizes = f": {size(files)} in the file, {size(loaded.weight_bytes)} unpacked"
+    assert any(stage.endswith(sizes) for stage in stages)
     assert loaded.notes[0] == f"The fp8 weights were unpacked to {dtype}."
     assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
     assert planned(llama_folder, dtype) == loaded.weight_bytes
+    assert listed(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 0.15
 
 
@@ -91,19 +121,3 @@ def test_what_belongs_to_a_packed_weight_keeps_its_dtype():
     quantization.finish_loading(model, SimpleNamespace(quantization_config=FP8), torch.bfloat16)
     assert (packed.weight.dtype, packed.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert (plain.weight.dtype, model.dtype) == (torch.bfloat16, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("method", "device", "capability", "unpacked"),
-    [
-        ("fp8", "cpu", None, True),
-        ("fp8", "cuda", (8, 6), True),
-        ("fp8", "cuda", (8, 9), False),
-        ("mxfp4", "cuda", (9, 0), True),
-        ("gptq", "cuda", (9, 0), False),
-    ],
-)
-def test_what_nothing_multiplies_as_it_is_stored(nothing_installed, monkeypatch, method, device, capability, unpacked):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    config = SimpleNamespace(quantization_config={"quant_method": method})
-    assert quantization.is_unpacked(config, torch.device(device)) == unpacked
