@@ -172,10 +172,10 @@ class PromptEncoder:
         return text
 
     def _refuse_forged(self, turns: Sequence[Turn], text: str) -> None:
-        """Where the template has changed what turns say, make sure that its own control tokens are the only ones.
+        """Refuse what turns say where the template changes it and then has other control tokens than its own.
 
         Raises:
-            UsageError: they are not.
+            UsageError: the text has others.
         """
         stand_ins = StandIns()
         own = self._apply_template(turns, self._in_parts, stand_ins.put)
