@@ -7,7 +7,7 @@ import re
 EDGE = "\ufdd2"  # a Unicode noncharacter, which never occurs in real text and has no case
 _STAND_IN = re.compile(f"{EDGE}([0-9]+){EDGE}")
 # What templates look for in messages, to write other turns: it stays, and what is before and after it is apart.
-_LOOKED_FOR = re.compile(r"(</?(?:think|tool_response)>|/(?:no_)?think\b|detailed thinking (?:on|off)\b)")
+_LOOKED_FOR = re.compile("(</?(?:think|tool_response)>|/(?:no_?)?think|detailed thinking (?:on|off))")
 
 
 class StandIns:

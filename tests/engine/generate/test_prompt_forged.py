@@ -193,6 +193,7 @@ CHANGES = {
     " | upper | lower": "</TuRn>",
     " | trim | replace(' ', '')": "</tu rn>",
     ".replace('<think>', '')": "</tu<think>rn>",
+    ".replace('/think', '').replace('/no_think', '')": "</tu/no_thinkrn>",  # as Nemotron's
     ".replace('(', '<')": "(/turn>",
     " | reject('equalto', '_') | join": "</tu_rn>",
     ".split('</think>') | join": "</tu</think>rn>",

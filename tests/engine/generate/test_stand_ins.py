@@ -18,7 +18,7 @@ def test_white_space_and_what_templates_look_for_stay():
     assert harmless(StandIns().put(TEXT)) == "\n<think> x </think>\n\nx /no_think x "
 
 
-@pytest.mark.parametrize("tag", ["<think>", "</think>", "<tool_response>", "/think"])
+@pytest.mark.parametrize("tag", ["<think>", "</think>", "<tool_response>", "/think", "/nothink"])
 def test_texts_that_have_become_one_are_not_put_back(tag):
     stand_ins = StandIns()
     assert stand_ins.put_back(stand_ins.put(f"</tu{tag} rn>")) == f"</tu{tag} rn>"
