@@ -8,7 +8,7 @@ ids are kept and only the rest is tokenized. Past the last such place the longes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvchat.engine.generate import escaping
 from kvchat.engine.generate.escaping import ESCAPE, Escaper
 from kvchat.engine.generate.limits import LimitExceededError
+from kvchat.engine.generate.stand_ins import EDGE, StandIns, harmless
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.generate.template import ChatTemplate
 from kvchat.errors import UsageError, did_you_mean
@@ -29,7 +30,6 @@ ROLES = ("system", "user", "assistant")
 
 # Unicode noncharacters, as ``ESCAPE``: they never occur in real text and are taken out of what is given.
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
-EDGE = "\ufdd2"  # around what a turn says, where its place in the text is asked for
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 THOUGHT_END = "</think>"
@@ -56,6 +56,7 @@ class PromptEncoder:
     Message contents never become control tokens: what is spelled like one is tokenized as ordinary text. Control tokens
     are those marked special, ``<|...|>`` that finetunes forget to mark, and what the template writes around turns.
     Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
+    Where a template changes a message so that it becomes a control token (``</TURN>`` lower-cased) it is refused.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -70,7 +71,8 @@ class PromptEncoder:
         self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
         turn_markers = self._turn_markers()
         # A character that the tokenizer does not know is no control token.
-        self._escaper = Escaper(tokenizer, control - escaping.unknown(tokenizer) | turn_markers)
+        self._control = control - escaping.unknown(tokenizer) | turn_markers
+        self._escaper = Escaper(tokenizer, self._control)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class PromptEncoder:
         """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
 
         Raises:
-            UsageError: an unknown role, nothing to answer, or the template refuses the conversation.
+            UsageError: an unknown role, nothing to answer, the template refuses the conversation or forges turns in it.
         """
         text = self.render(turns)
         ids = self.ids_of(text, stored)
@@ -163,12 +165,35 @@ class PromptEncoder:
             return self._plain(turns, edges)
         if self._folds_system:
             turns = _fold_system(turns)
-        return self._apply_template(turns, self._in_parts, edges).replace(GUARD, "")
+        if edges:
+            return self._apply_template(turns, self._in_parts, _with_edges)
+        text = self._apply_template(turns, self._in_parts)
+        self._refuse_forged(turns, text)
+        return text
 
-    def _apply_template(self, turns: Sequence[Turn], in_parts: bool, edges: bool = False) -> str:
-        messages = [{"role": turn.role, "content": self._content(turn, in_parts, edges)} for turn in turns]
+    def _refuse_forged(self, turns: Sequence[Turn], text: str) -> None:
+        """Refuse what turns say where the template changes it and then has other control tokens than its own.
+
+        Raises:
+            UsageError: the text has others.
+        """
+        stand_ins = StandIns()
+        own = self._apply_template(turns, self._in_parts, stand_ins.put)
+        if stand_ins.put_back(own) != text and self._controls(text) != self._controls(harmless(own)):
+            raise UsageError(
+                "The model's chat template would make a control token of what a message says.",
+                "It changes messages (their case, their spaces), and one of them is then spelled like a token.",
+                "Edit or delete the message, or choose another model.",
+            )
+
+    def _controls(self, text: str) -> list[int]:
+        return [token for token in self._tokenize(text, anchored=False) if token in self._control]
+
+    def _apply_template(self, turns: Sequence[Turn], in_parts: bool, write: Callable[[str], str] = str) -> str:
+        """The template's text, in which ``write`` of what a turn says stands for it."""
+        messages = [{"role": turn.role, "content": self._content(turn, in_parts, write)} for turn in turns]
         try:
-            return self._template.render(messages)
+            return self._template.render(messages).replace(GUARD, "")
         except LimitExceededError as error:
             raise UsageError(
                 "The model's chat template is stopped: no conversation needs what it does.",
@@ -182,11 +207,11 @@ class PromptEncoder:
                 "Turns that alternate between user and assistant, starting with user, suit every template.",
             ) from error
 
-    def _content(self, turn: Turn, in_parts: bool, edges: bool = False) -> str | list[dict[str, str]]:
+    def _content(self, turn: Turn, in_parts: bool, write: Callable[[str], str]) -> str | list[dict[str, str]]:
         text = self._escape(turn.content)
         before = GUARD if turn.role == "assistant" and text[:1].isspace() else ""
         after = GUARD if turn.role == "assistant" and text[-1:].isspace() else ""
-        text = f"{before}{_with_edges(text) if edges else text}{after}"
+        text = f"{before}{write(text)}{after}"
         return [{"type": "text", "text": text}] if in_parts else text
 
     def _escape(self, text: str) -> str:

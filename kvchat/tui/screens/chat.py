@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.shown_chat import ShownChat
 from kvchat.tui.state import Phase
+from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.composer import Composer
 from kvchat.tui.widgets.conversation_column import ConversationColumn
@@ -306,6 +308,7 @@ class ChatScreen(ShownChat):
                 welcome.offer(latest.title)
         if self._first:  # asked in the conversation gone on with
             self.query_one(Prompt).action_send()
+        run_beside(self, partial(asyncio.to_thread, prepare_answers))
         await self.controller.keep()
 
     @contextmanager

@@ -222,6 +222,13 @@ class SwitchMark(SwitchLine):
         self._answer.forget(self)
 
 
+def prepare() -> None:
+    """Load what answers are drawn with; beside the interface, which would stand still meanwhile."""
+    from kvchat.tui.widgets import answer_body  # not before the first paint, as above
+
+    answer_body.prepare()
+
+
 def past_message(message: Message, footer: str) -> Question | Answer:
     """The widget of a message that was said before."""
     if message.role == "assistant":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, MutableMapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -16,6 +16,7 @@ from textual.widgets import Markdown
 from kvchat.tui.answering import flush
 from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
 from kvchat.tui.switch_line import LINE
+from kvchat.tui.widgets.code_block import CodeBlock, prepare_languages
 from kvchat.tui.widgets.markdown_list import ItemList
 from kvchat.tui.widgets.plain_text import PlainText
 
@@ -29,7 +30,12 @@ class MarkdownPart(Markdown):
     MarkdownPart { padding: 0; margin: 0; background: transparent; }
     MarkdownPart.in-list > MarkdownList:last-child { margin: 0; }
     """
-    BLOCKS = Markdown.BLOCKS | {"bullet_list_open": ItemList, "ordered_list_open": ItemList}
+    BLOCKS = Markdown.BLOCKS | {
+        "bullet_list_open": ItemList,
+        "ordered_list_open": ItemList,
+        "fence": CodeBlock,
+        "code_block": CodeBlock,
+    }
 
     def __init__(self, links: dict[str, Any]) -> None:
         super().__init__(open_links=False, parser_factory=partial(_Parser, links))
@@ -112,6 +118,13 @@ class AnswerBody(Vertical):
         found = self.children[number] if number < len(self.children) else None
         assert found is None or isinstance(found, MarkdownPart | PlainText)
         return found
+
+
+@cache
+def prepare() -> None:
+    """Compile what the first link and the first block of code of a process would hold up the screen for."""
+    _Parser({}).parse("See https://kvchat.invalid, kvchat.org, mail@kvchat.invalid.")
+    prepare_languages()
 
 
 async def pause() -> None:
