@@ -80,3 +80,16 @@ async def test_a_key_whose_action_takes_long_does_not_hold_the_others_up(running
         await until(lambda: prompt(app).text == "hello")
         over.set()
         await until(lambda: app.controller.state.mode == "freeze")
+
+
+async def test_a_screen_that_opened_while_the_terminal_lay_behind_others_takes_keys_and_closes(running):
+    async with running() as (app, _pilot, until):
+        app.post_message(events.AppBlur())
+        await until(lambda: not app.app_focus)
+        app.push_screen(ConversationsScreen(app.controller, ""))
+        await until(lambda: isinstance(app.screen, ConversationsScreen) and app.screen.query(Input))
+        app.screen.set_focus(None)
+        press(app, "x")
+        await until(lambda: app.screen.query_one(Input).value == "x")
+        press(app, "escape")
+        await until(lambda: not isinstance(app.screen, ConversationsScreen))

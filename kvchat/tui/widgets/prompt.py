@@ -14,6 +14,7 @@ from typing import ClassVar
 from textual import events
 from textual.binding import BindingType
 from textual.message import Message
+from textual.strip import Strip
 from textual.widgets import TextArea
 
 from kvchat.conversations.attachments import pieces
@@ -71,6 +72,10 @@ class Prompt(TextArea):
         self.has_queue = False
         self._pastes: dict[str, str] = {}
         self._sent: deque[tuple[str, dict[str, str]]] = deque()
+
+    def render_line(self, y: int) -> Strip:
+        """A line, where there is a column: Textual fails at a placeholder of none."""
+        return super().render_line(y) if self.content_size.width else Strip([])
 
     def action_send(self) -> None:
         """Post the text, folded pastes in full."""
