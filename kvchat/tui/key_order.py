@@ -69,7 +69,7 @@ class KeysInTurn:
 
 
 def _focus(screen: Screen[Any]) -> None:
-    """Focus what the screen focuses when it opens, if nothing is: Textual does not while the terminal is behind others."""
+    """Focus what the screen focuses when it opens, if nothing is: Textual does not while the terminal lies behind."""
     if screen.focused is None and screen.AUTO_FOCUS:
         screen.set_focus(next((widget for widget in screen.query(screen.AUTO_FOCUS) if widget.focusable), None))
 
