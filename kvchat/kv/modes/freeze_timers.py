@@ -138,7 +138,7 @@ class Timers:
         states = [state.view(-1)[:tokens] for state in self.states()]
         if is_new:
             self._prompt_end, self._at_prompt_end = tokens, [state.to("cpu", copy=True) for state in states]
-        elif tokens == self._prompt_end:
+        elif 0 < tokens == self._prompt_end:
             for kept, state in zip(self._at_prompt_end, states, strict=True):
                 state.copy_(kept)
 

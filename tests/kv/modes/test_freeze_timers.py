@@ -253,3 +253,12 @@ def forget(run: FreezeRun, tokens: int, fails_at: int) -> None:
     with suppress(*NO_MEMORY), MemoryRunsOut(fails_at):
         run.truncate(tokens)
     run.keys = [keys[:, :tokens] for keys in run.keys]
+
+
+@pytest.mark.parametrize("prompt", [0, 20])
+def test_a_conversation_of_no_tokens_has_no_prompt_whose_timers_come_back(prompt: int) -> None:
+    timers = Timers(FreezeParameters(), torch.device("cpu"))
+    timers.begin_answer(prompt, is_new=bool(prompt))
+    timers.truncate(0)
+    timers.begin_answer(0, is_new=False)
+    assert not timers.frozen.any()
