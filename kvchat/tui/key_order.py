@@ -7,13 +7,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from textual.app import App
 from textual.dom import DOMNode
 from textual.events import Event, Key
 from textual.message_pump import MessagePump
-from textual.screen import Screen
 
 LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
 
@@ -63,15 +61,19 @@ class KeysInTurn:
         """Letters together, and the key behind them: a line takes them in turn, and is drawn once."""
         while self._waiting and (not passed or _is_taken(*passed[-1])):
             event = self._waiting.popleft()
-            _focus(self._app.screen)
+            _focus(self._app)
             passed.append((event, self._app.focused or self._app.screen))
             await self._pass_on(event)
 
 
-def _focus(screen: Screen[Any]) -> None:
-    """Focus what the screen focuses when it opens, if nothing is: Textual does not while the terminal lies behind."""
-    if screen.focused is None and screen.AUTO_FOCUS:
-        screen.set_focus(next((widget for widget in screen.query(screen.AUTO_FOCUS) if widget.focusable), None))
+def _focus(app: App[None]) -> None:
+    """Focus what the screen focuses when it opens, if nothing is.
+
+    Textual does not while the terminal lies behind others, and takes the focus away at a click beyond the edge of a
+    terminal that has just become smaller.
+    """
+    app.app_focus = True
+    app.screen._update_auto_focus()
 
 
 def _is_taken(event: Event, target: DOMNode) -> bool:

@@ -88,7 +88,18 @@ async def test_a_screen_that_opened_while_the_terminal_lay_behind_others_takes_k
         await until(lambda: not app.app_focus)
         app.push_screen(ConversationsScreen(app.controller, ""))
         await until(lambda: isinstance(app.screen, ConversationsScreen) and app.screen.query(Input))
-        app.screen.set_focus(None)
+        press(app, "x")
+        await until(lambda: app.screen.query_one(Input).value == "x")
+        press(app, "escape")
+        await until(lambda: not isinstance(app.screen, ConversationsScreen))
+
+
+async def test_a_click_beyond_the_edge_of_the_terminal_leaves_a_screen_that_takes_keys_and_closes(running):
+    async with running() as (app, _pilot, until):
+        press(app, "f9")
+        await until(lambda: opened(app, ConversationsScreen))
+        app.post_message(events.MouseDown(None, 5, 300, 0, 0, 1, False, False, False, 5, 300))
+        await until(lambda: app.screen.focused is None)
         press(app, "x")
         await until(lambda: app.screen.query_one(Input).value == "x")
         press(app, "escape")
