@@ -86,11 +86,8 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     made = replace(made, proposal=propose(made))
     room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
     made = replace(made, modes={name: mode_need(name, load, seen, tokens, share, room) for name in made.modes})
-    if in_use is None:
-        return made
-    read = mode_need(in_use.mode, load, seen, in_use.total, share, room).device_bytes
-    pool = _host_pool(geometry, in_use.total, is_rounded)
-    return replace(made, stored=StoredNeed(in_use.mode, in_use.total, read, pool))
+    stored = None if in_use is None else _stored_need(in_use, load, seen, share, room)
+    return replace(made, stored=stored)
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:
@@ -179,6 +176,13 @@ def _packed_files(described: ModelDescription) -> int:
     if not quantization.is_unpacked(described.config, described.device):
         return 0
     return sum(tensor.nbytes for tensor in read_headers(described.location))
+
+
+def _stored_need(in_use: Snapshot, load: Load, seen: _Observed, share: float, room: int) -> StoredNeed:
+    """What the conversation that is stored now will take."""
+    read = mode_need(in_use.mode, load, seen, in_use.total, share, room).device_bytes
+    pool = _host_pool(seen.geometry, in_use.total, load.host_dtype == "int8")
+    return StoredNeed(in_use.mode, in_use.total, read, pool)
 
 
 def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:
