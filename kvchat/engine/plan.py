@@ -179,7 +179,7 @@ def _packed_files(described: ModelDescription) -> int:
 
 
 def _stored_need(in_use: Snapshot, load: Load, seen: _Observed, share: float, room: int) -> StoredNeed:
-    """What the conversation that is stored now will take."""
+    """The need of the conversation that is stored now."""
     read = mode_need(in_use.mode, load, seen, in_use.total, share, room).device_bytes
     pool = _host_pool(seen.geometry, in_use.total, load.host_dtype == "int8")
     return StoredNeed(in_use.mode, in_use.total, read, pool)
