@@ -113,7 +113,7 @@ def _compiled(loops: ModuleType, tokens: int, d_v: int, keys: Arguments, values:
     def sums(weights: Tensor) -> Tensor:
         heads, group, _ = weights.shape
         made = torch.empty((heads, -(-tokens // loops.TOKENS), group, d_v))
-        loops.sums(weights.numpy(), *values, made.numpy())
+        loops.sums(weights.contiguous().numpy(), *values, made.numpy())
         return made.sum(1)
 
     return Products(scores, sums)

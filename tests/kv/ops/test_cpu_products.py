@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from kvchat.kv.attention import products
+from kvchat.kv.attention import attend, products
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rounding
 from kvchat.kv.memory.device_slots import EMPTY
@@ -41,6 +42,17 @@ def test_over_many_tokens(heads, group, d, n, threads):
         check(cpu_products.in_a_row(rows, rows), query, weights, rows, rows)
     finally:
         torch.set_num_threads(before)
+
+
+def test_over_many_tokens_of_a_layer_with_learned_sinks():
+    """A token's weights are then not all of its softmax: they do not lie in a row."""
+    draw, n = torch.Generator().manual_seed(3), cpu_products.MANY
+    keys, values = torch.randn((2, 2, n, 8), generator=draw)
+    query, sinks = torch.randn((2, 3, 8), generator=draw), torch.randn((2, 3), generator=draw) + 9
+    spec = AttentionSpec(0.3)
+    made, _ = attend(query, cpu_products.in_a_row(keys, values), None, spec, sinks)
+    exact, _ = attend(query.double(), products(keys.double(), values.double()), None, spec, sinks.double())
+    torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [0, 250])
