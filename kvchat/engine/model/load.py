@@ -112,7 +112,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             supported.check_values(model, checkpoint.folder)
             loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":
-        compile_loops(lambda: progress("Compiling for this CPU, once on this machine"))
+        compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
     give_back()
     return replace(loaded, notes=(*loaded.notes, *_notes_on(described, asked.dtype, chosen.note)))
 

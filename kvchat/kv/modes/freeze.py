@@ -72,6 +72,7 @@ from kvchat.kv.modes.freeze_timers import (
 from kvchat.kv.modes.freeze_timers_cpu import CpuTimers, freeze_loops
 from kvchat.kv.modes.page_bounds import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
+from kvchat.kv.ops.cpu_products import loops_over, numbers
 from kvchat.kv.state import KVState
 
 MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named
@@ -278,8 +279,8 @@ class Freeze(Mode):
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
         if loops := self._loops():
             named = torch.zeros_like(self._timers.frozen)
-            query = self.state.query.view(g.layers, g.kv_heads, g.group, g.d_k)
-            states = (tensor.numpy() for tensor in (query, bounds, self.state.scales, self.state.sight))
+            query = self.state.query.float().view(g.layers, g.kv_heads, g.group, g.d_k)
+            states = (numbers(tensor) for tensor in (query, bounds, self.state.scales, self.state.sight))
             loops.name(*states, int(position), g.page, MAJORITY, named.numpy())
             return named
         pages = torch.arange(bounds.shape[2], device=bounds.device)
@@ -299,8 +300,8 @@ class Freeze(Mode):
 
     def _loops(self) -> ModuleType | None:
         """The compiled loops over bounds and keys, where they can be used."""
-        usable = self.state.ops.reads_back and self.geometry.dtype == torch.float32
-        return freeze_loops() if usable else None
+        loops = freeze_loops() if self.state.ops.reads_back else None
+        return loops if loops and loops_over(self.geometry.dtype) else None
 
     # ---- what others read
 

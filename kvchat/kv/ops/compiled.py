@@ -11,11 +11,15 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from kvchat.kv.memory.device_slots import EMPTY
 
@@ -23,6 +27,7 @@ Array = np.ndarray[Any, Any]
 Loop = Callable[..., Any]
 
 TINY = 1e-30  # a query of zeros has turned
+FLOAT32, BFLOAT16 = "f4", "u2"  # as numpy sees them, which knows no bfloat16
 
 
 def _has_threads() -> bool:
@@ -41,20 +46,51 @@ def _has_threads() -> bool:
 
 
 HAS_THREADS = _has_threads()
+_in_float32_only: list[tuple[Any, str]] = []  # loops over stored numbers, and their signatures
 
 
 def compiled(signature: str, fastmath: bool = False, parallel: bool = False) -> Callable[[Loop], Loop]:
-    """Compile a loop for ``signature``, once for all processes where there is room for it on disk."""
+    """Compile a loop for ``signature``, once for all processes where there is room for it on disk.
+
+    ``number`` in a signature is what K and V are stored in: float32, and bfloat16 after ``compile_for_bfloat16``.
+    """
     options = {"nogil": True, "fastmath": fastmath, "parallel": parallel}
+    exact = signature.replace("number", FLOAT32)
 
     def compile_loop(loop: Loop) -> Loop:
         try:
-            compiled: Loop = numba.njit(signature, cache=True, **options)(loop)
+            compiled: Loop = numba.njit(exact, cache=True, **options)(loop)
         except (OSError, RuntimeError):  # a full disk; no folder that may be written
-            compiled = numba.njit(signature, **options)(loop)
+            compiled = numba.njit(exact, **options)(loop)
+        if exact != signature:
+            _in_float32_only.append((compiled, signature))
         return compiled
 
     return compile_loop
+
+
+def compile_for_bfloat16() -> None:
+    """Let the imported loops over stored numbers take bfloat16 too: once as long again, where no cache holds them."""
+    while _in_float32_only:
+        loop, signature = _in_float32_only.pop()
+        loop.disable_compile(False)
+        with suppress(OSError):  # a full disk: it is compiled, but not kept
+            loop.compile(signature.replace("number", BFLOAT16))
+        loop.disable_compile()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widened(_context: Any, number: Any) -> Any:
+    """A stored number as float32: bfloat16 is its upper half."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], word), word(16)), ir.FloatType())
+
+    def as_it_is(_context: Any, _builder: Any, _signature: Any, arguments: Any) -> Any:
+        return arguments[0]
+
+    return types.float32(number), generate if number == types.uint16 else as_it_is
 
 
 def use_threads(threads: int) -> None:
@@ -101,7 +137,7 @@ def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> N
         for g in range(group):
             score = np.float32(0)
             for i in range(2 * d):
-                score += parts[g, i] * bounds[page, i]
+                score += parts[g, i] * widened(bounds[page, i])
             scores[g, page] = score
 
 
@@ -119,14 +155,14 @@ def _mean_cosine(query: Array, before: Array) -> float:
     return float(cosines / len(query))
 
 
-@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4, f4[:, :, ::1])")
+@compiled("void(f4[:, :, ::1], number[:, :, ::1], f4, f4[:, :, ::1])")
 def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
     """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H, G, d_k]``, ``bounds [H, page, 2 * d_k]``."""
     for head in range(len(query)):
         score_pages(query[head], bounds[head], scaling, scores[head])
 
 
-@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f8, f4[:, :, ::1], f4, f4[:, :, ::1], b1[::1])")
+@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f8, number[:, :, ::1], f4, f4[:, :, ::1], b1[::1])")
 def late_scores(
     query: Array, before: Array, tau: float, bounds: Array, scaling: float, scores: Array, corrected: Array
 ) -> None:

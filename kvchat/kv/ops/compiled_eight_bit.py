@@ -11,10 +11,10 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled
+from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled, widened
 
 TOKENS = 256  # that one thread reads at a time
-PAGES = "i4[::1], i8, i8[::1], f4[::1], i8, i8, i1[::1], f4[::1], i8, i8"
+PAGES = "i4[::1], i8, i8[::1], number[::1], i8, i8, i1[::1], number[::1], i8, i8"
 
 
 @compiled(f"void(f4[:, :, ::1], {PAGES}, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
@@ -50,17 +50,17 @@ def scores(
                 low = token // page_size * page_size
                 high, place = low + page_size, places[token // page_size]
                 at = (~place * heads + head) * block
-                of_keys = (at + 2 * page_size * token_stride) // 4
+                of_keys = (at + 2 * page_size * token_stride) // scales.itemsize
                 for g in range(group if place < 0 else 0):
                     for i in range(d):
-                        scaled[g, i] = query[head, g, i] * scales[of_keys + i]
+                        scaled[g, i] = query[head, g, i] * widened(scales[of_keys + i])
             if place >= 0:
                 start = head * head_stride + (place * page_size + token - low) * token_stride
                 key = rows[start : start + d]
                 for g in range(group):
                     score = np.float32(0)
                     for i in range(d):
-                        score += query[head, g, i] * key[i]
+                        score += query[head, g, i] * widened(key[i])
                     scores[head, g, slot] = score
             else:
                 start = at + (token - low) * token_stride
@@ -108,12 +108,12 @@ def sums(
                 value = rows[start : start + d]
                 for g in range(group):
                     for i in range(d):
-                        total[g, i] += weights[head, g, slot] * value[i]
+                        total[g, i] += weights[head, g, slot] * widened(value[i])
             else:
                 start = at + (page_size + token - low) * token_stride
                 code = codes[start : start + d]
-                of_value = (at + 2 * page_size * token_stride) // 4 + token_stride + token - low
+                of_value = (at + 2 * page_size * token_stride) // scales.itemsize + token_stride + token - low
                 for g in range(group):
-                    weight = weights[head, g, slot] * scales[of_value]
+                    weight = weights[head, g, slot] * widened(scales[of_value])
                     for i in range(d):
                         total[g, i] += weight * np.float32(np.int32(code[i]))

@@ -87,7 +87,7 @@ def store_step(
             frozen[token] = False
 
 
-@compiled("void(f4[:, :, :, ::1], f4[:, :, :, ::1], f4[::1], i8[::1], i8, i8, f4, b1[::1])", parallel=HAS_THREADS)
+@compiled("void(f4[:, :, :, ::1], number[:, :, :, ::1], f4[::1], i8[::1], i8, i8, f4, b1[::1])", parallel=HAS_THREADS)
 def name(
     query: Array, bounds: Array, scales: Array, sight: Array, position: int, page_size: int, least: float, named: Array
 ) -> None:

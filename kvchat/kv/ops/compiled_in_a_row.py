@@ -8,12 +8,12 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled
+from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled, widened
 
 TOKENS = 512  # that one thread reads at a time
 
 
-@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+@compiled("void(f4[:, :, ::1], number[::1], i8, i8, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
 def scores(query: Array, keys: Array, head_stride: int, token_stride: int, scores: Array) -> None:
     """Products of ``query [H, G, d_k]`` and ``keys`` into ``scores [H, G, n]``.
 
@@ -30,11 +30,11 @@ def scores(query: Array, keys: Array, head_stride: int, token_stride: int, score
             for g in range(group):
                 score = np.float32(0)
                 for i in range(d):
-                    score += query[head, g, i] * key[i]
+                    score += query[head, g, i] * widened(key[i])
                 scores[head, g, token] = score
 
 
-@compiled("void(f4[:, :, ::1], f4[::1], i8, i8, f4[:, :, :, ::1])", fastmath=True, parallel=HAS_THREADS)
+@compiled("void(f4[:, :, ::1], number[::1], i8, i8, f4[:, :, :, ::1])", fastmath=True, parallel=HAS_THREADS)
 def sums(weights: Array, values: Array, head_stride: int, token_stride: int, sums: Array) -> None:
     """The values times ``weights [H, G, n]``, added up for each ``TOKENS`` tokens into ``sums [H, part, G, d_v]``."""
     heads, parts, group, d = sums.shape
@@ -55,10 +55,11 @@ def sums(weights: Array, values: Array, head_stride: int, token_stride: int, sum
             for g in range(group):
                 w = weights[head, g, token : token + 4]
                 for i in range(d):
-                    total[g, i] += w[0] * v0[i] + w[1] * v1[i] + w[2] * v2[i] + w[3] * v3[i]
+                    two = w[0] * widened(v0[i]) + w[1] * widened(v1[i])
+                    total[g, i] += two + w[2] * widened(v2[i]) + w[3] * widened(v3[i])
         for token in range(whole, end):
             start = head * head_stride + token * token_stride
             value = values[start : start + d]
             for g in range(group):
                 for i in range(d):
-                    total[g, i] += weights[head, g, token] * value[i]
+                    total[g, i] += weights[head, g, token] * widened(value[i])

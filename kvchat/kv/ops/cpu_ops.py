@@ -1,7 +1,8 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
 What does not change is skipped. Choosing and moving a layer's pages and the products of attention (``cpu_products``)
-are loops that numba compiles, without numba they are torch's. Tensors are shared with numpy, not copied.
+are loops that numba compiles; without numba they are torch's, and in float16 what reads K, V or bounds is. Tensors are
+shared with numpy, not copied.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class CpuOps(TorchOps):
 
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
         table = slots.table_of(layer)
-        # A table for all layers is looked at once a step; numpy knows no bfloat16.
-        if slots.layout.shared or self.geometry.dtype != torch.float32 or not (loops := cpu_products.compiled_loops()):
+        # A table for all layers is looked at once a step.
+        if slots.layout.shared or not (loops := cpu_products.loops_over(self.geometry.dtype)):
             return super().bias(slots, layer, window)
         bias = torch.empty(table.shape)
         first = 0 if window is None else max(0, self._now + 1 - window)
@@ -97,21 +98,22 @@ class CpuOps(TorchOps):
         return bias.unsqueeze(1)
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-        if not ((loops := cpu_products.compiled_loops()) and bounds.dtype == torch.float32):  # numpy knows no bfloat16
+        if not (loops := cpu_products.loops_over(bounds.dtype)):
             return super().page_scores(query, bounds, scaling)
         grouped, scores = _by_head(query, bounds)
-        loops.page_scores(grouped, bounds.numpy(), scaling, scores.numpy())
+        loops.page_scores(grouped, cpu_products.numbers(bounds), scaling, scores.numpy())
         return scores
 
     def late_scores(
         self, query: Tensor, before: Tensor, tau: float, bounds: Tensor, scaling: float
     ) -> tuple[Tensor, Tensor]:
-        if not ((loops := cpu_products.compiled_loops()) and bounds.dtype == torch.float32):
+        if not (loops := cpu_products.loops_over(bounds.dtype)):
             return super().late_scores(query, before, tau, bounds, scaling)
         grouped, scores = _by_head(query, bounds)
         corrected = torch.empty(len(bounds), dtype=torch.bool)
         then = _by_head(before, bounds)[0]
-        loops.late_scores(grouped, then, tau, bounds.numpy(), scaling, scores.numpy(), corrected.numpy())
+        stored = cpu_products.numbers(bounds)
+        loops.late_scores(grouped, then, tau, stored, scaling, scores.numpy(), corrected.numpy())
         return scores, corrected
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
@@ -153,5 +155,5 @@ class CpuOps(TorchOps):
 def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tensor]:
     """``query [H_q, d_k]`` as ``[H, G, d_k]``, and room for its scores of the pages in ``bounds``: ``[H, G, page]``."""
     heads, pages, _ = bounds.shape
-    grouped = query.contiguous().view(heads, -1, query.shape[-1])
+    grouped = query.contiguous().float().view(heads, -1, query.shape[-1])
     return grouped.numpy(), torch.empty((heads, grouped.shape[1], pages))

@@ -1,7 +1,7 @@
 """The two products of one token's attention on a CPU, wherever K and V lie in the host pool.
 
-Over many tokens, over scattered ones and over 8-bit pages they are loops that numba compiles; over few tokens, in half
-precision or without numba they are torch's. Tensors are shared with numpy, not copied.
+They are loops that numba compiles. Over few tokens in float32, in float16 or without numba they are torch's, which
+needs 3 to 10 times as long for bfloat16. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +18,11 @@ from kvchat.kv.attention import Products, products
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rounding
 
-MANY = 2048  # tokens from which on loops are faster on two threads; fewer never ask for numba
-NUMBER = 4  # bytes of float32
+MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
+KNOWN = (torch.float32, torch.bfloat16)  # to the loops
 
 Arguments = tuple[Any, ...]
+Numbers = np.ndarray[Any, Any]
 
 
 @cache
@@ -33,16 +35,30 @@ def compiled_loops() -> ModuleType | None:
     return compiled
 
 
+def loops_over(dtype: torch.dtype) -> ModuleType | None:
+    """``compiled_loops``, which then take stored numbers of ``dtype``; None where there are none for it."""
+    loops = compiled_loops() if dtype in KNOWN else None
+    if loops and dtype == torch.bfloat16:
+        loops.compile_for_bfloat16()
+    return loops
+
+
+def numbers(stored: Tensor) -> Numbers:
+    """``stored`` as numpy sees it: of bfloat16, which it does not know, the bits."""
+    return (stored.view(torch.uint16) if stored.dtype == torch.bfloat16 else stored).numpy()
+
+
 # ---- over tokens in a row
 
 
 def in_a_row(keys: Tensor, values: Tensor) -> Products:
     """Over ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
-    if keys.shape[1] < MANY or keys.dtype != torch.float32 or not _threaded():  # numpy knows no bfloat16
+    few = keys.dtype == torch.float32 and keys.shape[1] < MANY
+    if few or not _threaded(keys.dtype):
         return products(keys, values)
     from kvchat.kv.ops import compiled_in_a_row as loops
 
-    return _compiled(loops, keys.shape[1], values.shape[2], _rows(keys), _rows(values))
+    return _compiled(loops, keys.shape[1], values, _rows(keys), _rows(values))
 
 
 # ---- over scattered tokens
@@ -53,12 +69,12 @@ def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Produc
 
     None where there is no loop for it.
     """
-    if keys.dtype != torch.float32 or not _threaded():
+    if not _threaded(keys.dtype):
         return None
     from kvchat.kv.ops import compiled_scattered as loops
 
     named = table.numpy(), first
-    return _compiled(loops, len(table), values.shape[2], (*_rows(keys), *named), (*_rows(values), *named))
+    return _compiled(loops, len(table), values, (*_rows(keys), *named), (*_rows(values), *named))
 
 
 # ---- over pages of which some are kept in 8 bits
@@ -79,42 +95,48 @@ class MixedPages(NamedTuple):
 
 def mixed(pages: MixedPages, g: Geometry) -> Products | None:
     """Over the tokens of ``pages``; None where there is no loop for it."""
-    whole = 2 * g.page * g.d % NUMBER == rounding.block_bytes(g) % NUMBER == 0
-    if not whole or g.dtype != torch.float32 or not _threaded():
+    size = g.dtype.itemsize
+    whole = 2 * g.page * g.d % size == rounding.block_bytes(g) % size == 0
+    if not whole or not _threaded(g.dtype):
         return None
     from kvchat.kv.ops import compiled_eight_bit as loops
 
     blocks = pages.rounded.view(-1)
-    codes = blocks.view(torch.int8).numpy(), blocks.view(torch.float32).numpy(), rounding.block_bytes(g), g.page
+    codes = blocks.view(torch.int8).numpy(), numbers(blocks.view(g.dtype)), rounding.block_bytes(g), g.page
     named = pages.table.numpy(), pages.first, pages.places.numpy()
-    keys, values = ((*named, *_rows(exact), *codes) for exact in pages.exact)
-    return _compiled(loops, len(pages.table), g.d_v, keys, values)
+    keys, values = pages.exact[0, ..., : g.d_k], pages.exact[1, ..., : g.d_v]
+    stored = ((*named, *_rows(rows), *codes) for rows in (keys, values))
+    return _compiled(loops, len(pages.table), values, *stored)
 
 
 # ---- inside
 
 
-def _threaded() -> bool:
-    """True if there are compiled loops; they know then how many threads to run on."""
-    if not (loops := compiled_loops()):
+def _threaded(dtype: torch.dtype) -> bool:
+    """True if there are compiled loops over numbers of ``dtype``; they know then how many threads to run on."""
+    if dtype not in KNOWN or not (loops := compiled_loops()):
         return False
     loops.use_threads(torch.get_num_threads())
     return True
 
 
-def _compiled(loops: ModuleType, tokens: int, d_v: int, keys: Arguments, values: Arguments) -> Products:
-    """Those of the module over ``tokens`` tokens; ``keys`` and ``values`` are what its loops read, as they take it."""
+def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, values: Arguments) -> Products:
+    """Those of the module over ``tokens`` tokens whose values are ``stored [..., d_v]``.
+
+    ``keys`` and ``values`` are what its loops read, as they take it.
+    """
+    loops_over(stored.dtype)
 
     def scores(query: Tensor) -> Tensor:
         made = torch.empty((*query.shape[:2], tokens))
-        loops.scores(query.contiguous().numpy(), *keys, made.numpy())
+        loops.scores(query.contiguous().float().numpy(), *keys, made.numpy())
         return made
 
     def sums(weights: Tensor) -> Tensor:
         heads, group, _ = weights.shape
-        made = torch.empty((heads, -(-tokens // loops.TOKENS), group, d_v))
+        made = torch.empty((heads, -(-tokens // loops.TOKENS), group, stored.shape[-1]))
         loops.sums(weights.contiguous().numpy(), *values, made.numpy())
-        return made.sum(1)
+        return made.sum(1).to(stored.dtype)
 
     return Products(scores, sums)
 
@@ -122,4 +144,4 @@ def _compiled(loops: ModuleType, tokens: int, d_v: int, keys: Arguments, values:
 def _rows(rows: Tensor) -> Arguments:
     """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other, and the strides in them."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    return rows.as_strided((last + 1,), (1,)).numpy(), *rows.stride()[:2]
+    return numbers(rows.as_strided((last + 1,), (1,))), *rows.stride()[:2]

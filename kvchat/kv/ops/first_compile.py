@@ -6,22 +6,24 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
+import torch
 from platformdirs import user_cache_path
 
-from kvchat.kv.ops.cpu_products import compiled_loops
+from kvchat.kv.ops.cpu_products import compiled_loops, loops_over
 
 FILE, LOOP = Path(__file__).with_name("compiled_scattered.py"), "sums"  # what is compiled last
 
 
-def compile_loops(tell: Callable[[], None]) -> None:
-    """Compile the loops that are in no cache of numba's; ``tell`` is called before, if there are any.
+def compile_loops(dtype: torch.dtype, tell: Callable[[], None]) -> None:
+    """Compile the loops for K/V of ``dtype`` that are in no cache of numba's; ``tell`` is called before, if any.
 
     An answer that asks for them first, or that is switched to a mode with loops of its own, would stand still so long.
     """
-    written = FILE.stat().st_mtime
-    if any(index.stat().st_mtime >= written for index in _indices()):
+    written, kinds = FILE.stat().st_mtime, 2 if dtype == torch.bfloat16 else 1  # they are compiled for float32 too
+    if any(len([path for path in kept if path.stat().st_mtime >= written]) >= kinds for kept in _kept()):
         return
     tell()
     if compiled_loops():
@@ -32,17 +34,18 @@ def compile_loops(tell: Callable[[], None]) -> None:
             compiled_scattered,
         )
 
-        for index in _indices():
+        loops_over(dtype)
+        for path in chain(*_kept()):
             with suppress(OSError):
-                index.touch()  # numba goes by what is written in a file, and leaves the index of one that was touched
+                path.touch()  # numba goes by what is written in a file, and keeps this of one that was touched
 
 
-def _indices() -> Iterator[Path]:
-    """The indices of numba that know the last loop: beside its file, and in the user's cache folder."""
-    kept = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.nbi"
+def _kept() -> Iterator[list[Path]]:
+    """What numba keeps of the last loop, folder by folder: beside its file, and in the user's cache folder."""
+    name = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.*.nbc"
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         folders = [*Path(chosen).glob("*")]
     else:
         folders = [FILE.parent / "__pycache__", *user_cache_path("numba", appauthor=False).glob("*")]
     for folder in folders:
-        yield from folder.glob(kept)
+        yield [*folder.glob(name)]

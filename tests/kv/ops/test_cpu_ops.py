@@ -24,7 +24,9 @@ def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monke
     if loops != "compiled":
         monkeypatch.setattr(cpu_products, "compiled_loops", lambda: None)
     expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
-    assert {name for name in expected if not verify.error(measured[name], expected[name]) <= 1e-6} == set()
+    # The loops round no intermediate result to bfloat16, torch does.
+    allowed = 0.01 if dtype == torch.bfloat16 and loops == "compiled" else 1e-6
+    assert {name for name in expected if not verify.error(measured[name], expected[name]) <= allowed} == set()
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 19), (3, 12), (5, 8), (7, 7), (4, 3), (1, -3)])
@@ -46,15 +48,17 @@ def test_choices_are_the_references_however_few_candidates_there_are(first, last
             resident = placed
 
 
+@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tau", [-0.2, 0.0, 0.9])
-def test_pages_are_scored_late_as_the_reference_does(shape, tau):
-    g = geometry_of(shape, torch.float32)
+def test_pages_are_scored_late_as_the_reference_does_in_float32(shape, tau, dtype):
+    g = geometry_of(shape, dtype)
     reference, ops = (kind(g, HostPool(g, CPU), CPU) for kind in (TorchOps, CpuOps))
     draw = torch.Generator().manual_seed(1)
-    query, before = torch.randn((2, g.q_heads, g.d_k), generator=draw)
-    bounds = torch.randn((g.kv_heads, 9, 2 * g.d_k), generator=draw)
-    expected, measured = (each.late_scores(query, before, tau, bounds, 0.3) for each in (reference, ops))
+    query, before = torch.randn((2, g.q_heads, g.d_k), generator=draw).to(dtype)
+    bounds = torch.randn((g.kv_heads, 9, 2 * g.d_k), generator=draw).to(dtype)
+    expected = reference.late_scores(query.float(), before.float(), tau, bounds.float(), 0.3)
+    measured = ops.late_scores(query, before, tau, bounds, 0.3)
     torch.testing.assert_close(measured[0], expected[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(measured[1], expected[1])
 

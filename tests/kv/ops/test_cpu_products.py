@@ -18,23 +18,32 @@ from kvchat.kv.ops import cpu_products
 from kvchat.kv.ops.cpu_products import MixedPages
 
 
-def check(made, query, weights, keys, values):
-    """``made`` are the products of ``keys`` and ``values``, computed in float64."""
-    exact = products(keys.double(), values.double())
-    measured = made.scores(query).double(), made.sums(weights).double()
-    torch.testing.assert_close(
-        measured, (exact.scores(query.double()), exact.sums(weights.double())), rtol=1e-5, atol=1e-3
+def unrounded(blocks, g):
+    """``rounding.exact``, in float32 whatever the dtype."""
+    codes, *scales = (part.float() for part in rounding.parts(blocks, g))
+    return torch.stack(
+        (codes[..., 0, :, :] * scales[0].unsqueeze(-2), codes[..., 1, :, :] * scales[1].unsqueeze(-1)), -3
     )
 
 
+def check(made, query, weights, keys, values):
+    """``made`` are the products of ``keys`` and ``values``, computed in float64."""
+    exact = products(keys.double(), values.double())
+    sums = made.sums(weights)
+    torch.testing.assert_close(made.scores(query).double(), exact.scores(query.double()), rtol=1e-5, atol=1e-3)
+    last = max(1e-5, torch.finfo(sums.dtype).eps)
+    torch.testing.assert_close(sums.double(), exact.sums(weights.double()), rtol=last, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("n", [2048, 2049, 2561, 3071])
 @pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 1), (4, 2, 64), (2, 7, 20), (3, 1, 80)])
-def test_over_many_tokens(heads, group, d, n, threads):
+def test_over_many_tokens(heads, group, d, n, threads, dtype):
     """Of a room of which only some tokens, and of each only some numbers, are read."""
     assert n >= cpu_products.MANY
     draw = torch.Generator().manual_seed(n)
-    rows = torch.randn((heads, n + 9, d + 3), generator=draw)[:, 5 : 5 + n, :d]
+    rows = torch.randn((heads, n + 9, d + 3), generator=draw).to(dtype)[:, 5 : 5 + n, :d]
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, n))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -55,42 +64,46 @@ def test_over_many_tokens_of_a_layer_with_learned_sinks():
     torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
 @pytest.mark.parametrize("first", [0, 250])
 @pytest.mark.parametrize("tokens", [1, 17, 700])
 @pytest.mark.parametrize(
     ("heads", "group", "d", "room"), [(1, 1, 5, 5), (2, 4, 24, 40), (4, 2, 64, 64), (2, 7, 96, 99)]
 )
-def test_over_scattered_tokens(heads, group, d, room, tokens, first):
+def test_over_scattered_tokens(heads, group, d, room, tokens, first, dtype):
     """Heads lie apart, rows are wider than they are read, and the table has gaps and an end."""
     draw = torch.Generator().manual_seed(tokens + d)
-    keys, values = (torch.randn(heads, 1000, room, generator=draw)[:, :900, :d] for _ in range(2))
+    keys, values = (torch.randn(heads, 1000, room, generator=draw).to(dtype)[:, :900, :d] for _ in range(2))
     table = torch.full((tokens + 40,), EMPTY, dtype=torch.int32)
     table[:tokens] = torch.randperm(900, generator=draw)[:tokens].sort().values.to(torch.int32)
     table[tokens // 2 :: 7] = EMPTY
     made = cpu_products.scattered(keys, values, table, first)
+    assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, len(table)))
     read = (table >= first)[:, None]
     copied = (rows[:, table.clamp(min=0).long()] * read for rows in (keys, values))
     check(made, query, weights, *copied)
 
 
+@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
 @pytest.mark.parametrize(("first", "last"), [(0, 300), (37, 300), (64, 257), (290, 291)])
 @pytest.mark.parametrize(
     ("heads", "group", "d_k", "d_v", "page"), [(1, 1, 4, 4, 4), (2, 3, 32, 24, 8), (4, 2, 64, 64, 32)]
 )
-def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, page, first, last):
-    g = Geometry(1, heads * group, heads, d_k, d_v, torch.float32, page, unified=True)
+def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, page, first, last, dtype):
+    g = Geometry(1, heads * group, heads, d_k, d_v, dtype, page, unified=True)
     draw, pages = torch.Generator().manual_seed(page), -(-last // page)
-    exact = torch.randn(2, heads, (pages + 3) * page, d_k, generator=draw)
+    exact = torch.randn(2, heads, (pages + 3) * page, d_k, generator=draw).to(dtype)
     by_page = exact.view(2, heads, -1, page, d_k).permute(2, 1, 0, 3, 4)
     rounded = rounding.rounded(by_page.flip(0), g)
     # Every other page lies in the exact pool, from the third on; the others in 8 bits, from the last on.
     places = torch.tensor([at + 2 if at % 2 else ~(at + 1) for at in range(pages)])
-    held = torch.stack([by_page[at] if at >= 0 else rounding.exact(rounded[~at], g) for at in places.tolist()])
+    held = torch.stack([by_page[at] if at >= 0 else unrounded(rounded[~at], g) for at in places.tolist()])
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
     some = (torch.rand(last, generator=draw) < 0.7).nonzero().flatten()
     table = torch.nn.functional.pad(some, (0, 9), value=EMPTY).to(torch.int32)
     made = cpu_products.mixed(MixedPages(exact, rounded, places, table, first), g)
+    assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d_k, len(table)))
     read = (table >= first)[:, None]
     keys, values = (rows[:, table.clamp(min=0).long()] * read for rows in (keys, values[..., :d_v]))
@@ -104,7 +117,7 @@ def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
     assert rounding.block_bytes(g) % 4
     assert cpu_products.mixed(pages, g) is None  # scales would lie across two numbers
     rows = torch.zeros(2, 9, 4)
-    assert cpu_products.scattered(rows.bfloat16(), rows.bfloat16(), table, 0) is None
+    assert cpu_products.scattered(rows.half(), rows.half(), table, 0) is None
     monkeypatch.setattr(cpu_products, "compiled_loops", lambda: None)
     assert cpu_products.scattered(rows, rows, table, 0) is None
 

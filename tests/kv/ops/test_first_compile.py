@@ -6,10 +6,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from kvchat.kv.ops import first_compile
 
-INDEX = f"{first_compile.FILE.stem}.{first_compile.LOOP}-7.py{sys.version_info.major}{sys.version_info.minor}.nbi"
+KEPT = f"{first_compile.FILE.stem}.{first_compile.LOOP}-7.py{sys.version_info.major}{sys.version_info.minor}"
 
 
 @pytest.fixture
@@ -19,37 +20,45 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return []
 
 
-def _index(folder: Path, age: float) -> None:
-    (folder / "ops_1").mkdir()
-    index = folder / "ops_1" / INDEX
-    index.touch()
+def _keep(folder: Path, age: float, number: int = 1) -> None:
+    (folder / "ops_1").mkdir(exist_ok=True)
+    kept = folder / "ops_1" / f"{KEPT}.{number}.nbc"
+    kept.touch()
     written = first_compile.FILE.stat().st_mtime
-    os.utime(index, (written - age, written - age))
+    os.utime(kept, (written - age, written - age))
 
 
 def test_the_first_time_it_is_said(told: list[str]) -> None:
-    first_compile.compile_loops(lambda: told.append("compiling"))
+    first_compile.compile_loops(torch.float32, lambda: told.append("compiling"))
     assert told == ["compiling"]
 
 
 def test_what_a_cache_holds_is_neither_said_nor_imported(told: list[str], tmp_path: Path) -> None:
-    _index(tmp_path, age=0)
-    first_compile.compile_loops(lambda: told.append("compiling"))
+    _keep(tmp_path, age=0)
+    first_compile.compile_loops(torch.float32, lambda: told.append("compiling"))
     assert told == []
 
 
+@pytest.mark.parametrize(("age", "said"), [(0, []), (10, ["compiling"])])
+def test_bfloat16_asks_for_loops_of_its_own(age: float, said: list[str], told: list[str], tmp_path: Path) -> None:
+    _keep(tmp_path, age=0)
+    _keep(tmp_path, age, number=2)
+    first_compile.compile_loops(torch.bfloat16, lambda: told.append("compiling"))
+    assert told == said
+
+
 def test_what_was_compiled_of_an_older_file_does_not_count(told: list[str], tmp_path: Path) -> None:
-    _index(tmp_path, age=10)
-    first_compile.compile_loops(lambda: told.append("compiling"))
+    _keep(tmp_path, age=10)
+    first_compile.compile_loops(torch.float32, lambda: told.append("compiling"))
     assert told == ["compiling"]
 
 
 def test_of_a_file_that_was_only_touched_it_is_said_once(told, monkeypatch, tmp_path: Path) -> None:
-    _index(tmp_path, age=10)
+    _keep(tmp_path, age=10)
     monkeypatch.setattr(first_compile, "compiled_loops", lambda: True)
     monkeypatch.setitem(sys.modules, "kvchat.kv.ops.compiled_freeze", ModuleType("compiled"))
     for _ in range(2):
-        first_compile.compile_loops(lambda: told.append("compiling"))
+        first_compile.compile_loops(torch.float32, lambda: told.append("compiling"))
     assert told == ["compiling"]
 
 
