@@ -11,6 +11,7 @@ from kvchat.engine.generate.escaping import control_ids
 from kvchat.engine.generate.graphs import GraphRunner, Recorder, recorder_for
 from kvchat.engine.memory_errors import explained, is_out_of_memory
 from kvchat.engine.model import attention_hook
+from kvchat.engine.model.fusion.one_row import without_onednn
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.engine.model.recurrent_state import TAIL, RecurrentState
@@ -98,7 +99,8 @@ class ModelRunner:
         """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
         self.kv.forward_begin()
         position = self.kv.mode.context_end.model_position(self.kv.state.position).view(1)
-        logits = self._run(self._token, position, logits=True)
+        with without_onednn(self.model.dtype, self.model.device):
+            logits = self._run(self._token, position, logits=True)
         self.kv.forward_end()
         assert logits is not None
         return logits

@@ -9,6 +9,7 @@ from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 
 from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.model import attention_hook
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.modes import build
@@ -173,6 +174,18 @@ def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
     prefilled(full, ids)
     torch.testing.assert_close(one.step(5), full.step(5), atol=2e-5, rtol=0)
     assert attended(one.kv.state, 0).all()
+
+
+def test_in_bfloat16_on_a_cpu_steps_run_without_onednn_and_prefills_with_it(monkeypatch):
+    one, before, seen = runner_of(loaded("llama", dtype=torch.bfloat16)), torch.backends.mkldnn.enabled, []
+    run = attention_hook.forward
+    monkeypatch.setattr(
+        attention_hook, "forward", lambda *args, **kw: seen.append(torch.backends.mkldnn.enabled) or run(*args, **kw)
+    )
+    prefilled(one, token_ids(9))
+    one.step(3)
+    assert seen == [before, False]
+    assert torch.backends.mkldnn.enabled == before
 
 
 def test_a_prefill_may_be_abandoned_between_two_chunks():

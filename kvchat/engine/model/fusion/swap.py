@@ -138,7 +138,7 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
     head = model.get_output_embeddings()
     if is_plain(head) and LAYERS in swaps.kinds:
         swaps.replace(head, partial(operations.project, weight=weight_of(head), bias=head.bias), LAYERS)
-    if one_row.in_blocks() and model.device.type == "cpu":
+    if model.device.type == "cpu" and (one_row.in_blocks() or one_row.widens(model.dtype, model.device)):
         for module in filter(is_plain, model.modules()):
             swaps.replace(module, partial(one_row.linear, weight=weight_of(module), bias=module.bias))
 

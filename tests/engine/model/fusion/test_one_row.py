@@ -55,3 +55,31 @@ def test_the_processors_make_decides(monkeypatch, tmp_path):
     amd.write_text("vendor_id\t: AuthenticAMD\n")
     intel.write_text("vendor_id\t: GenuineIntel\n")
     assert [one_row.in_blocks(file) for file in (amd, intel, tmp_path / "none")] == [True, False, False]
+
+
+@pytest.mark.parametrize(("rows", "widened"), [(one_row.MANY - 1, False), (one_row.MANY, True)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_rows_of_bfloat16_are_multiplied_as_float32_where_onednn_does_not_know_it(
+    rows, widened, biased, monkeypatch
+):
+    monkeypatch.setattr(one_row, "_has_bfloat16", lambda: False)
+    made = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn((1, rows, 48), generator=made).bfloat16(), torch.randn((8, 48), generator=made).bfloat16()
+    bias = torch.randn(8, generator=made).bfloat16() if biased else None
+    called, plain = [], F.linear
+    monkeypatch.setattr(one_row.F, "linear", lambda *args: called.append(args[1].dtype) or plain(*args))
+    product = one_row.linear(x, weight, bias)
+    assert called == [torch.float32 if widened else torch.bfloat16]
+    torch.testing.assert_close(product, plain(x, weight, bias))
+    assert product.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "by_onednn"),
+    [(torch.bfloat16, "cpu", False), (torch.float32, "cpu", True), (torch.bfloat16, "cuda", True)],
+)
+def test_a_step_in_bfloat16_on_a_cpu_leaves_onednn_out_and_gives_it_back(dtype, device, by_onednn):
+    before = torch.backends.mkldnn.enabled
+    with one_row.without_onednn(dtype, torch.device(device)):
+        assert torch.backends.mkldnn.enabled == (before and by_onednn)
+    assert torch.backends.mkldnn.enabled == before
