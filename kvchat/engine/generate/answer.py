@@ -284,4 +284,4 @@ class AnswerLoop(Released):
 
     def is_full(self) -> bool:
         """True if the mode can store no further token."""
-        return self._kv.mode.limited_by_context and self._kv.total >= self._model.context
+        return self._kv.mode.context_end.is_final and self._kv.total >= self._model.context
