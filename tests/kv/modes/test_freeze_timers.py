@@ -113,7 +113,7 @@ def test_each_level_restores_what_it_says(level):
     timers = run.kv.mode.timers
     frozen = timers.frozen[:240].clone()
     c, d, since = timers.detections[:240].clone(), timers.timer[:240].clone(), timers.since[:240].clone()
-    run.relax(level)
+    run.recover(level)
     expected = {"SR": frozen & (d > 1), "WR": frozen & (since >= 176), "FR": frozen}[level]
     assert torch.equal(timers.frozen[:240], frozen & ~expected)
     assert expected.any()
@@ -230,7 +230,7 @@ def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
     answered(50)
     forget(run, 289, fails_at)
     first = answered(1)
-    run.relax("FR")
+    run.recover("FR")
     run.step(30)
     forget(run, 289, fails_at)
     assert answered(1) == first
