@@ -111,7 +111,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
     ``asked`` is what ``model`` was loaded by; ``system`` is the system prompt of ``chat``.
     """
 
-    held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
+    _held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
 
     def __init__(self, model: LoadedModel, asked: Load = Load(), system: str | None = None) -> None:
         stored = Stored()
@@ -279,9 +279,8 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """
         if "_keeper" in vars(self):
             self._keeper.close(writing_s)
-        self._loop.lock.close()
-        self._loop.release()
-        self.release()
+        self._loop.close()
+        self._release()
         gc.collect()  # a model's layers and what was fused in them refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
