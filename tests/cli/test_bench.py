@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from support.bench_command import asked
@@ -82,15 +82,24 @@ COMMANDS = [
         {"tokens": 99, "rounds": 2, "mode": "sync", "budget": 88, "shape": "tiny"},
     ),
 ]
+NAMES = [line.split()[0] for line, _, _ in COMMANDS]
 
 
-@pytest.mark.parametrize(
-    ("line", "measurement", "settings"), COMMANDS, ids=[line.split()[0] for line, _, _ in COMMANDS]
-)
+@pytest.mark.parametrize(("line", "measurement", "settings"), COMMANDS, ids=NAMES)
 def test_every_option_arrives(monkeypatch, line, measurement, settings):
     given, choice = asked(monkeypatch, f"{line} {MODEL}", *measurement)
     assert {name: getattr(given, name) for name in settings} == settings
     assert choice == replace(CHOICE, host_dtype="int8" if "--host-dtype" in line else "model")
+
+
+@pytest.mark.parametrize(("line", "measurement"), [command[:2] for command in COMMANDS], ids=NAMES)
+def test_without_options_the_settings_are_the_measurements_own(monkeypatch, line, measurement):
+    """Commands write numbers again, for their help, because the measurements import torch."""
+    bare = "sweep sync" if line.startswith("sweep") else line.split()[0]
+    given, choice = asked(monkeypatch, bare, *measurement)
+    own = {field.name: field.default for field in fields(given) if isinstance(field.default, int | str)}
+    assert {name: getattr(given, name) for name in own} == own
+    assert choice == ModelChoice()
 
 
 def test_a_budget_is_that_of_modes_that_name_none(monkeypatch):
