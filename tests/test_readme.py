@@ -78,6 +78,15 @@ def test_every_mode_has_a_row(mode):
     assert re.search(rf"^\| {mode} \|.*modes/{mode}\.py", TEXTS[FRONT], re.MULTILINE)
 
 
+def test_every_package_has_a_sentence_and_every_leaf_its_name():
+    section = TEXTS[STRUCTURE].split("## The packages")[1].split("\n## ")[0]
+    package = ROOT / "kvchat"
+    packages = {path.parent.name for path in package.glob("*/__init__.py")}
+    leaves = {path.stem for path in package.glob("*.py") if not path.stem.startswith("__")}
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == packages
+    assert leaves <= set(re.findall(r"`(\w+)`", section))
+
+
 @pytest.mark.parametrize("command", SHELL)
 def test_commands_and_their_flags_exist(command):
     words = shlex.split(command)[1:]

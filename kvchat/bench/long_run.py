@@ -68,7 +68,7 @@ def run(settings: Settings = Settings(), choice: ModelChoice = ModelChoice(), fr
 def _refuse_beyond_context(model: LoadedModel, settings: Settings) -> None:
     mode = build(parsed(settings.mode, settings.budget), geometry_of(model), traits_of(model))
     needed = PROMPT + settings.tokens
-    if mode.limited_by_context and needed > model.context:
+    if mode.context_end.is_final and needed > model.context:
         raise DoesNotFitError(
             "The long run does not fit the model.",
             f"{needed:,} tokens are needed; {model.name} reads {model.context:,} in {mode.name} mode.",

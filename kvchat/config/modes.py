@@ -187,7 +187,7 @@ class SyncParameters(BudgetParameters, PaperParameters):
         "k": "tokens that a following head reads because its representative chose them",
         "recent": "most recent tokens, which every following head reads beside those",
         "of full's memory": "K/V on the device, as a share of what full mode holds there",
-        "anticipation steps": "steps that chose anew what the next ones read, since the mode was entered",
+        "anticipation steps": "steps that chose again what the next ones read, since the mode was entered",
         "set overlap": "of what was chosen, the share that had been chosen the time before too",
     }
 

@@ -35,15 +35,15 @@ class ModelSettings(Section):
 
     name: str = Field(Load.model, min_length=1, serialization_alias="model")
     """bundled, a folder, or a model's id on the hub"""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field(Load.device, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own on a GPU, on a CPU the faster of that and float32)"""
     quantize: Quantize = "auto"
     """int8, int4 (on a GPU kvchat[ao]) or nf4 (kvchat[bnb]): weights in 8 or 4 bits; auto: those of small GGUF files"""
-    fast: bool = True
+    fast: bool = Load.fast
     """swap small pieces of the model for faster ones, checked when it is loaded"""
-    force: bool = False
+    force: bool = Load.force
     """load a model also where its weights do not fit the memory that is free"""
     folders: Texts = ()
     """folders in which the application looks for models, beside the hub's cache"""
@@ -59,7 +59,7 @@ class KvSettings(Section):
     """A field ``mode`` and one section a mode, added from the registry below."""
 
     mode: str = Load.mode
-    host_dtype: HostDtype = "model"
+    host_dtype: HostDtype = Load.host_dtype
     """full pages in host memory: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
     parked_gib: float = Field(2.0, ge=0, le=2**20)
     """GiB of host memory for K/V of conversations gone away from, to be gone back to at once; 0 for none"""

@@ -16,19 +16,19 @@ _loaded_by: list[int] = []  # the process that loaded the first model; its forks
 
 
 class Released:
-    """Lets go of what ``held`` names by ``release``; to use any of it afterwards raises ``UsageError``."""
+    """Lets go of what ``_held`` names by ``_release``; to use any of it afterwards raises ``UsageError``."""
 
-    held: ClassVar[tuple[str, ...]] = ()
+    _held: ClassVar[tuple[str, ...]] = ()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Let go; may be called again."""
-        for name in self.held:
+        for name in self._held:
             self.__dict__.pop(name, None)
 
     if not TYPE_CHECKING:  # a type checker would take every misspelled name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            if name in self.held:
+            if name in self._held:
                 raise _closed()
             raise AttributeError(f"{type(self).__name__} has no {name}")
 

@@ -32,17 +32,17 @@ from kvchat.protocol.messages import Event, HostDtype, Load, Sampling, Switched,
 
 
 def load(
-    model: str | Path = "bundled",
+    model: str | Path = Load.model,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str = Load.device,
+    dtype: str = Load.dtype,
     mode: str = Load.mode,
     system: str | None = None,
     mode_params: Mapping[str, Params] | None = None,
-    quantize: str = "auto",
-    fast: bool = True,
-    force: bool = False,
-    host_dtype: HostDtype = "model",
+    quantize: str = Load.quantize,
+    fast: bool = Load.fast,
+    force: bool = Load.force,
+    host_dtype: HostDtype = Load.host_dtype,
     progress: Callable[[str], None] = lambda stage: None,
     **params: Any,
 ) -> Session:
@@ -111,7 +111,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
     ``asked`` is what ``model`` was loaded by; ``system`` is the system prompt of ``chat``.
     """
 
-    held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
+    _held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
 
     def __init__(self, model: LoadedModel, asked: Load = Load(), system: str | None = None) -> None:
         stored = Stored()
@@ -279,9 +279,8 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """
         if "_keeper" in vars(self):
             self._keeper.close(writing_s)
-        self._loop.lock.close()
-        self._loop.release()
-        self.release()
+        self._loop.close()
+        self._release()
         gc.collect()  # a model's layers and what was fused in them refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

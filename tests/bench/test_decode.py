@@ -14,8 +14,8 @@ from kvchat.bench import decode, roofline
 from kvchat.bench.frame import Frame
 from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.rows import line, named
-from kvchat.bench.timing import Timing, warm_up
+from kvchat.bench.rows import line
+from kvchat.bench.timing import Timing
 from kvchat.bench.variant import parsed
 from kvchat.cli.main import app
 from kvchat.config import profiles
@@ -173,20 +173,6 @@ def test_a_real_model_is_measured_on_prose_up_to_its_context():
     assert rows[1]["times_as_fast"]["generate"] > 0
 
 
-def test_a_share_of_corrections_is_what_is_corrected():
-    wanted = settings(
-        modes=("full", "speculative"), contexts=(900,), steps=60, rounds=1, baselines=(), corrections=(0, 0.25, 1)
-    )
-    rows = decode.run(wanted)["rows"]
-    assert [row["variant"] for row in rows] == ["full"] + ["speculative"] * 4
-    assert [row.get("corrections_set") for row in rows] == [None, None, 0, 0.25, 1]
-    assert rows[2]["corrected"] == 0
-    assert 0.2 < rows[3]["corrected"] < 0.3
-    assert rows[4]["corrected"] == 1
-    assert rows[0]["corrected"] is None
-    assert "25 % corrected" in named(rows[3])
-
-
 def test_random_weights_may_read_a_prompt_too():
     rows = decode.run(settings(modes=("speculative",), baselines=(), rounds=1, prefill=True))["rows"]
     assert rows[0]["ms"] > 0
@@ -237,7 +223,3 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     monkeypatch.setattr(decode, "run", lambda *args: pytest.fail("measured"))
     ran = CliRunner().invoke(app, ["bench", "decode", "--out", str(tmp_path / "no" / "x.json")])
     assert isinstance(ran.exception, UsageError)
-
-
-def test_warm_up_covers_every_kind_of_step_of_sync():
-    assert warm_up(torch.device("cuda")) >= 2 * parsed("sync", 256).m

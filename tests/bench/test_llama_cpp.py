@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.bench import baselines, gguf_copy, llama_cpp
+from kvchat.bench import baselines, llama_cpp
 from kvchat.bench.corpus import prose
 from kvchat.bench.llama_cpp import LlamaCpp
 from kvchat.engine.model.load import load_model
@@ -45,12 +45,3 @@ def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
         peer.measure([0] * 5)
     peer.close()
     peer.close()
-
-
-def test_each_pair_of_a_head_becomes_neighbors(tiny_shape):
-    config = tiny_shape.model.config
-    heads, dim = config.num_attention_heads, config.head_dim
-    rows = torch.arange(heads * dim)[:, None].expand(-1, 3)
-    paired = gguf_copy.rotated_in_pairs("layers.0.self_attn.q_proj.weight", rows, config)[:, 0].view(heads, -1, 2)
-    assert torch.equal(paired[..., 1] - paired[..., 0], torch.full((heads, dim // 2), dim // 2))
-    assert gguf_copy.rotated_in_pairs("v_proj.weight", rows, config) is rows

@@ -6,8 +6,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
+from types import FrameType
 
+import pytest
 from pydantic import BaseModel
 from support.loads import entering
 
@@ -17,21 +20,51 @@ from kvchat.engine import session as sessions
 from kvchat.engine.process.loader import EngineLoader
 from kvchat.engine.session import Session
 from kvchat.protocol import wire
-from kvchat.protocol.messages import Sampling, Turn
+from kvchat.protocol.messages import Sampling, Text, Turn
 
 PACKAGE = Path(kvchat.__file__).parent
 MAX_TOKEN, MAX_SWITCH, MAX_SETTING = 15, 10, 13
+MODES = {
+    "full": {},
+    "freeze": {},
+    "streaming": {"budget": 128},
+    "sync": {"budget": 128},
+    "speculative": {"budget": 128},
+}
 SETTING = "0.8125"  # a tau that nothing else has
 LONG = (Turn("user", "One day a girl went to the park with her dog. " * 20),)
 
 
-def files_of_the_callers() -> tuple[str, ...]:
-    """The files of kvchat on the call stack, outermost first."""
-    frame, found = sys._getframe(1), []
-    while frame := frame.f_back:
-        found.append(Path(frame.f_code.co_filename))
-    inside = [file.relative_to(PACKAGE).as_posix() for file in reversed(found) if file.is_relative_to(PACKAGE)]
-    return tuple(dict.fromkeys(inside))
+@cache
+def file_of(code_filename: str) -> str:
+    """A file of kvchat by its path in the package; "" for any other."""
+    file = Path(code_filename)
+    return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else ""
+
+
+def files_on_the_way(frame: FrameType | None) -> tuple[str, ...]:
+    """The files of kvchat on a call stack, outermost first."""
+    found = []
+    while frame:
+        found.append(file_of(frame.f_code.co_filename))
+        frame = frame.f_back
+    return tuple(dict.fromkeys(filter(None, reversed(found))))
+
+
+@contextmanager
+def every_walk() -> Iterator[set[tuple[str, ...]]]:
+    """The walks to every call of a function of kvchat inside the block."""
+    found = set()
+
+    def look(frame, event, _argument):
+        if event == "call" and file_of(frame.f_code.co_filename):
+            found.add(files_on_the_way(frame))
+
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
 
 
 def recorded(monkeypatch, owner, name):
@@ -39,22 +72,26 @@ def recorded(monkeypatch, owner, name):
     walks, original = set(), getattr(owner, name)
 
     def call(*args, **kwargs):
-        walks.add(files_of_the_callers())
+        walks.add(files_on_the_way(sys._getframe(1)))
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
     return walks
 
 
-def test_a_token_passes_few_files_down_to_the_recalled_pages(small_model, monkeypatch):
-    session = Session(small_model, entering("speculative", {"budget": 64, "sink": 0, "window": 32}))
-    answer = session.answer(LONG, Sampling(temperature=0, max_new_tokens=6))
-    walks = recorded(monkeypatch, session._kv.state.transfer, "load_pages")
-    list(answer)
-    assert any(walk[-1] == "kv/modes/speculative.py" and "engine/generate/runner.py" in walk for walk in walks)
-    for walk in walks:
-        # Session.answer hands the events of the others on; behind load_pages lies the copy itself.
-        assert len({"engine/session.py", *walk, "kv/transfer.py", "kv/ops"}) <= MAX_TOKEN, walk
+@pytest.mark.parametrize("mode", MODES)
+def test_a_token_passes_few_files_down_to_the_recalled_pages(model, mode):
+    session = Session(model, entering(mode, MODES[mode]))
+    answer = session.answer(LONG, Sampling(temperature=0, max_new_tokens=8))
+    next(event for event in answer if isinstance(event, Text))
+    with every_walk() as walks:
+        list(answer)
+    assert any(f"kv/modes/{mode}.py" in walk for walk in walks)
+    down = [walk for walk in walks if "kv/manager.py" in walk and walk[-1].startswith(("kv/ops/", "kv/memory/"))]
+    assert any("kv/transfer.py" in walk for walk in walks) or mode not in ("sync", "speculative")
+    # Session.answer hands the events of the others on.
+    longest = max(({"engine/session.py", *walk} for walk in down), key=len)
+    assert len(longest) <= MAX_TOKEN, longest
 
 
 def test_a_switch_passes_few_files_down_to_the_copies(small_model, monkeypatch):
@@ -86,9 +123,9 @@ def files_given_the_setting() -> Iterator[set[str]]:
     found = set()
 
     def look(frame, event, _argument):
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(PACKAGE) and any(map(holds, frame.f_locals.values())):
-            found.add(file.relative_to(PACKAGE).as_posix())
+        file = file_of(frame.f_code.co_filename)
+        if event == "call" and file and any(map(holds, frame.f_locals.values())):
+            found.add(file)
 
     sys.setprofile(look)
     try:

@@ -87,7 +87,7 @@ class FreezeRun:
             self.kv.truncate(n)
         self.keys = [keys[:, :n] for keys in self.keys]
 
-    def relax(self, level: str) -> None:
+    def recover(self, level: str) -> None:
         with torch.inference_mode():
             self.kv.mode.recover(level)
 

@@ -63,7 +63,6 @@ class StreamingReference(FullReference):
     kept: list[int]
 
     def enter(self, num_reachable: int) -> None:
-        self.evicted = 0
         sink, total = self.p["sink"], len(self.run.ids)
         recent = max(0, num_reachable - sink)
         self.kept = sorted({*range(min(sink, total)), *range(max(0, total - recent), total)})

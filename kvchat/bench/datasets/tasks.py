@@ -98,10 +98,7 @@ def longbench(folder: Path) -> Iterator[Item]:
     for file in files(folder):
         task = file.stem.removesuffix("_e")  # LongBench-E: the same tasks
         if task not in LONGBENCH:
-            raise UsageError(
-                f"{file} is no task of LongBench that can be scored.",
-                did_you_mean(task, LONGBENCH) or f"Known: {', '.join(LONGBENCH)}.",
-            )
+            raise UsageError(f"{file} is no task of LongBench that can be scored.", did_you_mean(task, LONGBENCH))
         kind, tokens = LONGBENCH[task]
         for line in lines(file):
             prompt = _filled(prompts.get(task, kind.prompt), line)

@@ -83,7 +83,7 @@ class ModeSwitcher:
         """Enter the mode of these parameters; the bytes moved to the device."""
         with explained(self._kv, f"entering the {chosen.name} mode"):
             mode = self.build(chosen)
-            if mode.limited_by_context:
+            if mode.context_end.is_final:
                 self.check_context(self._kv.total)
             with torch.inference_mode():
                 moved = self._kv.switch(mode)
@@ -136,7 +136,7 @@ class ModeSwitcher:
         Raises:
             DoesNotFitError: as ``check_context``.
         """
-        if self._kv.mode.limited_by_context:
+        if self._kv.mode.context_end.is_final:
             self.check_context(tokens)
 
     # ---- recovery
@@ -166,7 +166,7 @@ class ModeSwitcher:
     def _price(self, mode: str) -> Price:
         try:
             built = self.build(self.merged(mode, {}))
-            if built.limited_by_context:
+            if built.context_end.is_final:
                 self.check_context(self._kv.total)
             return Price(mode, **self._kv.check_switch(built, self._asked.link_bytes_per_s)._asdict())
         except KvchatError as error:

@@ -106,7 +106,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         with _explained(checkpoint, described.device):
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
-            with weights_progress.told(checkpoint, stage, progress):
+            with weights_progress.reported(checkpoint, stage, progress):
                 model = _model(described, checkpoint, quantized)
             progress("Testing the model")
             supported.check_values(model, checkpoint.folder)

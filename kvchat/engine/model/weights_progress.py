@@ -14,7 +14,7 @@ READING = "Loading weights"  # what transformers calls the bar over the weights 
 
 
 @contextmanager
-def told(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]) -> Iterator[None]:
+def reported(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]) -> Iterator[None]:
     """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
 
     transformers' bar is replaced by one that counts: each item names the tensors of the files that it is made of.

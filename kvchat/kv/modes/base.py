@@ -144,12 +144,11 @@ class Mode:
         recovery_levels: levels of recovery that change something in this mode.
         widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
         sink, window: first and most recent tokens that are always attended.
-        limited_by_context: positions must stay within the model's context.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
         preamble: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
-        context_end: what happens where the model's context ends; of most modes the conversation ends there.
+        context_end: what happens where the model's context ends; of most modes the conversation: it is final.
         pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
     """
 
@@ -158,7 +157,6 @@ class Mode:
     widens: ClassVar[bool] = False
     sink: int = 0
     window: int = 0
-    limited_by_context: bool = True
     needs_calibration: bool = False
     beyond_budget: int = 0
     context_end: ContextEnd = ContextEnd()

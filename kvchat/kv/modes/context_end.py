@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ from kvchat.kv.state import KVState
 
 
 class ContextEnd:
-    """The conversation ends there: every token has its own position, and a prompt reads everything stored."""
+    """The conversation ends there: every token has its own position, and a prompt reads everything stored.
+
+    ``is_final`` is true of an end that no token is stored beyond.
+    """
+
+    is_final: ClassVar[bool] = True
 
     def base_of(self, position: int) -> int:
         """The number subtracted from a token's position before its query and key are rotated; 0 within the context."""
@@ -60,6 +66,8 @@ class MovingBase(ContextEnd):
 
     ``chunk`` is the number of tokens that one reads at most.
     """
+
+    is_final = False
 
     def __init__(self, context: int, rotations: Sequence[Rotation | None], chunk: int) -> None:
         self.context = context

@@ -77,7 +77,7 @@ from kvchat.kv.state import KVState
 
 MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named
 RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
-RESIZE_INTERVAL_IN_PLACE = 8  # a table alone costs nothing to make anew
+RESIZE_INTERVAL_IN_PLACE = 8  # a table alone costs nothing to make again
 MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
 SPARE, SPARE_IN_PLACE = 8, 32
 ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s

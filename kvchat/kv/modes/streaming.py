@@ -92,12 +92,11 @@ class Streaming(Mode):
         self.sink = self._sinks()
         self._refuse_two_capacities()
         self.window = self.capacity - self.sink
-        self.limited_by_context = parameters.R == 0  # sinks that are re-aligned go on beyond it
         refuse_small_budget(self.name, self.capacity, self.sink, 1 + parameters.B)
         self._pin_to_sinks()
         self.capacity += self.beyond_budget
         self._moving = MovingBase(traits.context, traits.rotations, self.capacity)
-        if not self.limited_by_context:
+        if parameters.R:  # sinks that are re-aligned go on beyond it
             self.context_end = self._moving
 
     def plan(self, capacity: int) -> Plan:
@@ -129,7 +128,7 @@ class Streaming(Mode):
 
     def prepare_step(self) -> Step:
         total, p = self.state.total, self.parameters
-        if not self.limited_by_context and self._moving.begins_base(total):
+        if not self.context_end.is_final and self._moving.begins_base(total):
             self._load(total - int(self.kept_from))
         return Step(exact=p.R == 0 or total < self.capacity + p.R)
 

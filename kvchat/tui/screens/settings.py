@@ -208,7 +208,7 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
                 rows.append(Option(Content.styled(f"[{dotted(section)}]", "dim"), disabled=True))
             rows.append(Option(line(setting), dotted(setting.key)))
         options = self.query_one("#list", OptionList)
-        options.set_options(rows)  # together: each alone has the list laid out anew
+        options.set_options(rows)  # together: each alone lays the list out again
         if found:
             kept = before is not None and dotted(before.key) in self._listed
             options.highlighted = options.get_option_index(dotted(before.key if before and kept else found[0].key))

@@ -72,7 +72,7 @@ def test_growth_never_fails_a_step_when_everything_returns():
     run = at_once(score="always")
     run.prefill(500)
     run.step(200)
-    run.relax("FR")
+    run.recover("FR")
     assert run.active() == set(range(700))
     run.step(64)
     assert run.active() == set(range(764))
@@ -231,9 +231,9 @@ def test_what_the_screen_shows():
     run = at_once()
     run.prefill(150)
     run.step(30)
-    extras = run.kv.mode.report().stats
-    assert extras["frozen now"] == 180 - len(run.active())
-    assert extras["mean thaws"] > 0
+    stats = run.kv.mode.report().stats
+    assert stats["frozen now"] == 180 - len(run.active())
+    assert stats["mean thaws"] > 0
     assert run.kv.mode.report().absent is TokenState.FROZEN
 
 
@@ -244,7 +244,7 @@ def test_what_the_screen_shows():
             st.tuples(st.just("step"), st.integers(1, 25)),
             st.tuples(st.just("prefill"), st.integers(1, 60)),
             st.tuples(st.just("truncate"), st.floats(0.2, 1.0)),
-            st.tuples(st.just("relax"), st.sampled_from(LEVELS[:3])),
+            st.tuples(st.just("recover"), st.sampled_from(LEVELS[:3])),
         ),
         max_size=8,
     ),

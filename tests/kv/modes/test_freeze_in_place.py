@@ -45,7 +45,7 @@ def test_the_same_tokens_are_read_as_in_slots(params, windowed, compiled, monkey
         run.prefill(40)
     go_on(20)
     for run in (here, slots):
-        run.relax("WR")
+        run.recover("WR")
     go_on(20)
     assert fewest < 180
     assert int(here.kv.mode.thawed) == int(slots.kv.mode.thawed)

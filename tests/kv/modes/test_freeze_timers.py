@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.modes import freeze, freeze_timers_cpu
 from kvchat.kv.modes.freeze_timers import Timers
-from kvchat.kv.modes.freeze_timers_cpu import CpuTimers
 from kvchat.kv.modes.recovery_levels import LEVELS
 
 PAPER = parse("freeze", {"profile": "paper"}).model_dump()
@@ -113,46 +111,13 @@ def test_each_level_restores_what_it_says(level):
     timers = run.kv.mode.timers
     frozen = timers.frozen[:240].clone()
     c, d, since = timers.detections[:240].clone(), timers.timer[:240].clone(), timers.since[:240].clone()
-    run.relax(level)
+    run.recover(level)
     expected = {"SR": frozen & (d > 1), "WR": frozen & (since >= 176), "FR": frozen}[level]
     assert torch.equal(timers.frozen[:240], frozen & ~expected)
     assert expected.any()
     if level == "FR":
         assert torch.equal(timers.detections[:240], torch.where(c > 0, c // 2, c))
     run.check()
-
-
-@pytest.mark.parametrize("profile", ["default", "paper"])
-@pytest.mark.parametrize("budget", [None, 150])
-def test_the_timers_of_a_cpu_find_what_the_reference_finds(profile, budget):
-    """200 steps over tokens of random scores, some pinned, protected, named or sought, some slots empty."""
-    parameters = FreezeParameters(profile=profile, budget=budget, K=20, tau=0.5, k=0.5)
-    cpu, reference = (timers(parameters, torch.device("cpu")) for timers in (CpuTimers, Timers))
-    draw = torch.Generator().manual_seed(7)
-    protected, pins = (torch.rand(n, generator=draw) < 0.02 for n in (1000, 60))
-    pins[-1] = False
-    for timers in (cpu, reference):
-        timers.rule = replace(timers.rule, floor=min(timers.rule.floor, 120))
-        timers.pin(pins, budget)
-    for position in range(300, 500):
-        for timers in (cpu, reference):
-            timers.reserve(position + 1)
-        if position == 400:
-            cpu.hold.fill_(3), reference.hold.fill_(3)
-        read = (~reference.frozen[: position + 1]).nonzero().flatten().to(torch.int32)
-        table = torch.nn.functional.pad(read, (0, 5), value=EMPTY)[torch.randperm(len(read) + 5, generator=draw)]
-        score = torch.rand(len(table), generator=draw) ** 3 * 2
-        score[torch.rand(len(table), generator=draw) < 0.003] = 100.0
-        named = torch.rand(cpu.capacity + 1, generator=draw) < 0.002
-        named &= cpu.index <= position
-        at = torch.tensor(position)
-        for timers in (cpu, reference):
-            timers.observe(at, table, score, protected, named.clone() if timers.rule.recalls else None)
-        for one, other in zip(cpu.states(), reference.states(), strict=True):
-            assert torch.equal(
-                one[: position + 1] if one.dim() else one, other[: position + 1] if other.dim() else other
-            )
-    assert 0 < int(reference.frozen.sum()) < 480
 
 
 def test_the_table_names_in_order_what_is_not_frozen():
@@ -230,7 +195,7 @@ def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
     answered(50)
     forget(run, 289, fails_at)
     first = answered(1)
-    run.relax("FR")
+    run.recover("FR")
     run.step(30)
     forget(run, 289, fails_at)
     assert answered(1) == first

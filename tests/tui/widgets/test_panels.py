@@ -10,7 +10,6 @@ from textual.widgets import Static
 
 from kvchat.config.modes import registered
 from kvchat.tui.widgets.bars import STATUS, KeyHints, StatusBar
-from kvchat.tui.widgets.event_log import EVENT_LENGTH
 from kvchat.tui.widgets.messages import Note
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed
 from kvchat.tui.widgets.timeline import Timeline
@@ -135,12 +134,3 @@ async def test_a_row_under_the_mouse_explains_itself(running):
         await until(lambda: str(rows.tooltip).startswith("reads: stored tokens"))
         await pilot.hover(rows, offset=(3, 0))
         await until(lambda: rows.tooltip is None)
-
-
-async def test_an_event_of_any_length_is_a_line_of_the_log(running):
-    async with running(size=(200, 60)) as (app, _pilot, until):
-        log = app.chat.query_one("#events", Static)
-        app.chat.log_event("x" * 10**6)
-        app.chat.log_event("the next")
-        await until(lambda: "the next" in str(log.content))
-        assert len(str(log.content)) < EVENT_LENGTH + 1000

@@ -1,0 +1,107 @@
+"""Every option of a measurement's command arrives where it is read."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from support.bench_command import asked
+
+from kvchat.bench import agreement, decode, long_run, passkey, perplexity, prefill, recall, resume, sweep, turns
+from kvchat.bench.model_choice import ModelChoice
+
+MODEL = "-m there --device cpu --dtype float16 --quantize int8"
+CHOICE = ModelChoice("there", "cpu", "float16", "int8")
+COMMANDS = [
+    (
+        "agreement --mode full --context 300 --tokens 7 --passages 2 --host-dtype int8",
+        (agreement, "run"),
+        {"modes": ("full",), "context": 300, "tokens": 7, "passages": 2},
+    ),
+    (
+        "recall --mode full --task all --length 99 --depth 0.3 --cases 5 --keys 6 --seed 7",
+        (recall, "run"),
+        {"modes": ("full",), "tasks": ("all",), "lengths": (99,), "depths": (0.3,), "cases": 5, "keys": 6, "seed": 7},
+    ),
+    (
+        "turns --mode full --cases 5 --tokens 99 --seed 7",
+        (turns, "run"),
+        {"modes": ("full",), "cases": 5, "tokens": 99, "seed": 7},
+    ),
+    (
+        "switches --mode full --cases 5 --tokens 99 --inside 6 --seed 7",
+        (turns, "switches"),
+        {"modes": ("full",), "cases": 5, "tokens": 99, "inside": 6, "seed": 7},
+    ),
+    (
+        "passkey --mode full --cases 5 --tokens 99 --inside 6 --seed 7",
+        (passkey, "run"),
+        {"modes": ("full",), "cases": 5, "tokens": 99, "inside": 6, "seed": 7},
+    ),
+    (
+        "perplexity --mode full --tokens 99 --passages 2 --host-dtype int8",
+        (perplexity, "run"),
+        {"modes": ("full",), "tokens": 99, "passages": 2},
+    ),
+    (
+        "decode --mode full --context 99 --budget 88 --change-rate 0.5 --corrections 0.25 --steps 3 --rounds 2"
+        " --baselines dynamic,static --shape tiny --prefill --load 4",
+        (decode, "run"),
+        {
+            "modes": ("full",),
+            "contexts": (99,),
+            "budget": 88,
+            "change_rates": ("0.5",),
+            "corrections": (0.25,),
+            "steps": 3,
+            "rounds": 2,
+            "baselines": ("dynamic", "static"),
+            "shape": "tiny",
+            "prefill": True,
+            "load": 4,
+        },
+    ),
+    (
+        "prefill --length 99 --turn 8 --mode full --rounds 2 --shape tiny",
+        (prefill, "run"),
+        {"lengths": (99,), "turn": 8, "mode": "full", "rounds": 2, "shape": "tiny"},
+    ),
+    (
+        "long-run --tokens 99 --mode full --budget 88",
+        (long_run, "run"),
+        {"tokens": 99, "mode": "full", "budget": 88},
+    ),
+    (
+        "sweep sync --vary m=5,6 --budget 88 --context 99 --tokens 7 --passages 3 --cases 4",
+        (sweep, "run"),
+        {"mode": "sync", "budgets": (88,), "context": 99, "tokens": 7, "passages": 3, "cases": 4},
+    ),
+    (
+        "resume --tokens 99 --rounds 2 --mode sync --budget 88 --shape tiny --host-dtype int8",
+        (resume, "run"),
+        {"tokens": 99, "rounds": 2, "mode": "sync", "budget": 88, "shape": "tiny"},
+    ),
+]
+NAMES = [line.split()[0] for line, _, _ in COMMANDS]
+
+
+@pytest.mark.parametrize(("line", "measurement", "settings"), COMMANDS, ids=NAMES)
+def test_every_option_arrives(monkeypatch, line, measurement, settings):
+    given, choice = asked(monkeypatch, f"{line} {MODEL}", *measurement)
+    assert {name: getattr(given, name) for name in settings} == settings
+    assert choice == replace(CHOICE, host_dtype="int8" if "--host-dtype" in line else "model")
+
+
+@pytest.mark.parametrize(("line", "measurement"), [command[:2] for command in COMMANDS], ids=NAMES)
+def test_without_options_the_settings_are_the_measurements_own(monkeypatch, line, measurement):
+    """Commands write numbers again, for their help, because the measurements import torch."""
+    bare = "sweep sync" if line.startswith("sweep") else line.split()[0]
+    given, choice = asked(monkeypatch, bare, *measurement)
+    own = {field.name: field.default for field in fields(given) if isinstance(field.default, int | str)}
+    assert {name: getattr(given, name) for name in own} == own
+    assert choice == ModelChoice()
+
+
+def test_a_budget_is_that_of_modes_that_name_none(monkeypatch):
+    given, _ = asked(monkeypatch, "turns --mode sync --mode sync:budget=64 --budget 99 --budget 128", turns)
+    assert given.modes == ("sync:budget=99", "sync:budget=128", "sync:budget=64")

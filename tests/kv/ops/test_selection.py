@@ -1,0 +1,86 @@
+"""What is selected: bounds, the best pages, and slots of which those that are wanted again stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.ops import selection
+from kvchat.kv.ops.selection import Candidates
+
+HEADS, GROUP, D, PAGE = 3, 2, 16, 8
+
+
+@pytest.fixture
+def draw() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def distinct(draw: torch.Generator, rows: int, k: int, of: int, share: float = 0.7) -> torch.Tensor:
+    """``[rows, k]`` distinct numbers from 1 on, some of them EMPTY."""
+    numbers = torch.stack([torch.randperm(of - 1, generator=draw)[:k] + 1 for _ in range(rows)])
+    return numbers.masked_fill(torch.rand(rows, k, generator=draw) > share, EMPTY)
+
+
+def wanted_of(row: torch.Tensor) -> set[int]:
+    return set(row.tolist()) - {EMPTY}
+
+
+def test_no_key_of_a_page_scores_above_its_bound(draw):
+    keys, query = torch.randn(HEADS, 37, D, generator=draw), torch.randn(HEADS * GROUP, D, generator=draw)
+    scores = selection.page_scores(query, selection.page_bounds(keys, 5, PAGE), 0.25)
+    exact = torch.einsum("hgd,hnd->hgn", query.view(HEADS, GROUP, D), keys) * 0.25
+    padded = torch.nn.functional.pad(exact, (0, 3), value=-1e9).view(HEADS, GROUP, 5, PAGE)
+    assert (padded.amax(-1) <= scores + 1e-5).all()
+    one_key = selection.page_scores(query, selection.page_bounds(keys[:, :1], 1, PAGE), 0.25)
+    assert torch.allclose(one_key[..., 0], exact[..., 0], atol=1e-5)
+
+
+def test_the_best_candidates_are_chosen_and_no_others(draw):
+    scores = torch.randn(HEADS, GROUP, 12, generator=draw) * 3
+    scores[..., :2] = 100  # the best are no candidates
+    scores[0, :, 5] = -1e4  # its weight underflows
+    masked = Candidates.between(2, torch.tensor(8), 12).masked
+    weights = scores[..., 2:9].softmax(-1).mean(1)
+    for k in (3, 7, 10):
+        chosen = selection.top_pages(scores, masked, k)
+        assert chosen.shape == (HEADS, k)
+        for head in range(HEADS):
+            best = (weights[head].argsort(descending=True)[:k] + 2).tolist()
+            assert wanted_of(chosen[head]) == set(best)
+            assert (chosen[head] == EMPTY).sum() == max(0, k - 7)
+
+
+def test_a_wanted_page_that_is_resident_keeps_its_slot_and_each_has_one(draw):
+    for _ in range(50):
+        wanted, resident = (distinct(draw, HEADS, 6, 10) for _ in range(2))
+        placed = selection.assign_slots(wanted, resident)
+        for want, held, now in zip(wanted, resident, placed, strict=True):
+            assert sorted(now[now >= 0].tolist()) == sorted(wanted_of(want))
+            stays = torch.isin(held, want) & (held >= 0)
+            assert torch.equal(now[stays], held[stays])
+
+
+def test_tokens_take_empty_slots_best_first_and_the_last_wait(draw):
+    for _ in range(50):
+        wanted, resident = distinct(draw, HEADS, 6, 20), distinct(draw, HEADS, 9, 20)
+        placed = selection.assign_token_slots(wanted, resident, 20)
+        for want, held, now in zip(wanted, resident, placed, strict=True):
+            order = [token for token in want.tolist() if token != EMPTY]
+            stays = [token for token in order if token in held.tolist()]
+            comes = [token for token in order if token not in stays][: int((held == EMPTY).sum())]
+            assert sorted(now[now >= 0].tolist()) == sorted(stays + comes)
+            kept = torch.isin(held, torch.tensor(stays))
+            assert torch.equal(now[kept], held[kept])
+            assert (now[(held >= 0) & ~kept] == EMPTY).all(), "attention may be reading what left"
+
+
+def test_heads_are_corrected_by_the_mean_cosine_of_their_group():
+    before = torch.ones(2 * GROUP, D)
+    query = before.clone()
+    query[0] = -1  # the other of its group stays: the mean is 0
+    flagged = [selection.needs_correction(query, before, 2, tau).tolist() for tau in (-0.5, 0.5, 1.1)]
+    assert flagged == [[False, False], [True, False], [True, True]]
+    taken = selection.chosen_by(torch.tensor([True, False]), query, 2 * before)
+    assert torch.equal(taken, torch.cat((query[:GROUP], 2 * before[GROUP:])))
