@@ -59,12 +59,12 @@ def packed_bytes(model: Any, packed: Mapping[str, Packed]) -> int:
     for name, one in packed.items():
         of_model = (name_of(f"{name}.weight"), name_of(name))
         held.update({own: held[own] + one.nbytes for own in of_model if own in weights})
-    saved = sum(weights[name].nbytes - nbytes for name, nbytes in held.items())
+    saved = sum(int(weights[name].nbytes) - nbytes for name, nbytes in held.items())
     return weight_bytes(model, "none", torch.device("cpu")) - saved
 
 
 def _renaming(model: Any, weights: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """What transformers makes of a tensor's name in the files: that of a tensor of the model, which has ``weights``."""
+    """The function by which transformers names a tensor of the files in the model, which has ``weights``."""
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
 
