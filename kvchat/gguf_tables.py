@@ -17,8 +17,9 @@ TEXT, LIST = 8, 9
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: its type, a number of ggml's enumeration, and its shape."""
+    """A tensor: its name, its type, a number of ggml's enumeration, and its shape."""
 
+    name: str
     kind: int
     shape: tuple[int, ...]
 
@@ -58,12 +59,12 @@ class _Walk:
         return [self._tensor() for _ in range(tensors)]
 
     def _tensor(self) -> TensorEntry:
-        self._skip_text()
+        name = self._file.read(self._length_of_text())
         (dimensions,) = self._read("I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {dimensions:,} dimensions")
         *shape, kind, _offset = self._read(f"{dimensions}QIQ")
-        return TensorEntry(kind, tuple(shape))
+        return TensorEntry(name.decode(errors="replace"), kind, tuple(shape))
 
     def _skip_value(self, kind: int) -> None:
         length = 1
@@ -79,16 +80,23 @@ class _Walk:
             raise ValueError(f"a value has the type {kind:,}")
 
     def _skip_text(self) -> None:
-        self._skip(*self._read("Q"))
+        self._file.seek(self._length_of_text(), 1)
+
+    def _length_of_text(self) -> int:
+        (nbytes,) = self._read("Q")
+        return self._within(nbytes)
 
     def _read(self, form: str) -> tuple[Any, ...]:
         form = self._order + form
         return struct.unpack(form, self._file.read(struct.calcsize(form)))
 
     def _skip(self, nbytes: int) -> None:
+        self._file.seek(self._within(nbytes), 1)
+
+    def _within(self, nbytes: int) -> int:
         if nbytes > self._size - self._file.tell():
             raise ValueError(f"a length of {nbytes:,} leads past its end")
-        self._file.seek(nbytes, 1)
+        return nbytes
 
     def _count(self, entries: int) -> None:
         self._entries += entries

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 PLAIN = ("F64", "F32", "F16", "BF16")
-COMPRESSED = "compressed-tensors"
+COMPRESSED, TORCHAO = "compressed-tensors", "torchao"
 FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
 PACKED_BITS = 4  # of compressed-tensors' packed weights where the configuration names none
 
@@ -63,6 +63,28 @@ def is_unpacked(method: str, capability: tuple[int, int] | None) -> bool:
     if method == "fp8":
         return capability is None or capability < FP8_CAPABILITY
     return method == COMPRESSED or (method == "mxfp4" and find_spec("kernels") is None)
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """kvchat's choice, such as "int8", by which a checkpoint is quantized, or transformers' name of another method.
+
+    ``config`` is the checkpoint's ``quantization_config``; "" where it has none.
+    """
+    method = config.get("quant_method", "")
+    method = str(getattr(method, "value", method))
+    if method == TORCHAO:
+        kind = _torchao_kind(config).lower()
+        return next((name for name in ("int8", "int4") if kind.startswith(f"{name}weightonly")), method)
+    is_nf4 = config.get("load_in_4bit") and config.get("bnb_4bit_quant_type") == "nf4"
+    return "nf4" if method == "bitsandbytes" and is_nf4 else method
+
+
+def _torchao_kind(config: Mapping[str, Any]) -> str:
+    try:
+        chosen = config["quant_type"]["default"]
+        return str(chosen["_type"] if isinstance(chosen, dict) else chosen)
+    except (KeyError, TypeError):
+        return ""
 
 
 def packed(stored: Iterable[StoredTensor], config: Mapping[str, Any]) -> dict[str, Packed]:

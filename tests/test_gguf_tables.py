@@ -52,11 +52,11 @@ def test_what_lies_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_the_tensors_of_either_byte_order(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(HEADER)
-    assert gguf_tables.tensors(tmp_path / "x.gguf") == [(0, (64,)), (0, (64, 32))]
+    assert gguf_tables.tensors(tmp_path / "x.gguf") == [("output_norm", 0, (64,)), ("blk.0", 0, (64, 32))]
     name = struct.pack(">Q", 1) + b"a"
     tensor = name + struct.pack(">IQIQ", 1, 7, 8, 0)
     (tmp_path / "x.gguf").write_bytes(struct.pack(">4sIQQ", b"GGUF", 3, 1, 0) + tensor)
-    assert gguf_tables.tensors(tmp_path / "x.gguf") == [(8, (7,))]
+    assert gguf_tables.tensors(tmp_path / "x.gguf") == [("a", 8, (7,))]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")

@@ -32,6 +32,24 @@ def test_what_is_packed(stored: Stored, expected: dict[str, Packed]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({}, ""),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bitsandbytes"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, "int8"),
+        ({"quant_method": "torchao", "quant_type": {"default": "int4weightonly"}}, "int4"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}, "torchao"),
+        ({"quant_method": "torchao", "quant_type": "int8"}, "torchao"),
+    ],
+)
+def test_the_kind_of_a_quantized_checkpoint(config: dict[str, Any], kind: str) -> None:
+    assert stored_tensors.kind_of(config) == kind
+
+
+@pytest.mark.parametrize(
     ("config", "elements"),
     [
         ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, 32),

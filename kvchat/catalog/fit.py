@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from kvchat import nvml, stored_tensors
 from kvchat.catalog.headers import ITEM_BYTES, Weights
 from kvchat.catalog.models import FoundModel
+from kvchat.catalog.tensor_kinds import Elements
 from kvchat.config import profiles
 from kvchat.kv.memory import available
 
@@ -16,6 +19,11 @@ QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 INT4 = {"cpu": 0.5 + 4 / 32, "cuda": 0.5 + 4 / 128}
 # In what a GGUF file of at most so many bits an element is loaded by itself, as in the engine's ``gguf_weights``.
 GGUF_AT_MOST = {"int4": 5.0, "int8": 9.0}
+
+# As in the engine: of a GPU that multiplies int4, and of the smallest matrix that may be faster in bfloat16.
+INT4_CAPABILITY, BFLOAT16_FROM = (8, 0), 2**25
+CPU_FLAGS, BFLOAT16_FLAGS = Path("/proc/cpuinfo"), {"avx512_bf16", "amx_bf16", "bf16"}
+OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that are multiplied in no other
 
 
 @dataclass(frozen=True)
@@ -47,28 +55,48 @@ def room(device: str, released: int = 0) -> Room:
 
 def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
     """The fit of the weights, loaded in ``dtype`` (as in the settings); None where their headers could not be read."""
-    weights = found.weights
-    if weights is None:
+    if found.weights is None:
         return None
-    usable = available.usable(there.free)
-    item = _item_bytes(weights.dtype, dtype, there)
-    if found.quantization:
-        return _first({"none": _own_bytes(weights, found.quantization, item, there)}, usable)
-    needed = weights.elements * item
-    by_choice = {"none": needed, **{name: int(weights.elements * item) for name, item in QUANTIZED.items()}}
-    if there.device == "cpu" or dtype in ("auto", "bfloat16"):
-        by_choice["int4"] = int(weights.elements * INT4[there.device.partition(":")[0]])
+    usable, by_choice = available.usable(there.free), needs(found, found.weights, dtype, there)
     if found.kind != "GGUF":
         return _first(by_choice, usable)
-    del by_choice["nf4"]  # is not made of one
-    return _gguf_fit(8 * weights.nbytes / weights.elements, by_choice, usable)
+    return _gguf_fit(8 * found.weights.nbytes / found.weights.elements, by_choice, usable)
+
+
+def needs(found: FoundModel, weights: Weights, dtype: str, there: Room) -> dict[str, int]:
+    """Bytes that the weights take once loaded in ``dtype``, by quantization; "none" leaves them as they are."""
+    chosen = _dtype(found, weights, dtype, there)
+    item = ITEM_BYTES.get(chosen, 2)  # what is unpacked becomes bfloat16
+    if found.quantization:
+        return {"none": _own_bytes(weights, found.quantization, item, there)}
+    no_int4 = there.device != "cpu" and (
+        chosen != "bfloat16" or (there.capability or INT4_CAPABILITY) < INT4_CAPABILITY
+    )
+    refused = {"int4"} if no_int4 else set()
+    if found.kind == "GGUF":
+        refused.add("nf4")  # is not made of one
+    packed = {name: _packed_bytes(weights, name, item, there) for name in (*QUANTIZED, "int4") if name not in refused}
+    return {"none": weights.elements * item, **packed}
+
+
+def _packed_bytes(weights: Weights, quantize: str, item: int, there: Room) -> int:
+    """Bytes of weights whose Linears are packed; in int8 on a CPU the head too, which may be the embedding as well."""
+    plain, each = weights.plain, QUANTIZED.get(quantize) or INT4[there.device.partition(":")[0]]
+    head = _packed_head(plain, item) if quantize == "int8" and there.device == "cpu" else 0
+    return (weights.elements - plain.linear) * item + int(plain.linear * each) + head
+
+
+def _packed_head(plain: Elements, item: int) -> int:
+    """Bytes that a head in int8 adds."""
+    return plain.embedding if plain.head is None else plain.head * (1 - item)
 
 
 def _own_bytes(weights: Weights, method: str, item: int, there: Room) -> int:
     """Bytes of a checkpoint that is quantized already; what is not packed takes ``item`` bytes an element."""
     if stored_tensors.is_unpacked(method, there.capability):
         return weights.elements * item
-    return weights.packed_bytes + (weights.elements - weights.packed_elements) * item
+    head = _packed_head(weights.plain, item) if method == "int8" and there.device == "cpu" else 0
+    return weights.packed_bytes + (weights.elements - weights.packed_elements) * item + head
 
 
 def _gguf_fit(bits: float, by_choice: dict[str, int], usable: int) -> Fit:
@@ -84,7 +112,22 @@ def _first(by_choice: dict[str, int], usable: int) -> Fit:
     return Fit(needed, next((name for name, bytes_ in by_choice.items() if bytes_ <= usable), None))
 
 
-def _item_bytes(own: str, dtype: str, there: Room) -> int:
-    if dtype == "auto":
-        dtype = "float32" if there.device == "cpu" else own
-    return ITEM_BYTES.get(dtype, 2)  # what is unpacked becomes bfloat16
+def _dtype(found: FoundModel, weights: Weights, dtype: str, there: Room) -> str:
+    """The dtype of the arithmetic, for the setting ``dtype``; on a CPU as the engine's ``cpu_dtype`` chooses."""
+    own = weights.dtype if weights.dtype in ITEM_BYTES else "bfloat16"
+    if dtype != "auto" or there.device != "cpu" or found.quantization in OWN_DTYPE_ONLY:
+        return own if dtype == "auto" else dtype
+    packed = found.quantization and not stored_tensors.is_unpacked(found.quantization, there.capability)
+    if packed or own != "bfloat16" or 4 * weights.mlp < BFLOAT16_FROM:
+        return "float32"
+    return "bfloat16" if multiplies_bfloat16() else "float32"
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """True if this processor says that it does; the engine measures it."""
+    try:
+        flags = CPU_FLAGS.read_text().split()
+    except OSError:
+        return False
+    return not BFLOAT16_FLAGS.isdisjoint(flags)

@@ -9,15 +9,17 @@ import math
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvchat import gguf_tables, stored_tensors
+from kvchat.catalog.tensor_kinds import Elements, count, is_loaded
 from kvchat.errors import ModelError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKED = "packed"
+GGUF_MLP = "blk.0.ffn_up.weight"
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 # The numbers of ggml's types, in the order of its enumeration; None are those it has given up.
 GGML = (
@@ -29,10 +31,11 @@ GGML = (
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model on disk: elements in all, bytes of the files, the type of most elements.
+    """The weights of a model on disk: elements that are loaded, bytes of the files, the type of most elements.
 
     Of a checkpoint that is quantized already ``elements`` are those of its weights once they are unpacked, of which
-    ``packed_elements`` take ``packed_bytes`` in the files, with their constants.
+    ``packed_elements`` take ``packed_bytes`` in the files, with their constants. ``plain`` tells the others apart;
+    ``mlp`` are the elements of the MLP's first matrix, 0 where that is not known.
     """
 
     elements: int
@@ -40,10 +43,16 @@ class Weights:
     dtype: str
     packed_elements: int = 0
     packed_bytes: int = 0
+    plain: Elements = field(default_factory=Elements)
+    mlp: int = 0
 
 
-def read_safetensors(files: Iterable[Path], quantization: Mapping[str, Any] | None = None) -> Weights:
+def read_safetensors(
+    files: Iterable[Path], quantization: Mapping[str, Any] | None = None, is_multimodal: bool = False
+) -> Weights:
     """The weights in one or several safetensors files; ``quantization`` is the configuration's section of that name.
+
+    Of a multimodal model these are its text's.
 
     Raises:
         ModelError: one of them is no such file.
@@ -59,13 +68,18 @@ def read_safetensors(files: Iterable[Path], quantization: Mapping[str, Any] | No
             raise _damaged(path) from error
     if not tensors:
         raise ModelError("The weights are damaged.", "There are no tensors.", "Download the model again.")
+    tensors = [tensor for tensor in tensors if is_loaded(tensor.name, is_multimodal)]
     packed = stored_tensors.packed(tensors, quantization) if quantization else {}
-    for tensor in tensors:
-        if stored_tensors.owner(tensor.name) not in packed:
-            elements[SAFETENSORS.get(tensor.dtype, tensor.dtype)] += tensor.elements
+    plain = [tensor for tensor in tensors if stored_tensors.owner(tensor.name) not in packed]
+    for tensor in plain:
+        elements[SAFETENSORS.get(tensor.dtype, tensor.dtype)] += tensor.elements
     elements[PACKED] = sum(one.elements for one in packed.values())
-    of_packed = sum(one.nbytes for one in packed.values())
-    return replace(_weights(nbytes, elements), packed_elements=elements[PACKED], packed_bytes=of_packed)
+    return replace(
+        _weights(nbytes, elements),
+        packed_elements=elements[PACKED],
+        packed_bytes=sum(one.nbytes for one in packed.values()),
+        plain=count(((tensor.name, tensor.elements) for tensor in plain), packed),
+    )
 
 
 def read_gguf(path: Path) -> Weights:
@@ -76,10 +90,12 @@ def read_gguf(path: Path) -> Weights:
     """
     nbytes = _regular(path)
     elements: Counter[str] = Counter()
+    sizes: dict[str, int] = {}
     try:
-        for kind, shape in gguf_tables.tensors(path):
-            elements[(GGML[kind] if kind < len(GGML) else None) or f"type {kind}"] += math.prod(shape)
-        return _weights(nbytes, elements)
+        for name, kind, shape in gguf_tables.tensors(path):
+            sizes[name] = math.prod(shape)
+            elements[(GGML[kind] if kind < len(GGML) else None) or f"type {kind}"] += sizes[name]
+        return replace(_weights(nbytes, elements), plain=count(sizes.items()), mlp=sizes.get(GGUF_MLP, 0))
     except (OSError, ValueError) as error:
         raise _damaged(path) from error
 

@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from kvchat import paths
+from kvchat import paths, stored_tensors
 from kvchat.catalog.headers import ITEM_BYTES, Weights, read_gguf, read_safetensors
 from kvchat.errors import ModelError
 from kvchat.paths import BUNDLED, INDEX
 
+PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
 CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 3  # the folder given, its publishers, their models
@@ -27,7 +29,7 @@ SPLIT, TOWER = re.compile(r"-\d{5}-of-\d{5}\.gguf$"), "mmproj"
 class FoundModel:
     """A model on this machine. ``name`` is what loads it, ``kind`` is bundled, folder, GGUF or hub.
 
-    ``quantization`` is the method by which the checkpoint is quantized, and ``weights.dtype`` then that of its
+    ``quantization`` is the kind by which the checkpoint is quantized, and ``weights.dtype`` then that of its
     arithmetic; of a GGUF file ``weights.dtype`` names both.
     ``weights`` is None where there is a ``problem``.
     """
@@ -108,12 +110,13 @@ def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
         config = _config(folder)
         own = config.get("quantization_config")
         quantized = own if isinstance(own, dict) else {}
-        weights = read_safetensors(_files(folder), quantized)
+        weights = read_safetensors(_files(folder), quantized, is_multimodal=not PARTS.isdisjoint(config))
     except ModelError as error:
         return FoundModel(name, kind, problem=str(error))
+    weights = replace(weights, mlp=_count(config, "intermediate_size") * _count(config, "hidden_size"))
     if quantized:
         weights = replace(weights, dtype=_own_dtype(config))
-    return FoundModel(name, kind, weights, str(quantized.get("quant_method", "")))
+    return FoundModel(name, kind, weights, stored_tensors.kind_of(quantized))
 
 
 def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
@@ -125,15 +128,24 @@ def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
         return FoundModel(name, kind, problem=str(error))
 
 
-def _own_dtype(config: dict[str, object]) -> str:
+def _own_dtype(config: dict[str, Any]) -> str:
     """The dtype in which a quantized checkpoint computes, of a multimodal one its text; the engine takes it too."""
-    text = config.get("text_config")
-    sections = (text if isinstance(text, dict) else {}, config)
-    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    named = (section.get(key) for section in (_text(config), config) for key in ("dtype", "torch_dtype"))
     return next((name for name in named if isinstance(name, str) and name in ITEM_BYTES), "float32")
 
 
-def _config(folder: Path) -> dict[str, object]:
+def _count(config: dict[str, Any], key: str) -> int:
+    found = _text(config).get(key)
+    return found if isinstance(found, int) else 0
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The text's section of a multimodal model's configuration; that of others, and of older ones, is all there is."""
+    section = config.get("text_config")
+    return section if isinstance(section, dict) else config
+
+
+def _config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
         if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:

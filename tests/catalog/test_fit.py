@@ -7,13 +7,25 @@ import sys
 import pytest
 from support.fake_nvml import FakeGpu, FakeNvml
 
-from kvchat.catalog.fit import GGUF_AT_MOST, Fit, Room, fit, room
+from kvchat.catalog.fit import (
+    BFLOAT16_FROM,
+    GGUF_AT_MOST,
+    INT4_CAPABILITY,
+    Fit,
+    Room,
+    fit,
+    multiplies_bfloat16,
+    needs,
+    room,
+)
 from kvchat.catalog.headers import Weights
 from kvchat.catalog.models import FoundModel
+from kvchat.catalog.tensor_kinds import Elements
 from kvchat.config import profiles
-from kvchat.engine.model import gguf_weights
+from kvchat.engine.model import cpu_dtype, gguf_weights, quantization
 
 GiB = 2**30
+LINEAR = Elements(linear=8 * GiB)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +39,54 @@ GiB = 2**30
     ],
 )
 def test_whether_it_fits(stored: str, dtype: str, room: Room, expected: Fit) -> None:
-    assert fit(FoundModel("m", "folder", Weights(8 * GiB, 5 * GiB, stored)), dtype, room) == expected
+    assert fit(FoundModel("m", "folder", Weights(8 * GiB, 5 * GiB, stored, plain=LINEAR)), dtype, room) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head", "expected"),
+    [
+        # 5 GiB of Linears, 2 of embeddings, 1 of something else
+        ("cpu", "float32", None, {"none": 32, "int8": 12 + 5 + 2, "int4": 12 + 5 * 0.625, "nf4": 12 + 5 * 0.5625}),
+        ("cpu", "float32", 1, {"none": 32, "int8": 8 + 6, "int4": 12 + 5 * 0.625, "nf4": 12 + 5 * 0.5625}),
+        ("cuda", "auto", 1, {"none": 16, "int8": 6 + 5, "int4": 6 + 5 * 0.53125, "nf4": 6 + 5 * 0.5625}),
+        ("cuda", "float16", None, {"none": 16, "int8": 6 + 5, "nf4": 6 + 5 * 0.5625}),
+    ],
+)
+def test_only_linears_are_packed_and_on_a_cpu_the_head_in_8_bits(device, dtype, head, expected) -> None:
+    plain = Elements(5 * GiB, 2 * GiB, head and head * GiB)
+    weights = Weights(8 * GiB, 16 * GiB, "bfloat16", plain=plain)
+    found = needs(FoundModel("m", "folder", weights), weights, dtype, Room(device, 0))
+    assert {name: nbytes / GiB for name, nbytes in found.items()} == expected
+
+
+def test_int4_needs_the_tensor_cores_of_a_gpu() -> None:
+    assert (quantization.INT4_CAPABILITY, cpu_dtype.MEASURED_FROM) == (INT4_CAPABILITY, BFLOAT16_FROM)
+    weights = Weights(GiB, GiB, "bfloat16")
+    assert "int4" not in needs(FoundModel("m", "folder", weights), weights, "auto", Room("cuda", 0, (7, 5)))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored", "mlp", "flags", "item"),
+    [
+        ("", "bfloat16", 2**23, "sse avx512_bf16", 2),
+        ("", "bfloat16", 2**23 - 1, "avx512_bf16", 4),
+        ("", "bfloat16", 2**23, "avx512f", 4),
+        ("", "float16", 2**23, "avx512_bf16", 4),
+        ("compressed-tensors", "bfloat16", 2**23, "amx_bf16", 2),
+        ("gptq", "bfloat16", 2**23, "amx_bf16", 4),
+        ("torchao", "float16", 0, "", 2),
+    ],
+)
+def test_the_dtype_that_is_chosen_on_a_cpu(monkeypatch, tmp_path, quantization, stored, mlp, flags, item) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t: {flags} sse2\n")
+    monkeypatch.setattr("kvchat.catalog.fit.CPU_FLAGS", tmp_path / "cpuinfo")
+    multiplies_bfloat16.cache_clear()
+    weights = Weights(GiB, GiB, stored, mlp=mlp)
+    assert (
+        needs(FoundModel("m", "folder", weights, quantization), weights, "auto", Room("cpu", 0))["none"] == item * GiB
+    )
+    assert needs(FoundModel("m", "folder", weights), weights, "float32", Room("cpu", 0))["none"] == 4 * GiB
+    multiplies_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +123,7 @@ def test_whether_a_checkpoint_fits_that_is_quantized_already(
     ],
 )
 def test_whether_a_gguf_file_fits(stored: str, nbytes: float, free: int, expected: Fit) -> None:
-    weights = Weights(8 * GiB, int(nbytes * GiB), stored)
+    weights = Weights(8 * GiB, int(nbytes * GiB), stored, plain=LINEAR)
     assert fit(FoundModel("m", "GGUF", weights), "auto", Room("cuda", free * GiB)) == expected
 
 

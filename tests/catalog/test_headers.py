@@ -10,6 +10,7 @@ import pytest
 from support.gguf_files import gguf_header
 
 from kvchat.catalog.headers import Weights, read_gguf, read_safetensors
+from kvchat.catalog.tensor_kinds import Elements
 from kvchat.errors import ModelError
 from kvchat.paths import bundled_model_dir
 
@@ -22,8 +23,11 @@ def test_the_bundled_model() -> None:
 
 def test_a_gguf_file_is_of_the_type_of_most_of_its_elements(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    path.write_bytes(gguf_header(("output_norm", (64,), 0), ("blk.0", (64, 32), 12), ("embed", (64, 8), 14)))
-    assert read_gguf(path) == Weights(64 + 64 * 32 + 64 * 8, path.stat().st_size, "Q4_K")
+    ffn = ("blk.0.ffn_up.weight", (64, 32), 12)
+    path.write_bytes(gguf_header(("output_norm", (64,), 0), ffn, ("token_embd.weight", (64, 8), 14)))
+    plain = Elements(linear=64 * 32, embedding=64 * 8)
+    expected = Weights(64 + 64 * 32 + 64 * 8, path.stat().st_size, "Q4_K", plain=plain, mlp=64 * 32)
+    assert read_gguf(path) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from kvchat.catalog import models as catalog
 from kvchat.catalog.fit import Room
 from kvchat.catalog.headers import Weights
 from kvchat.catalog.models import FoundModel
+from kvchat.catalog.tensor_kinds import Elements
 from kvchat.cli import models
 
 GiB = 2**30
 FOUND = [
-    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16")),
-    FoundModel("org/large", "hub", Weights(3 * GiB, 6 * GiB, "bfloat16")),
-    FoundModel("/m/huge.gguf", "GGUF", Weights(99 * GiB, 50 * GiB, "Q4_K")),
+    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24))),
+    FoundModel("org/large", "hub", Weights(3 * GiB, 6 * GiB, "bfloat16", plain=Elements(linear=3 * GiB))),
+    FoundModel("/m/huge.gguf", "GGUF", Weights(99 * GiB, 50 * GiB, "Q4_K", plain=Elements(linear=99 * GiB))),
     FoundModel("/m/broken", "folder", problem="Its config.json cannot be read."),
 ]
 

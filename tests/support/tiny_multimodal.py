@@ -63,14 +63,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def fresh(name: str) -> Any:
-    """Return a new whole model with the same weights at every call, with transformers' own attention."""
+def config(name: str) -> Any:
+    """The configuration of a whole model."""
     class_name, text, vision = CONFIGS[name]
-    config = getattr(transformers, class_name)(
+    return getattr(transformers, class_name)(
         text_config={key: value for key, value in text.items() if value is not None}, vision_config=dict(vision)
     )
+
+
+def fresh(name: str) -> Any:
+    """Return a new whole model with the same weights at every call, with transformers' own attention."""
     torch.manual_seed(0)
-    built = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    built = transformers.AutoModelForImageTextToText.from_config(config(name), attn_implementation="eager")
     randomize(built)
     return built.eval()
 

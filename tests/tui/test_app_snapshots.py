@@ -21,6 +21,7 @@ from support.screen_text import SETTLED_S, difference
 from kvchat.catalog.fit import Room
 from kvchat.catalog.headers import Weights
 from kvchat.catalog.models import FoundModel
+from kvchat.catalog.tensor_kinds import Elements
 from kvchat.conversations.store import MARK, Summary
 from kvchat.protocol.comparing import Compared, Variant
 from kvchat.protocol.details import Details, RecallBin
@@ -85,8 +86,8 @@ def still(config, monkeypatch, request):
 
 
 FOUND = [
-    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16")),
-    FoundModel("org/large", "hub", Weights(2**34, 2**35, "bfloat16")),
+    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24))),
+    FoundModel("org/large", "hub", Weights(2**34, 2**35, "bfloat16", plain=Elements(linear=2**34))),
 ]
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvchat.engine.generate import escaping
+from kvchat.engine.generate import escaping, forged
 from kvchat.engine.generate.escaping import ESCAPE, Escaper
 from kvchat.engine.generate.limits import LimitExceededError
 from kvchat.engine.generate.stand_ins import EDGE, StandIns, harmless
@@ -163,15 +163,14 @@ class PromptEncoder:
     def _render_history(self, turns: Sequence[Turn], edges: bool = False) -> str:
         if not self._tokenizer.chat_template:
             return self._plain(turns, edges)
-        if self._folds_system:
-            turns = _fold_system(turns)
+        shown = _fold_system(turns) if self._folds_system else turns
         if edges:
-            return self._apply_template(turns, self._in_parts, _with_edges)
-        text = self._apply_template(turns, self._in_parts)
-        self._refuse_forged(turns, text)
+            return self._apply_template(shown, self._in_parts, _with_edges)
+        text = self._apply_template(shown, self._in_parts)
+        self._refuse_forged(shown, text, is_folded=len(shown) < len(turns))
         return text
 
-    def _refuse_forged(self, turns: Sequence[Turn], text: str) -> None:
+    def _refuse_forged(self, turns: Sequence[Turn], text: str, is_folded: bool) -> None:
         """Refuse what turns say where the template changes it and then has other control tokens than its own.
 
         Raises:
@@ -179,12 +178,14 @@ class PromptEncoder:
         """
         stand_ins = StandIns()
         own = self._apply_template(turns, self._in_parts, stand_ins.put)
-        if stand_ins.put_back(own) != text and self._controls(text) != self._controls(harmless(own)):
-            raise UsageError(
-                "The model's chat template would make a control token of what a message says.",
-                "It changes messages (their case, their spaces), and one of them is then spelled like a token.",
-                "Edit or delete the message, or choose another model.",
-            )
+        if stand_ins.put_back(own) == text or self._controls(text) == (known := self._controls(harmless(own))):
+            return
+
+        def forges(write: Callable[[str], str]) -> bool:
+            return self._controls(harmless(self._apply_template(turns, self._in_parts, write))) != known
+
+        roles, texts = [turn.role for turn in turns], [self._escape(turn.content) for turn in turns]
+        raise forged.refusal(roles, texts, forges, is_folded)
 
     def _controls(self, text: str) -> list[int]:
         return [token for token in self._tokenize(text, anchored=False) if token in self._control]

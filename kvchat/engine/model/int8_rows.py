@@ -20,6 +20,7 @@ METHOD = "int8"  # transformers' name of it
 SCALE_BYTES = 4  # a row
 MOST = 127
 MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, and past the end of a row
+ALIGNED = 64  # bytes: of rows that are no multiple of four the kernel reads the last ones so, or ends the process
 
 
 class Int8Rows(PackedRows):
@@ -53,6 +54,8 @@ def pack(linear: nn.Linear) -> None:
 
 def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
     """Let a Linear multiply by ``data [N, K]`` of 8 bits, each row with its ``scale [N]``."""
+    if data.data_ptr() % ALIGNED:  # as it lies in a file
+        data = data.clone()
     linear.weight = nn.Parameter(data, requires_grad=False)
     linear.register_buffer("scale", scale, persistent=False)
     attach(linear, Int8Rows(linear.weight, scale, linear.bias))

@@ -115,12 +115,7 @@ def describe(model: Any) -> str:
 
 def kind_of(config: Any) -> str:
     """The choice (one of ``CHOICES``) by which a checkpoint is quantized, or transformers' name of another method."""
-    method, own = own_method(config), own_section(config)
-    if method == "torchao":
-        chosen = own["quant_type"]["default"]
-        kind = str(chosen["_type"] if isinstance(chosen, dict) else chosen).lower()
-        return next((name for name in ("int8", "int4") if kind.startswith(f"{name}weightonly")), method)
-    return "nf4" if method == "bitsandbytes" and own.get("load_in_4bit") else method
+    return stored_tensors.kind_of(own_section(config))
 
 
 def own_method(config: Any) -> str:

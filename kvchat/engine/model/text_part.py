@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from kvchat.engine.model.quantization import own_method
+
 
 def find(config: Any) -> tuple[Any, Any] | None:
     """transformers' class for the text of models with this ``config``, and the configuration to build it with.
@@ -21,10 +23,12 @@ def find(config: Any) -> tuple[Any, Any] | None:
     from transformers.models.auto import modeling_auto as auto
 
     text = config.get_text_config(decoder=True)
-    whole = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # The files of torchao's name the weights once more where transformers maps no names: in their metadata.
+    causal = {} if text is not config and own_method(config) == "torchao" else auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    whole = causal.get(type(config), None)
     if whole is not None and (text is config or not hasattr(whole, "get_image_features")):
         return whole, _inherited(config, text) if whole.config_class is type(text) else config
-    part = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    part = causal.get(type(text), None)
     if part is not None and _reads_whole_checkpoints(text):
         return part, _inherited(config, text)
     mappings = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)

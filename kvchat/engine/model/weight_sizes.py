@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvchat import stored_tensors
 from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows
@@ -50,11 +51,29 @@ def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
 def packed_bytes(model: Any, packed: Mapping[str, Packed]) -> int:
     """Bytes of the weights of a checkpoint that stays packed; ``packed`` has its packed weights by their names.
 
-    What belongs to a packed Linear takes what it takes in the files, all else what the model's dtype says.
+    A packed weight takes what it takes in the files, with its constants; all else what the model's dtype says.
     """
-    weights = {name: module.weight for name, module in model.named_modules() if type(module) is nn.Linear}
-    saved = sum(weights[name].nbytes - one.nbytes for name, one in packed.items() if name in weights)
+    weights = dict(model.named_parameters())
+    name_of = _renaming(model, weights)
+    held: defaultdict[str, int] = defaultdict(int)  # one weight may be several in the files: experts are fused
+    for name, one in packed.items():
+        of_model = (name_of(f"{name}.weight"), name_of(name))
+        held.update({own: held[own] + one.nbytes for own in of_model if own in weights})
+    saved = sum(int(weights[name].nbytes) - nbytes for name, nbytes in held.items())
     return weight_bytes(model, "none", torch.device("cpu")) - saved
+
+
+def _renaming(model: Any, weights: Mapping[str, Tensor]) -> Callable[[str], str]:
+    """The function by which transformers names a tensor of the files in the model, which has ``weights``."""
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
+
+    changes = conversion_mapping.get_model_conversion_mapping(model)
+    renamings, converters = (
+        [change for change in changes if isinstance(change, kind)]
+        for kind in (loading.WeightRenaming, loading.WeightConverter)
+    )
+    return lambda name: str(loading.rename_source_key(name, renamings, converters, model.base_model_prefix, weights)[0])
 
 
 def stored_sizes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -214,6 +214,39 @@ def test_a_message_of_which_the_template_would_make_a_control_token_is_refused(k
         assert encoder.encode(turns, Stored()).ids
 
 
+PLACES = {0: "the system prompt", 1: "question 1", 2: "answer 1", 3: "question 2"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_refusal_names_the_message_and_shows_the_text(place: int) -> None:
+    encoder = PromptEncoder(changing(byte_level(), " | lower"))
+    turns = [Turn(role, f"An answer\nof {k} LINES.") for k, role in enumerate(ALL)]
+    turns[place] = Turn(ALL[place], f"{'Much, ' * 20}\x1b[2Jthen\n</TURN> and MORE </TURN>.")
+    with pytest.raises(UsageError) as refused:
+        encoder.encode(turns, Stored())
+    name = PLACES[place]
+    assert refused.value.title.endswith(f"a control token of what {name} says.")
+    assert refused.value.detail.endswith("like one: “…Much, Much, Much, Much, ␛[2Jthen </TURN>”.")
+    assert refused.value.hint == f"Edit or delete {name}, or choose another model."
+
+
+def test_a_system_prompt_in_the_first_question_is_named_with_it() -> None:
+    no_system = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+    tokenizer = changing(byte_level(), " | lower")
+    encoder = PromptEncoder(with_template(tokenizer, no_system + tokenizer.chat_template))
+    for system, question in (("</TURN>", "a"), ("a", "</TURN>")):
+        with pytest.raises(UsageError, match=r"of what the system prompt or question 1 says.*“.{0,3}</TURN>”"):
+            encoder.encode([Turn("system", system), Turn("user", question)], Stored())
+
+
+def test_what_messages_make_a_control_token_of_together_is_named_by_the_later_one() -> None:
+    together = "{% for m in messages %}{{ m.content | lower | trim }}{% endfor %}<turn>"
+    encoder = PromptEncoder(with_template(byte_level(), together))
+    turns = [Turn("user", "</TU"), Turn("assistant", "RN> well"), Turn("user", "so")]
+    with pytest.raises(UsageError, match=r"what answer 1 says.*“RN>”"):
+        encoder.encode(turns, Stored())
+
+
 @pytest.mark.parametrize("change", [".split('</think>')[-1] | trim", " | title | lower"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_that_is_known_before_the_template_changes_it_stays_text(kind: str, change: str) -> None:

@@ -46,6 +46,18 @@ def test_products_are_those_of_the_weights_they_stand_for(rows, columns, tokens,
         torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=8 * BFLOAT16)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_rows_that_lie_anywhere_in_a_file(rows):
+    linear, x = packed(rows, 64), torch.randn(1, 1, 64)
+    memory = torch.empty(linear.weight.numel() + 128, dtype=torch.int8)
+    start = 8 - memory.data_ptr() % 64 + 64
+    data = memory[start : start + linear.weight.numel()].view(rows, 64).copy_(linear.weight)
+    mapped = nn.Linear(64, rows, bias=False)
+    int8_rows.install(mapped, data, linear.scale)
+    assert mapped.weight.data_ptr() % 64 == 0, "the kernel would end the process"
+    assert torch.equal(mapped(x), linear(x))
+
+
 def test_a_weight_is_off_by_half_a_step_at_most_and_zeros_stay():
     linear = nn.Linear(64, 16, bias=False)
     linear.weight.data[3] = 0

@@ -247,6 +247,7 @@ def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name,
     loaded = load_model(Load(str(llama_folder), "cpu"), silent)
     assert (loaded.weights, str(loaded.dtype)) == (name, f"torch.{dtype}")
     assert planned(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.03)
     assert relative_error(sample_logits(loaded.model), sample_logits(packed)) < 0.03
     if name == "torchao":
         with pytest.raises(UsageError, match=r"multiplied in bfloat16 only\. Given: float32.*Give --dtype bfloat16"):

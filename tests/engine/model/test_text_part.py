@@ -115,6 +115,16 @@ def test_transformers_own_class_is_taken_where_it_reads_whole_checkpoints():
     assert text_part.find(config) == (Gemma3nForCausalLM, config.text_config)
 
 
+def test_what_torchao_packed_is_read_by_the_class_that_it_was_packed_from():
+    """It names the weights again beside them, and transformers does not map those names."""
+    from transformers import Qwen3_5Config
+
+    config = Qwen3_5Config()
+    assert text_part.find(config)[0].__name__ == "Qwen3_5ForCausalLM"
+    config.quantization_config = {"quant_method": "torchao"}
+    assert text_part.find(config)[0].__name__ == "Qwen3_5ForConditionalGeneration"
+
+
 def test_a_model_without_text_is_none():
     from transformers import ViTConfig
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import tiny_models
+from support import tiny_models, tiny_multimodal
 
-from kvchat.engine.model import int8_rows
-from kvchat.engine.model.weight_sizes import linears, read_bytes, weight_bytes, without_memory
+from kvchat.engine.model import int8_rows, text_part
+from kvchat.engine.model.weight_sizes import linears, packed_bytes, read_bytes, weight_bytes, without_memory
+from kvchat.stored_tensors import Packed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -38,3 +39,52 @@ def test_a_token_reads_all_but_the_embeddings_and_of_experts_nothing_is_known(sh
     total = weight_bytes(shapes, "none", CPU)
     assert read_bytes(shapes, total) == total - shapes.get_input_embeddings().weight.nbytes
     assert read_bytes(tiny_models.model("mixtral"), total) is None
+
+
+LAYER = "layers.1"
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "stored", "weight"),
+    [
+        (tiny_models, "llama", [f"model.{LAYER}.mlp.up_proj"], f"model.{LAYER}.mlp.up_proj.weight"),
+        (tiny_models, "llama", [f"{LAYER}.mlp.up_proj"], f"model.{LAYER}.mlp.up_proj.weight"),
+        (
+            tiny_models,
+            "qwen3_moe",
+            [f"model.{LAYER}.mlp.experts.{i}.{part}_proj" for i in range(4) for part in ("gate", "up")],
+            f"model.{LAYER}.mlp.experts.gate_up_proj",
+        ),
+        (
+            tiny_models,
+            "gpt_oss",
+            [f"model.{LAYER}.mlp.experts.gate_up_proj"],
+            f"model.{LAYER}.mlp.experts.gate_up_proj",
+        ),
+        (
+            tiny_multimodal,
+            "gemma3",
+            [f"language_model.model.{LAYER}.mlp.up_proj", "vision_tower.vision_model.encoder.layers.0.mlp.fc1"],
+            f"model.language_model.{LAYER}.mlp.up_proj.weight",
+        ),
+        (
+            tiny_multimodal,
+            "qwen2_5_vl",
+            [f"model.{LAYER}.mlp.up_proj", "visual.blocks.1.mlp.up_proj"],
+            f"model.language_model.{LAYER}.mlp.up_proj.weight",
+        ),
+        (
+            tiny_multimodal,
+            "qwen3_5",
+            [f"model.language_model.{LAYER}.mlp.up_proj"],
+            f"model.{LAYER}.mlp.up_proj.weight",
+        ),
+    ],
+    ids=["its own", "no head", "experts", "fused experts", "a prefix", "none", "another prefix"],
+)
+def test_packed_weights_are_counted_whatever_the_files_call_them(made, name, stored, weight):
+    shapes = without_memory(*text_part.find(made.config(name)), torch.bfloat16)
+    total, held = weight_bytes(shapes, "none", GPU), shapes.get_parameter(weight)
+    packed = dict.fromkeys(stored, Packed(10, 0))
+    inside = sum("vis" not in name for name in stored)
+    assert packed_bytes(shapes, packed) == total - held.nbytes + 10 * inside

@@ -13,12 +13,13 @@ from textual.widgets import OptionList
 from kvchat.catalog.fit import Room
 from kvchat.catalog.headers import Weights
 from kvchat.catalog.models import FoundModel
+from kvchat.catalog.tensor_kinds import Elements
 from kvchat.tui.screens import models
 from kvchat.tui.screens.models import ModelsScreen, describe, typed
 
 GiB = 2**30
-HERE = FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16"))
-OTHER = FoundModel("org/other", "hub", Weights(2**24, 2**25, "bfloat16"))
+HERE = FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24)))
+OTHER = FoundModel("org/other", "hub", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24)))
 
 
 @pytest.fixture

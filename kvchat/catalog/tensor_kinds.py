@@ -1,0 +1,52 @@
+"""The tensors of a model by their names in its files: those that are loaded, and those that quantization packs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvchat import stored_tensors
+
+DRAFTING = re.compile(r"(?:^|\.)mtp\.")  # layers that draft further tokens
+# Towers and what leads from them to the text. The names of 99 multimodal classes of transformers 5.23 were looked at.
+TOWERS = re.compile(
+    r"(?:^|[._])(?:vision|visual|image|img|video|audio|speech|sound|vqmodel|\w*projector|aligner|connector|resampler"
+    r"|merger|qformer|mlp1|talker|token2wav|code2wav)(?:[._]|$)"
+)
+EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|embed_in|wte|token_embd)$")
+HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)$")
+# Never packed: tables, also of positions and layers, and fused experts, which are no Linears.
+UNPACKED = re.compile(r"emb|(?:^|\.)w[tp]e$|\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of the weights that are not packed in the files.
+
+    ``linear``: of the Linears but the head; ``embedding``: of the tokens' table; ``head``: None where that is it.
+    """
+
+    linear: int = 0
+    embedding: int = 0
+    head: int | None = None
+
+
+def is_loaded(name: str, is_multimodal: bool) -> bool:
+    """True if a tensor belongs to the text part of a model."""
+    return not (DRAFTING.search(name) or (is_multimodal and TOWERS.search(name)))
+
+
+def count(tensors: Iterable[tuple[str, int]], packed: Iterable[str] = ()) -> Elements:
+    """The elements of ``tensors``, names and elements; ``packed`` are the modules of weights packed already."""
+    linear = embedding = 0
+    head = 0 if any(map(HEAD.search, packed)) else None
+    for name, elements in tensors:
+        module = stored_tensors.owner(name)
+        if EMBEDDING.search(module):
+            embedding += elements
+        elif HEAD.search(module):
+            head = (head or 0) + elements
+        elif name.endswith(".weight") and not UNPACKED.search(module):
+            linear += elements
+    return Elements(linear, embedding, head)

@@ -1,0 +1,64 @@
+"""The list of models says of their weights what the plan says, by the names and sizes in the files' headers."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+import transformers
+from support.progress import silent
+from transformers.core_model_loading import revert_weight_conversion
+
+from kvchat.catalog import fit, models
+from kvchat.engine.model import cpu_dtype
+from kvchat.engine.plan import memory_plan
+from kvchat.protocol.messages import Load
+
+WIDE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "vocab_size": 50_000}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
+QWEN_TOWER = {"depth": 4, "hidden_size": 1024, "out_hidden_size": 2048, "deepstack_visual_indexes": [1]}
+DELTA_NET = {"layer_types": ["linear_attention", "full_attention"]}
+CONFIGS = {
+    "llama": ("LlamaConfig", {**WIDE, **HEADS}),
+    "a tied head": ("LlamaConfig", {**WIDE, **HEADS, "tie_word_embeddings": True}),
+    "experts": ("Qwen3MoeConfig", {**WIDE, **HEADS, **MOE}),
+    "gemma3": ("Gemma3Config", {"text_config": {**WIDE, **HEADS}, "vision_config": TOWER}),
+    "qwen3_vl": ("Qwen3VLConfig", {"text_config": {**WIDE, **HEADS}, "vision_config": QWEN_TOWER}),
+    "qwen3_5": ("Qwen3_5Config", {"text_config": {**WIDE, **HEADS, **DELTA_NET}, "vision_config": QWEN_TOWER}),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, request):
+    """A checkpoint of which only the headers are written."""
+    name, values = CONFIGS[request.param]
+    config = getattr(transformers, name)(**values, dtype=torch.bfloat16)
+    kind = "ImageTextToText" if "vision_config" in values else "CausalLM"
+    with torch.device("meta"):
+        whole = getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=torch.bfloat16)
+    config.save_pretrained(tmp_path)
+    header, end = {}, 0
+    for tensor, value in revert_weight_conversion(whole, dict(whole.named_parameters())).items():
+        begin, end = end, end + value.nbytes
+        header[tensor] = {"dtype": "BF16", "shape": list(value.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + end)
+    return tmp_path
+
+
+@pytest.mark.parametrize("folder", CONFIGS, indirect=True)
+def test_the_list_says_what_the_plan_says(folder, monkeypatch):
+    found = models.at(folder)
+    for half, dtype in ((1.0, "bfloat16"), (9.0, "float32")):
+        monkeypatch.setattr(cpu_dtype, "milliseconds", lambda rows, columns, half=half: (3.0, half))
+        monkeypatch.setattr(fit, "multiplies_bfloat16", lambda dtype=dtype: dtype == "bfloat16")
+        made = memory_plan(Load(str(folder), "cpu", "auto"), 64, silent)
+        assert made.dtype == dtype
+        listed = fit.needs(found, found.weights, "auto", fit.Room("cpu", 2**40))
+        assert listed == pytest.approx(made.weights, rel=0.01)
