@@ -66,6 +66,9 @@ class FakeAnswer:
     def wait(self, words: str) -> None:
         self.waiting = words
 
+    def resume(self, message: Message) -> None:
+        self.feed(message.text)
+
     def feed(self, text: str) -> None:
         self.text += text
 
@@ -84,7 +87,7 @@ class FakeAnswer:
 
 class FakeSwitch:
     def __init__(self, switched: Switched, speed: float | None) -> None:
-        self.switched, self.speed = switched, speed
+        self.switched, self.speed, self.line = switched, speed, f"{switched.before} -> {switched.mode}"
         self.tokens = self.closed = 0
         self.removed = False
 
