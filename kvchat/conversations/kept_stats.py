@@ -1,4 +1,4 @@
-"""What the database and exported files keep of an answer beside its text: figures, and the lines of switches."""
+"""The parts of an answer beside its text that the database and exported files keep: figures, lines of switches."""
 
 from __future__ import annotations
 

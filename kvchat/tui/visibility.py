@@ -47,7 +47,7 @@ def message_at(ranges: Ranges, position: int) -> str | None:
 
 
 def mark(start: int, end: int, s: Snapshot, pinned: bool = False) -> Mark | None:
-    """How much is read of a message with the stored tokens ``start`` to ``end``; None where it has none."""
+    """The mark of a message with the stored tokens ``start`` to ``end``; None where none is stored."""
     cells = slice(start // s.cell_tokens, -(-min(end, s.total) // s.cell_tokens))
     letters, digits = s.ribbon[cells], s.attended[cells]
     if start >= end or not letters or len(digits) != len(letters):
