@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvchat.conversations import attachments
+from kvchat.conversations.switch_lines import with_lines
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
@@ -28,7 +29,8 @@ class Message:
     """A question (``role`` user) or an answer (assistant) below ``parent``, None for the first question.
 
     ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
-    ``receipt`` and ``stats`` tell what it cost. Every mode attends to a ``pinned`` one.
+    ``receipt`` and ``stats`` tell what it cost. Every mode attends to a ``pinned`` one. ``switch_lines`` are the
+    lines of switches in the middle of an answer, each with the number of characters before it.
     """
 
     id: str = field(default_factory=new_id)
@@ -40,6 +42,12 @@ class Message:
     receipt: str = ""
     stats: Stats | None = None
     pinned: bool = False
+    switch_lines: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def marked_text(self) -> str:
+        """The text with the lines of switches in it."""
+        return with_lines(self.text, self.switch_lines, is_over=True)
 
     @property
     def turn(self) -> Turn:
@@ -148,13 +156,19 @@ class Conversation:
             self.title = shorten(attachments.folded(text))
         return self.add(Message(parent=parent, role="user", text=text))
 
-    def answer(self, text: str, ending: str = "", receipt: str = "", stats: Stats | None = None) -> Message:
+    def answer(
+        self,
+        text: str,
+        ending: str = "",
+        receipt: str = "",
+        stats: Stats | None = None,
+        switch_lines: tuple[tuple[int, str], ...] = (),
+    ) -> Message:
         """Set the text of the answer to the last question; without an ``ending`` more is to come."""
-        if self._ends_with("assistant"):
-            assert self.leaf
-            return self.add(replace(self.leaf, text=text, ending=ending, receipt=receipt, stats=stats))
+        answer = self.leaf if self._ends_with("assistant") else None
+        answer = answer or Message(parent=self._leaf, role="assistant", text="")
         return self.add(
-            Message(parent=self._leaf, role="assistant", text=text, ending=ending, receipt=receipt, stats=stats)
+            replace(answer, text=text, ending=ending, receipt=receipt, stats=stats, switch_lines=switch_lines)
         )
 
     def add(self, message: Message) -> Message:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 
 from kvchat import files
 from kvchat.conversations.conversation import Conversation, Message, new_id
-from kvchat.conversations.kept_stats import read_stats
+from kvchat.conversations.kept_stats import SwitchLines, read_stats
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 
@@ -46,7 +46,7 @@ def to_markdown(conversation: Conversation) -> str:
     parts = [f"# {conversation.title}"]
     if conversation.system:
         parts.append("## System\n\n" + conversation.system)
-    parts += [f"## {SPEAKERS[message.role]}\n\n{message.text.strip()}" for message in conversation.path]
+    parts += [f"## {SPEAKERS[message.role]}\n\n{message.marked_text.strip()}" for message in conversation.path]
     return "\n\n".join(parts) + "\n"
 
 
@@ -57,7 +57,7 @@ def to_html(conversation: Conversation) -> str:
     render = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image").render
     parts = [f'<p class="system">{html.escape(conversation.system)}</p>'] if conversation.system else []
     for message in conversation.path:
-        body = render(message.text) if message.role == "assistant" else html.escape(message.text)
+        body = render(message.marked_text) if message.role == "assistant" else html.escape(message.text)
         parts.append(f'<div class="{message.role}">{body}</div>')
         if message.receipt:
             parts.append(f'<p class="receipt">{html.escape(message.receipt)}</p>')
@@ -82,6 +82,7 @@ class _FileMessage(BaseModel):
     receipt: str = ""
     stats: Annotated[Stats | None, BeforeValidator(_read_stats)] = None
     pinned: bool = False
+    switch_lines: SwitchLines = ()
 
 
 class _File(BaseModel):

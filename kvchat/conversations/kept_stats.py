@@ -1,4 +1,4 @@
-"""The figures of an answer as the database and exported files keep them."""
+"""The parts of an answer beside its text that the database and exported files keep: figures, lines of switches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import math
 
 from pydantic import TypeAdapter
 
-from kvchat.protocol.figures import Stats
+from kvchat.protocol.figures import Count, Several, Stats
 
 _STATS = TypeAdapter(Stats)
+SwitchLines = Several[tuple[Count, str]]
+_SWITCH_LINES: TypeAdapter[SwitchLines] = TypeAdapter(SwitchLines)
 _NAMES = {field.name for field in dataclasses.fields(Stats)}
 
 
@@ -22,3 +24,11 @@ def read_stats(values: object) -> Stats | None:
     except (ValueError, RecursionError):
         return None
     return stats if all(math.isfinite(value) for value in vars(stats).values() if isinstance(value, float)) else None
+
+
+def read_switch_lines(text: object) -> SwitchLines:
+    """Lines of switches with their places from JSON; none where it is damaged."""
+    try:
+        return _SWITCH_LINES.validate_json(text)  # type: ignore[arg-type]
+    except ValueError:
+        return ()

@@ -41,4 +41,5 @@ MIGRATIONS = (
         END""",
     ),
     ("ALTER TABLE message ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",),
+    ("ALTER TABLE message ADD COLUMN switch_lines TEXT NOT NULL DEFAULT '[]'",),
 )

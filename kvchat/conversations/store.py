@@ -20,7 +20,7 @@ from typing import Any
 
 from kvchat import files, paths
 from kvchat.conversations.conversation import Changes, Conversation, Message, shorten
-from kvchat.conversations.kept_stats import read_stats
+from kvchat.conversations.kept_stats import read_stats, read_switch_lines
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.saved_kv import SavedKv
 from kvchat.errors import KvchatError, UsageError
@@ -89,9 +89,10 @@ class ConversationStore:
             )
             self._db.executemany("DELETE FROM message WHERE id = ?", ((id,) for id in changes.removed))
             self._db.executemany(
-                f"INSERT INTO message (conversation, {_MESSAGE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                f"INSERT INTO message (conversation, {_MESSAGE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (id) DO UPDATE SET text = excluded.text, ending = excluded.ending,"
-                " receipt = excluded.receipt, stats = excluded.stats, pinned = excluded.pinned",
+                " receipt = excluded.receipt, stats = excluded.stats, pinned = excluded.pinned,"
+                " switch_lines = excluded.switch_lines",
                 (_row(changes.id, message) for message in changes.messages),
             )
 
@@ -203,7 +204,7 @@ class ConversationStore:
 
 
 ROLES = ("user", "assistant")
-_MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned"
+_MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned, switch_lines"
 _SUMMARY = (
     "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
     " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
@@ -269,16 +270,17 @@ def _hint(reason: str) -> str:
 def _row(conversation: str, message: Message) -> tuple[Any, ...]:
     values = dataclasses.asdict(message)
     values["stats"] = json.dumps(values["stats"]) if message.stats else None
+    values["switch_lines"] = json.dumps(values["switch_lines"])
     return (conversation, *(_storable(values[name]) for name in _MESSAGE.split(", ")))
 
 
 def _message(row: sqlite3.Row) -> Message:
-    """The message of a row, in which only its figures may be damaged."""
+    """The message of a row, in which only its figures and the lines of switches may be damaged."""
     texts = all(isinstance(row[name], str) for name in ("id", "role", "text", "ending", "receipt"))
     if not texts or not row["id"] or row["role"] not in ROLES or not isinstance(row["parent"], str | None):
         raise sqlite3.DatabaseError("a message in it is malformed")
     values = {**dict(row), "created": _time(row), "stats": _stats(row["stats"]), "pinned": bool(row["pinned"])}
-    return Message(**values)
+    return Message(**{**values, "switch_lines": read_switch_lines(row["switch_lines"])})
 
 
 def _header(row: sqlite3.Row) -> dict[str, Any]:

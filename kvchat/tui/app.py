@@ -27,7 +27,7 @@ from textual.worker import WorkerFailed
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.foreign_text import visible
-from kvchat.tui import garbage, themes
+from kvchat.tui import ARE_FRAMES_CHOSEN, FRAMES, garbage, themes
 from kvchat.tui.actions import bindings
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
@@ -42,6 +42,9 @@ from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
+
+if not ARE_FRAMES_CHOSEN:
+    os.environ.pop(FRAMES, None)
 
 # They would end the process at once; a crash inside a library (SIGSEGV and the like) cannot be left by a handler.
 ENDING = (

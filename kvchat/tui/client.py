@@ -64,6 +64,7 @@ class EngineClient:
         self.log_problem = ""
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
         self._inbox: list[Report] = []
         self._arrived = asyncio.Event()
         self._taken = asyncio.Event()
@@ -134,18 +135,24 @@ class EngineClient:
         return coalesce(reports)
 
     async def close(self) -> None:
-        """End the child: close its stdin, wait ``GRACE_S``, then kill it."""
+        """End the child: close its stdin, wait ``GRACE_S``, then kill it. One that is being ended is waited for."""
+        async with self._changing:
+            await self._end()
+
+    async def _end(self) -> None:
         process, reader = self._process, self._reader
         self._process = self._reader = None
         self._taken.set()  # what still comes is read and dropped: asyncio waits for empty pipes
         if process is None or process.stdin is None:
             return
         process.stdin.close()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), GRACE_S)
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        try:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), GRACE_S)
+        finally:  # also where nobody waits any more
+            if process.returncode is None:
+                process.kill()
+        await process.wait()
         if reader:
             await asyncio.wait([reader], timeout=GRACE_S)  # an unread pipe would outlive the event loop
             reader.cancel()
@@ -156,9 +163,10 @@ class EngineClient:
         Raises:
             EngineError: it cannot be started.
         """
-        await self.close()
-        self._inbox.clear()
-        await self.start()
+        async with self._changing:
+            await self._end()
+            self._inbox.clear()
+            await self.start()
 
     def kill(self) -> None:
         """End the child at once, without an event loop: the last resort when the application itself fails."""

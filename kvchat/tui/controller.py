@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation
@@ -46,33 +48,40 @@ class ChatController(KeptConversations):
         )
         self._system, self._is_log_problem_shown = config.system, False
         self._deleted: list[str] = []
+        self._endings: set[asyncio.Task[None]] = set()
 
     # ---- the engine's process --------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the engine and load the model."""
-        await self._start(self.client.start())
+        await self._start(self.client.start)
 
     async def restart(self) -> None:
-        """Replace the engine by a fresh one in the same mode; the conversation is kept and read again."""
+        """Replace the engine by a fresh one in the same mode; the conversation is kept and read again.
+
+        Its end, which takes a second, is not waited for.
+        """
         await self.answers.abandon()
         self.comparisons.abandon("The engine was restarted.")
         self.state.forget_engine()
         self.view.show_snapshot(None)
         self._show_phase(Phase.LOADING)
-        await self._start(self.client.restart())
+        self._do_beside(self._start(self.client.restart))
 
     async def unload(self) -> None:
-        """End the engine, which frees all its memory; the next question starts it again.
+        """End the engine, which frees all its memory; the next question starts it again. Its end is not waited for.
 
         Raises:
             UsageError: the engine is busy or down.
         """
         self.branches.require_ready()
+        await self.answers.down()
+        self._do_beside(self._end())
+
+    async def _end(self) -> None:
         await self.client.close()
         self.state.forget_engine()
         self.view.show_snapshot(None)
-        await self.answers.down()
         self.view.add_note("The model is unloaded, the conversation is kept; the next question loads the model again.")
 
     async def listen(self) -> None:
@@ -88,6 +97,7 @@ class ChatController(KeptConversations):
     async def close(self) -> None:
         """Save the conversation a last time; nothing is saved afterwards."""
         self.models.stop_download()
+        await asyncio.gather(*self._endings, return_exceptions=True)
         self.answers.checkpoint()
         await self._save()
         await self.archive.close()
@@ -182,7 +192,8 @@ class ChatController(KeptConversations):
         """
         target = mode or self.state.mode
         modes.parse(target, params or {})
-        if self.state.info is None:
+        is_restarting = self.state.phase is Phase.LOADING and not self.client.alive
+        if self.state.info is None or is_restarting:
             raise UsageError("The model is not loaded yet.", hint="Switch the mode as soon as it is ready.")
         if self.state.phase is Phase.DOWN:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
@@ -252,9 +263,14 @@ class ChatController(KeptConversations):
 
     # ---- helpers ---------------------------------------------------------------------------------
 
-    async def _start(self, starting: Awaitable[None]) -> None:
+    def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what waits for the end of an engine, while the screen goes on."""
+        self._endings.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._endings.discard)
+
+    async def _start(self, start: Callable[[], Awaitable[None]]) -> None:
         try:
-            await starting
+            await start()
         except EngineError as error:
             self.view.add_error(error)
             await self.answers.down()

@@ -92,14 +92,22 @@ class SettingsEditor:
         return rows + keys
 
     def change(self, key: Key, text: str) -> None:
-        """Set what was typed: at once where ``is_live``, else from the next start; nothing sets the default again.
+        """Set what was typed: at once where ``is_live``, else from the next start.
+
+        Nothing takes the setting out of config.toml; one that is not there has its default for this session.
 
         Raises:
-            UsageError: the setting does not take it; in a sentence.
+            UsageError: the setting does not take it; in a sentence. Or config.toml cannot be read.
         """
         value = _parsed(key, text) if text else None
+        is_to_save = value is not None or self._is_in_file(key)
         self._apply(key, self._default(key) if value is None else value)
-        self._changed[key] = self._unsaved[key] = value
+        self._unsaved.pop(key, None)
+        self._changed.pop(key, None)
+        if is_to_save:
+            self._unsaved[key] = value
+        if is_to_save or _is_live(key):
+            self._changed[key] = value
 
     def save(self) -> str:
         """Write the unsaved changes into config.toml; a sentence that says so and what goes before the file.
@@ -174,7 +182,11 @@ class SettingsEditor:
             return SESSION
         if key in self._unsaved:
             return HERE
-        return self._resolved.origins.get(key, DEFAULT)
+        origin = self._resolved.origins.get(key, DEFAULT)
+        return SESSION if origin != DEFAULT and self._changed.get(key, origin) is None else origin
+
+    def _is_in_file(self, key: Key) -> bool:
+        return self.file is not None and key in sources.file_source(self.file).values
 
     # ---- what a change does ----------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
@@ -102,10 +102,15 @@ class ChatState:
         """The fields of the present mode's parameters by name; none of a mode that only the engine knows."""
         return registered()[self.mode].model_fields if self.mode in registered() else {}
 
-    def marks(self, snapshot: Snapshot) -> Mapping[str, Mark]:
-        """The mark of each message of the path by its id: how much of it the model reads."""
-        pinned = {message.id for message in self.conversation.path if message.pinned}
-        return visibility.marks(self._ranges(snapshot.total), snapshot, pinned)
+    def marks(self, snapshot: Snapshot) -> Callable[[str], Mark | None]:
+        """The mark of a message of the path by its id: how much of it the model reads, None where nothing is stored."""
+        ranges, messages = self._ranges(snapshot.total), self.conversation.messages
+
+        def mark(id: str) -> Mark | None:
+            pinned = id in messages and messages[id].pinned
+            return visibility.mark(*ranges[id], snapshot, pinned) if id in ranges else None
+
+        return mark
 
     def message_at(self, position: int) -> str | None:
         """The id of the message in which a stored token lies; None where it is not known."""
@@ -249,6 +254,11 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
     if switched.reduced_tokens:
         parts.append(f"{count(switched.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
     return " · ".join(parts)
+
+
+def switch_line(switched: Switched, before: float | None, after: float | None) -> str:
+    """A live switch as a line in the text of an answer."""
+    return f"── {describe_switch(switched, before, after)} ──"
 
 
 def summarize(stats: Iterable[Stats]) -> str:

@@ -38,6 +38,9 @@ class AnswerView(Protocol):
     def wait(self, words: str) -> None:
         """Show what the engine does before the first word."""
 
+    def resume(self, message: Message) -> None:
+        """Begin with the text of an answer that is gone on with."""
+
     def feed(self, text: str) -> None:
         """Append text."""
 
@@ -56,6 +59,10 @@ class SwitchView(Protocol):
 
     switched: Switched
     speed: float | None
+
+    @property
+    def line(self) -> str:
+        """The line as far as it is known."""
 
     @property
     def is_idle(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvchat.conversations.conversation import Message
@@ -46,18 +46,12 @@ def message_at(ranges: Ranges, position: int) -> str | None:
     return next((id for id, (start, end) in ranges.items() if start <= position < end), None)
 
 
-def marks(ranges: Ranges, snapshot: Snapshot, pinned: Set[str] = frozenset()) -> Mapping[str, Mark]:
-    """The mark of each stored message: how much of it is read; the conversation names the ``pinned`` ones."""
-    found = {id: _mark(start, end, snapshot) for id, (start, end) in ranges.items()}
-    return {
-        id: mark._replace(letter=PINNED) if id in pinned else mark for id, mark in found.items() if mark is not None
-    }
-
-
-def _mark(start: int, end: int, s: Snapshot) -> Mark | None:
+def mark(start: int, end: int, s: Snapshot, pinned: bool = False) -> Mark | None:
+    """The mark of a message with the stored tokens ``start`` to ``end``; None where none is stored."""
     cells = slice(start // s.cell_tokens, -(-min(end, s.total) // s.cell_tokens))
     letters, digits = s.ribbon[cells], s.attended[cells]
     if start >= end or not letters or len(digits) != len(letters):
         return None
     shares = [int(digit) / 9 for digit in digits if digit in "0123456789"]
-    return Mark(Counter(letters).most_common(1)[0][0], sum(shares) / len(letters))
+    letter = PINNED if pinned else Counter(letters).most_common(1)[0][0]
+    return Mark(letter, sum(shares) / len(letters))

@@ -69,6 +69,18 @@ def test_json_keeps_what_answers_cost(conversation):
     assert [message.stats for message in read.path] == [None, None, None, stats]
 
 
+def test_the_lines_of_switches_stand_in_every_format(conversation):
+    conversation.ask("and?")
+    conversation.answer("one two three", "eos", switch_lines=((3, "── full -> sync ──"),))
+    marked = "one ── full -> sync ── two three"
+    assert f"## Model\n\n{marked}\n" in export.to_markdown(conversation)
+    assert f"<p>{marked.replace('>', '&gt;')}</p>" in export.to_html(conversation)
+    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    assert read.leaf.switch_lines == conversation.leaf.switch_lines
+    older = broken(lambda file, messages: [message.pop("switch_lines") for message in messages], conversation)
+    assert export.from_json(older, "x.json").leaf.marked_text == "one two three"
+
+
 @pytest.mark.parametrize(
     "stats",
     [
@@ -116,6 +128,7 @@ def broken(change, conversation):
         (lambda file, messages: file.update(created=float("nan")), "created"),
         (lambda file, messages: messages[0].update(created=float("inf")), "created"),
         (lambda file, messages: messages[0].update(pinned="yes"), "pinned"),
+        (lambda file, messages: messages[0].update(switch_lines=[[-1, "x"]]), "switch_lines"),
         (lambda file, messages: file.update(title="[" * 9, system={"a": 1}), "system"),
     ],
 )

@@ -60,6 +60,46 @@ def test_a_conversation_is_read_as_it_was_written(store):
     assert read.take_changes() is None
 
 
+LINES = ((3, "── full -> sync ──"), (7, "── sync -> full ──"))
+
+
+def test_the_lines_of_switches_are_kept(store):
+    made = saved(store, "one")
+    made.answer("one two three", "", switch_lines=LINES[:1])
+    store.save(made.take_changes())
+    made.answer("one two three four", "eos", switch_lines=LINES)
+    store.save(made.take_changes())
+    read = store.load(made.id)
+    assert read.leaf == made.leaf
+    assert read.leaf.marked_text == "one ── full -> sync ── two ── sync -> full ── three four"
+
+
+@pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))
+def test_an_older_database_is_opened_without_loss(path, version):
+    path.parent.mkdir()
+    db = sqlite3.connect(path)
+    for statements in MIGRATIONS[:version]:
+        for statement in statements:
+            db.execute(statement)
+    db.execute("INSERT INTO conversation VALUES ('c', 'one', NULL, 1.0, 1.0, 'b', NULL)")
+    for id, parent, role, text in (("a", None, "user", "one"), ("b", "a", "assistant", "1")):
+        db.execute(
+            "INSERT INTO message (id, conversation, parent, role, text, created, ending, receipt)"
+            " VALUES (?, 'c', ?, ?, ?, 1.0, 'eos', '3 tok')",
+            (id, parent, role, text),
+        )
+    db.execute(f"PRAGMA user_version = {version}")
+    db.commit()
+    db.close()
+    store = ConversationStore(path)
+    read = store.load("c")
+    assert [(message.marked_text, message.receipt) for message in read.path] == [("one", "3 tok"), ("1", "3 tok")]
+    read.answer("one two three four", "eos", switch_lines=LINES)
+    store.save(read.take_changes())
+    assert store.load("c").leaf.switch_lines == LINES
+    store.close()
+
+
 def test_files_that_others_could_read_are_made_private(store, path):
     saved(store, "one")
     for entry in path.parent.iterdir():
@@ -220,6 +260,13 @@ def test_damaged_figures_are_left_out(store, stats):
     made = saved(store, "one")
     store._db.execute("UPDATE message SET stats = ?", (stats,))
     assert [message.stats for message in store.load(made.id).messages.values()] == [None] * len(made.messages)
+
+
+@pytest.mark.parametrize("lines", ["x", "3", "[3]", '[["a", "x"]]', '[[-1, "x"]]', f'[[{2**63}, "x"]]', NO_UTF8])
+def test_damaged_lines_of_switches_are_left_out(store, lines):
+    made = saved(store, "one", "1")
+    store._db.execute("UPDATE message SET switch_lines = ?", (lines,))
+    assert [message.marked_text for message in store.load(made.id).path] == ["one", "1"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -19,26 +20,39 @@ Hook = Callable[[], Coroutine[Any, Any, None]]
 
 
 class FakeClient:
-    """``sent`` holds the commands, ``starts`` counts processes; the errors are raised by starting and sending."""
+    """``sent`` holds the commands, ``starts`` counts processes; the errors are raised by starting and sending.
+
+    ``ended`` is set once a process that is to end has ended.
+    """
 
     def __init__(self) -> None:
         self.sent: list[Command] = []
         self.starts = 0
         self.log_problem = ""
         self.is_closed = False
+        self.alive = True
+        self.ended = asyncio.Event()
+        self.ended.set()
         self.start_error: EngineError | None = None
         self.send_error: KvchatError | None = None
 
     async def start(self) -> None:
         self.starts += 1
+        self.alive = True
         if self.start_error:
             raise self.start_error
 
     async def close(self) -> None:
         self.is_closed = True
+        await self._end()
 
     async def restart(self) -> None:
+        await self._end()
         await self.start()
+
+    async def _end(self) -> None:
+        self.alive = False
+        await self.ended.wait()
 
     def send(self, command: Command) -> None:
         if self.send_error:
@@ -66,6 +80,9 @@ class FakeAnswer:
     def wait(self, words: str) -> None:
         self.waiting = words
 
+    def resume(self, message: Message) -> None:
+        self.feed(message.text)
+
     def feed(self, text: str) -> None:
         self.text += text
 
@@ -84,7 +101,7 @@ class FakeAnswer:
 
 class FakeSwitch:
     def __init__(self, switched: Switched, speed: float | None) -> None:
-        self.switched, self.speed = switched, speed
+        self.switched, self.speed, self.line = switched, speed, f"{switched.before} -> {switched.mode}"
         self.tokens = self.closed = 0
         self.removed = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -56,6 +57,10 @@ class Chat:
 
     async def ask(self, text: str) -> None:
         await self.controller.ask(text)
+
+    async def engine_ended(self) -> None:
+        """Wait for the end of an engine that is replaced or unloaded, for which nothing else waits."""
+        await asyncio.gather(*self.controller._endings)
 
     @property
     def phase(self) -> Phase:

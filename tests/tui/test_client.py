@@ -133,6 +133,32 @@ async def test_restart_of_a_living_child_is_no_crash(client):
     assert not any(isinstance(report, Crashed) for report in reports)
 
 
+async def test_two_restarts_at_once_leave_one_child(client, monkeypatch):
+    started, start = [], asyncio.create_subprocess_exec
+
+    async def noted(*command, **streams):
+        started.append(await start(*command, **streams))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    await client.start()
+    await asyncio.gather(client.restart(), client.restart(), client.close(), client.restart())
+    assert [process.returncode is None for process in started] == [False, False, False, True]
+    assert client.pid == started[-1].pid
+
+
+async def test_a_child_whose_end_nobody_waits_for_any_more_is_killed(tmp_path):
+    deaf = "import sys, time; sys.stdin.read(); time.sleep(3600)"
+    client = EngineClient((sys.executable, "-c", deaf), tmp_path / "log")
+    await client.start()
+    process = client._process
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await process.wait() == -signal.SIGKILL
+
+
 async def test_closing_leaves_no_orphan_even_when_the_child_ignores_it(tmp_path, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.1)
     deaf = "import sys, time; sys.stdout.write('x'); sys.stdin.read(); time.sleep(3600)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvchat.config.modes import mode_names
@@ -41,6 +43,7 @@ async def test_an_engine_that_cannot_be_started_gives_the_question_back(chat):
     assert (chat.view.prompt, chat.view.questions[0].removed) == ("hello", True)
     chat.client.start_error = None
     await chat.ask("hello")
+    await chat.engine_ended()
     assert chat.client.starts == 2
 
 
@@ -48,6 +51,7 @@ async def test_a_lost_log_is_reported_once(chat):
     chat.client.log_problem = "The log cannot be written."
     await chat.controller.start()
     await chat.controller.restart()
+    await chat.engine_ended()
     assert chat.view.toasts == ["The log cannot be written. The engine's messages are dropped."]
 
 
@@ -58,11 +62,31 @@ async def test_unloading_ends_the_engine_and_the_next_question_starts_one(chat):
         await chat.controller.unload()
     await chat.controller.handle(DONE)
     await chat.controller.unload()
+    await chat.engine_ended()
     assert (chat.client.is_closed, chat.phase) == (True, Phase.DOWN)
     assert chat.view.notes[-1].startswith("The model is unloaded")
     await chat.ask("two")
     await chat.load()
     assert chat.turns == ["one", "hi", "two"]
+
+
+async def test_nothing_waits_for_the_end_of_an_engine(chat):
+    await chat.load()
+    chat.client.ended.clear()
+    await chat.controller.unload()
+    assert (chat.phase, chat.view.notes) == (Phase.DOWN, [])
+    await chat.ask("one")
+    await chat.controller.restart()
+    await asyncio.sleep(0)
+    with pytest.raises(UsageError, match="not loaded yet"):
+        chat.controller.switch("streaming")
+    with pytest.raises(UsageError, match="down"):
+        chat.controller.models.plan("", None)
+    assert (chat.client.sent, chat.client.starts, chat.phase) == ([], 0, Phase.LOADING)
+    chat.client.ended.set()
+    await chat.engine_ended()
+    assert {type(command) for command in chat.client.sent} == {Load}
+    assert chat.view.notes[-1].startswith("The model is unloaded")
 
 
 async def test_a_question_is_sent_with_the_whole_conversation(chat):
@@ -141,6 +165,7 @@ async def test_a_restart_keeps_mode_values_and_conversation(chat):
         chat.controller.switch(mode, params)
         await chat.controller.handle(Switched("full", mode, params, 10, 0, 0.0, given=given))
     await chat.controller.restart()
+    await chat.engine_ended()
     load = chat.client.sent[-1]
     assert isinstance(load, Load)
     assert (load.mode, load.given) == ("streaming", given)

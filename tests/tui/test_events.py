@@ -118,6 +118,7 @@ async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
     await chat.controller.handle(Crashed(3, ("last words",)))
     error = chat.view.errors[0]
     assert (error.title, error.detail) == ("The engine stopped: exit code 3.", "last words")
+    await chat.engine_ended()
     assert (chat.client.starts, chat.phase, chat.turns) == (1, Phase.LOADING, ["one", "half"])
     await chat.controller.handle(Crashed(3, ()))
     assert (chat.client.starts, chat.phase) == (1, Phase.DOWN)
@@ -125,6 +126,7 @@ async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
     await chat.load()
     await chat.controller.handle(messages.Finished("eos", "ok", Stats()))
     await chat.controller.handle(Crashed(-9, ()))
+    await chat.engine_ended()
     assert chat.client.starts == 3
     assert "SIGKILL" in chat.view.errors[-1].title
 

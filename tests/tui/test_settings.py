@@ -129,6 +129,38 @@ def test_what_counts_from_the_next_start_is_shown_and_saved(at):
     assert sources.file_source(at.editor.file).values == {}
 
 
+@pytest.mark.parametrize("key", [NEXT, DTYPE, TEMPERATURE])
+def test_what_is_emptied_is_no_change_where_the_file_does_not_set_it(at, key):
+    before = at[key]
+    at.editor.change(key, "")
+    assert (at[key], at.editor.unsaved) == (before, 0)
+    assert at.editor.save() == "Nothing has been changed since it was saved."
+    assert not at.editor.file.exists()
+    at.editor.change(key, {NEXT: "f12", DTYPE: "float32", TEMPERATURE: "1"}[key])
+    at.editor.change(key, "")
+    assert (at[key], at.editor.unsaved) == (before, 0)
+
+
+def test_an_emptied_key_of_the_file_is_taken_out_of_it(at):
+    at.editor.change(NEXT, "f12")
+    at.editor.save()
+    at.editor.change(NEXT, "")
+    assert (at[NEXT].text, at[NEXT].origin, at.looks.keys) == ("f6", HERE, {})
+    at.editor.save()
+    assert (at[NEXT].origin, sources.file_source(at.editor.file).values) == (DEFAULT, {})
+
+
+def test_what_a_flag_sets_has_its_default_for_this_session_only(chat, config):
+    set_here = {DTYPE: "float16", TEMPERATURE: 0.3, ("kv", "host_dtype"): "int8"}
+    flag = SettingsSource(set_here, dict.fromkeys(set_here, "--flag"))
+    at = Rows(chat, replace(config, resolved=sources.resolve(flag)))
+    for key in set_here:
+        at.editor.change(key, "")
+    rows = [(at[key].text, at[key].origin) for key in set_here]
+    assert rows == [("float16", "--flag"), ("", SESSION), ("model", SESSION)]
+    assert not at.editor.unsaved
+
+
 @pytest.mark.parametrize(
     ("key", "text", "words"),
     [

@@ -1,14 +1,12 @@
-"""The line a live switch writes, and where it stands in an answer."""
+"""The line a live switch writes."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvchat.protocol.messages import Switched
-from kvchat.tui.switch_line import SETTLED_TOKENS, with_lines
+from kvchat.tui.switch_line import SETTLED_TOKENS
 from kvchat.tui.widgets.messages import SwitchNote
-
-LINE = "── full -> sync ──"
 
 
 def note(speed: float | None = 41.0, **changes: object) -> SwitchNote:
@@ -56,35 +54,3 @@ def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_a
 def test_nothing_known_nothing_said_and_what_was_reduced_is():
     assert str(note(None).content) == "── full -> speculative · 14,203 tok ──"
     assert "120 tok computed with less context" in str(note(reduced_tokens=120).content)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "drawn"),
-    [
-        ("a word", " and more", f"a word {LINE} and more"),
-        ("a wo", "rd, and more", f"a word, {LINE} and more"),
-        ("over.", "\n\nNext", f"over. {LINE}\n\nNext"),
-        ("", "# Title here", f"# Title {LINE} here"),
-        ("- one\n", "- two three", f"- one\n- two {LINE} three"),
-        ("| a | b |\n|---|---|\n", "| 1 | 2 |\n", f"| a | b |\n|---|---|\n| 1 {LINE} | 2 |\n"),
-        ("See:\n\n", "```python\nx = 1\ny = 2\n```", f"See:\n\n```python\nx {LINE} = 1\ny = 2\n```"),
-        ("x", "。y", f"x。 {LINE}y"),
-        ("the end", "", f"the end {LINE}"),
-        ("```\nx = 1\n```", "", f"```\nx = 1\n```\n\n{LINE}"),
-        ("", "", f"\n\n{LINE}"),
-    ],
-)
-def test_it_stands_behind_the_word_that_was_being_said_and_leaves_markdown_whole(before, after, drawn):
-    assert with_lines(before + after, [(len(before), LINE)], is_over=True) == drawn
-
-
-def test_it_waits_for_the_end_of_the_word_so_that_what_is_drawn_stays():
-    assert with_lines("a wo", [(4, LINE)], is_over=False) == "a wo"
-    assert with_lines("a word", [(4, LINE)], is_over=False) == "a word"
-    assert with_lines("a word ", [(4, LINE)], is_over=False) == f"a word {LINE} "
-
-
-def test_several_stand_in_their_order():
-    assert with_lines("one two three", [(3, "── a ──"), (7, "── b ──"), (13, "── c ──")], is_over=True) == (
-        "one ── a ── two ── b ── three ── c ──"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.tui.visibility import UNFINISHED, Mark, marks, message_at, message_ranges
+from kvchat.tui.visibility import UNFINISHED, Mark, mark, message_at, message_ranges
 
 
 def talk() -> Conversation:
@@ -44,13 +44,15 @@ def test_the_message_of_a_token():
 def test_marks_tell_state_and_share():
     conversation = talk()
     one, first, two, second = (message.id for message in conversation.path)
-    found = marks(message_ranges(conversation.path, None, 320), snapshot("SXXXXXWWWW", "9000009999", 320))
-    assert found == {
+    ranges, read = message_ranges(conversation.path, None, 320), snapshot("SXXXXXWWWW", "9000009999", 320)
+    assert {id: mark(*tokens, read) for id, tokens in ranges.items()} == {
         one: Mark("S", 1.0),
         first: Mark("S", 0.5),
         two: Mark("X", 0.0),
         second: Mark("X", 0.5),
     }
-    stored = marks(message_ranges(conversation.path, None, 64), snapshot("SX", "90", 64))
-    assert set(stored) == {one, first}, "what is not stored has no mark"
-    assert marks({"a": (0, 64)}, snapshot("", "", 64)) == {}
+    assert mark(*ranges[first], read, pinned=True) == Mark("P", 0.5)
+    stored = snapshot("SX", "90", 64)
+    marked = [mark(*tokens, stored) is not None for tokens in message_ranges(conversation.path, None, 64).values()]
+    assert marked == [True, True, False, False], "what is not stored has no mark"
+    assert mark(0, 64, snapshot("", "", 64)) is None

@@ -8,13 +8,15 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
-from kvchat.conversations.conversation import CUT_OFF, Conversation
+from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Stop, Switched, Text
 from kvchat.tui.answering.question_queue import QuestionQueue, Waiting
 from kvchat.tui.client import EngineClient
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
+
+NOTHING = Message(parent=None, role="assistant", text="")
 
 
 class Answers:
@@ -37,25 +39,26 @@ class Answers:
         self.view = view
         self._save = save
         self._is_real_time = is_real_time
-        self._said = ""
+        self._said = NOTHING
         self.is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
         self.queue = QuestionQueue(view)
         self._question: QuestionView | None = None
         self._switch: SwitchView | None = None
+        self._marks: list[tuple[int, SwitchView]] = []  # the switches since it began, behind so many characters
 
-    async def begin(self, said: str = "") -> None:
+    async def begin(self, said: Message = NOTHING) -> None:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
         conversation = self.state.conversation
         self._begin_asking()
         self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
-        self._said = said
+        self._said, self._marks = said, []
         answer = await self.view.add_answer()
         if self._is_left(conversation):
             await answer.remove()
             return
         self.answer = answer
-        self.answer.feed(said)
+        self.answer.resume(said)
         self.is_asking = False
         try:
             self.client.send(conversation.command(self.state.sampling))
@@ -124,23 +127,26 @@ class Answers:
         last, self._switch = self._switch, None
         if last is not None and last.is_idle and last.switched.total == switched.total:
             await last.remove()
+            self._marks = [mark for mark in self._marks if mark[1] is not last]
             moved, speed = last.switched.moved_bytes + switched.moved_bytes, last.speed
             is_back = switched.mode == last.switched.before != last.switched.mode
             switched = replace(switched, before=last.switched.before, moved_bytes=moved)
             if is_back:
                 return
         self._switch = await self.view.add_switch(switched, speed)
+        if self.answer is not None and self.answer.text:
+            self._marks.append((len(self.answer.text), self._switch))
 
     async def finish(self, finished: Finished) -> None:
         """Complete the answer; one stopped before its first word gives the question back."""
         answer, self.answer = self.answer, None
-        self._close_switch()
+        switch_lines = self._take_lines()
         if answer is None:
             return
-        if self._said or finished.text or finished.reason != "stopped":
+        if self._said.text or finished.text or finished.reason != "stopped":
             receipt = self.state.receipt(finished)
             message = self.state.conversation.answer(
-                self._said + finished.text, finished.reason, receipt, finished.stats
+                self._said.text + finished.text, finished.reason, receipt, finished.stats, switch_lines
             )
             await answer.finish(message, self.state.footer(message))
             await self._save()
@@ -152,7 +158,7 @@ class Answers:
         """Put the text that has come so far into the conversation, to be saved with it."""
         conversation = self.state.conversation
         if self.answer is not None and self.answer.text and conversation.last_text() != self.answer.text:
-            conversation.answer(self.answer.text)
+            conversation.answer(self.answer.text, switch_lines=self._lines())
 
     async def abandon(self) -> bool:
         """Close the answer in progress; whether it has text, which is kept. Else its question is given back."""
@@ -160,8 +166,9 @@ class Answers:
         if answer is None:
             return False
         self.queue.hold()
+        switch_lines = self._take_lines()
         if answer.text:
-            message = self.state.conversation.answer(answer.text, CUT_OFF)
+            message = self.state.conversation.answer(answer.text, CUT_OFF, switch_lines=switch_lines)
             await answer.finish(message, self.state.footer(message))
             await self._save()
         else:
@@ -172,7 +179,7 @@ class Answers:
     def leave(self) -> None:
         """Go away from the answer in progress, keeping its text, and from queued questions: another conversation."""
         if self.answer is not None and self.answer.text:
-            self.state.conversation.answer(self.answer.text, "stopped")
+            self.state.conversation.answer(self.answer.text, "stopped", switch_lines=self._lines())
         if queued := self.queue.leave():
             self._restore(queued, "What was queued")
         self.answer = self._question = None
@@ -244,6 +251,17 @@ class Answers:
         self.is_asking = False
         self._show_phase(Phase.READY)
         return True
+
+    def _lines(self) -> tuple[tuple[int, str], ...]:
+        """The lines of the switches in the answer, each with the number of characters before it."""
+        return (*self._said.switch_lines, *((place, switch.line) for place, switch in self._marks))
+
+    def _take_lines(self) -> tuple[tuple[int, str], ...]:
+        """The lines as they stay from now on: the answer is over."""
+        self._close_switch()
+        if self._marks:
+            self._switch = None
+        return self._lines()
 
     def _close_switch(self) -> None:
         if self._switch is not None:

@@ -40,7 +40,7 @@ class Branches:
         if answer is None or answer.role != "assistant":
             raise UsageError("There is no answer to go on with.", hint="Ask something first.")
         await self.view.show_messages((), below=answer.parent)
-        await self.answers.begin(answer.text)
+        await self.answers.begin(answer)
 
     def edit(self) -> None:
         """Put the chosen message or the last question into the prompt; the next one sent takes its place as a sibling.
@@ -66,10 +66,10 @@ class Branches:
         edited = self.state.conversation.messages[self.state.edited or ""]
         self.state.edited = None
         self.state.conversation.go_to(edited.parent)
-        self.state.conversation.answer(text)
+        answer = self.state.conversation.answer(text)
         self.view.accept_prompt()
         await self.view.show_messages((), below=edited.parent)
-        await self.answers.begin(text)
+        await self.answers.begin(answer)
 
     def stop_editing(self) -> None:
         """Send the next question at the end again."""

@@ -44,6 +44,8 @@ class Download:
             raise EngineError(
                 "The download cannot be started.", f"{self._command[0]}: {error.strerror}.", "Repair the installation."
             ) from None
+        if self._is_stopped:  # while it was being started
+            self.stop()
         try:
             return await self._follow(self._process, name, report)
         finally:
@@ -53,8 +55,8 @@ class Download:
 
     def stop(self) -> None:
         """End the download; what has come stays in the cache."""
+        self._is_stopped = True
         if self._process is not None:
-            self._is_stopped = True
             with suppress(ProcessLookupError):
                 self._process.kill()
 

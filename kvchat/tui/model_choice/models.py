@@ -172,7 +172,7 @@ class Models:
         Raises:
             UsageError: no engine runs.
         """
-        if self._state.phase is Phase.DOWN:
+        if self._state.phase is Phase.DOWN or not self._client.alive:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         load = self._load(name, {}) if name else self.in_use
         load = replace(load, given=self._state.given)

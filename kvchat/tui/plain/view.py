@@ -20,7 +20,7 @@ from kvchat.tui.answering import thinking
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
 from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.running_comparison import RunningComparison
-from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
+from kvchat.tui.state import ChatState, Footed, Phase, describe_switch, switch_line
 from kvchat.tui.view import Severity
 from kvchat.tui.ways_out import WayOut
 from kvchat.units import count, size
@@ -58,6 +58,10 @@ class PlainAnswer:
         if monotonic() - self._told > PATIENCE_S:
             self._told = monotonic()
             self._lines.line(words)
+
+    def resume(self, message: Message) -> None:
+        """Print the answer that is gone on with."""
+        self.feed(message.text)
 
     def feed(self, text: str) -> None:
         """Print text."""
@@ -117,6 +121,7 @@ class PlainSwitch:
 
     def __init__(self, switched: Switched) -> None:
         self.switched = switched
+        self.line = switch_line(switched, None, None)
         self.is_idle = True
 
     async def remove(self) -> None:
@@ -174,7 +179,7 @@ class PlainView:
         if below is None and not messages:
             self._lines.line("A new conversation.")
         for message, footer in messages:
-            thought, said = unfolded(message.text, self.folds_thoughts and message.role == "assistant")
+            thought, said = unfolded(message.marked_text, self.folds_thoughts and message.role == "assistant")
             if thought:
                 self._lines.line(f"[{described(thought)}]")
             self._lines.text(f"{YOU if message.role == 'user' else MODEL}{said}")

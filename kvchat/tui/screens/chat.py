@@ -20,6 +20,7 @@ from kvchat.tui.action import Action
 from kvchat.tui.actions import BY_ID, REPLAY, bindings, is_command, parse_command
 from kvchat.tui.background import run_beside
 from kvchat.tui.client import EngineClient
+from kvchat.tui.compositor import ChangesCompositor
 from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import external_editor, questions
@@ -69,6 +70,7 @@ class ChatScreen(ShownChat):
 
     def __init__(self, config: AppConfig, client: EngineClient, keys: Mapping[str, str], themes: Sequence[str]) -> None:
         super().__init__()
+        self._compositor = ChangesCompositor()
         self.controller = ChatController(config, client, self)
         self._keys = keys
         self._themes = themes

@@ -174,7 +174,7 @@ class ShownChat(Screen[None]):
 
     def _clear_figures(self) -> None:
         self.query_one(Ribbon).clear()
-        self.query_one(Gutter).show({})
+        self.query_one(Gutter).show(None)
         self.query_one(StatusBar).clear()
         self.query_one(KvColumn).clear()
         self._show_details()

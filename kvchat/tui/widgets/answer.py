@@ -11,11 +11,12 @@ from textual.message import Message as WidgetMessage
 from textual.widgets import Static
 
 from kvchat.conversations.conversation import Message
+from kvchat.conversations.switch_lines import with_lines
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
 from kvchat.tui.answering import thinking
 from kvchat.tui.answering.pacing import Paced
-from kvchat.tui.switch_line import SwitchLine, with_lines
+from kvchat.tui.switch_line import SwitchLine
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.plain_text import PlainText
 
@@ -55,6 +56,7 @@ class Answer(Vertical):
         self.collapsed = False
         self.finished = False
         self.weight = 1
+        self._switch_lines: tuple[tuple[int, str], ...] = ()  # those that stay as they are
         self._marks: list[SwitchMark] = []
         self._drawing = asyncio.Lock()
         self._paced = Paced(self, self._grow)
@@ -82,6 +84,11 @@ class Answer(Vertical):
         """Show what the engine does before the first word."""
         if not self.text:
             self._show_tail(words, waiting=True)
+
+    def resume(self, message: Message) -> None:
+        """Begin with the text of an answer that is gone on with."""
+        self._switch_lines = message.switch_lines
+        self.feed(message.text)
 
     def feed(self, text: str) -> None:
         """Append text; it is drawn soon."""
@@ -120,6 +127,7 @@ class Answer(Vertical):
 
     def _take(self, message: Message, footer: str) -> None:
         self.message, self.text, self.receipt, self.finished = message.id, message.text, footer, True
+        self._switch_lines, self._marks = message.switch_lines, []
         self.set_class(message.ending not in COMPLETE, "stopped")
 
     async def finish(self, message: Message, footer: str) -> None:
@@ -162,7 +170,7 @@ class Answer(Vertical):
 
     def _parts(self) -> tuple[str, str]:
         """The thought and what is said, with the marks of switches, as they are drawn."""
-        lines = [(mark.place, mark.line) for mark in self._marks]
+        lines = [*self._switch_lines, *((mark.place, mark.line) for mark in self._marks)]
         return thinking.split(visible(with_lines(self.text, lines, self.finished)))
 
     async def _grow(self) -> None:

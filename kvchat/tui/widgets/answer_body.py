@@ -13,9 +13,9 @@ from markdown_it.token import Token
 from textual.containers import Vertical
 from textual.widgets import Markdown
 
+from kvchat.conversations.switch_lines import LINE
 from kvchat.tui.answering import flush
 from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
-from kvchat.tui.switch_line import LINE
 from kvchat.tui.widgets.code_block import CodeBlock, prepare_languages
 from kvchat.tui.widgets.markdown_list import ItemList
 from kvchat.tui.widgets.plain_text import PlainText

@@ -5,7 +5,7 @@ It lies over the messages' margin and is drawn by the Line API: a new snapshot r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -19,6 +19,7 @@ from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 
+MarkOf = Callable[[str], Mark | None]
 SHADES = "░▒▓█"
 BLANK = " "
 
@@ -49,7 +50,7 @@ class Gutter(Widget):
     ) -> None:
         super().__init__()
         self._transcript, self._places = transcript, places
-        self._marks: Mapping[str, Mark] = {}
+        self._mark_of: MarkOf | None = None
         self._rows: list[Mark | None] = []
 
     def on_mount(self) -> None:
@@ -58,19 +59,18 @@ class Gutter(Widget):
         # Messages of a transcript that is not full yet move without either of them.
         self.screen.screen_layout_refresh_signal.subscribe(self, lambda _: self._draw())
 
-    def show(self, marks: Mapping[str, Mark]) -> None:
-        """Show what is read of each message, by its id."""
-        self._marks = marks
+    def show(self, mark_of: MarkOf | None) -> None:
+        """Show what is read of each message, by its id; asked for those in sight, None for none."""
+        self._mark_of = mark_of
         self._draw()
 
     def _draw(self) -> None:
         rows: list[Mark | None] = [None] * self.size.height
-        top = round(self._transcript.scroll_y)
-        for message, place in self._places() if self._marks else ():
-            mark = self._marks.get(message.message)
-            if mark is not None:
-                for y in range(max(place.y - top, 0), min(place.bottom - top, len(rows))):
-                    rows[y] = mark
+        top, mark_of = round(self._transcript.scroll_y), self._mark_of
+        for message, place in self._places() if mark_of else ():
+            first, end = max(place.y - top, 0), min(place.bottom - top, len(rows))
+            if first < end and mark_of:
+                rows[first:end] = [mark_of(message.message)] * (end - first)
         if rows != self._rows:
             self._rows = rows
             self.refresh()

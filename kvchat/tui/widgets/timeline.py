@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -89,7 +90,7 @@ class Timeline(Widget):
         self.points: list[Point] = []
         self._switched = False
         self._key: object = None
-        self._columns: list[list[str]] = []
+        self._rows: list[tuple[str, str]] = []  # the glyphs of each, and its label
 
     def add(self, read: float, stored: float) -> None:
         """Add a step; those with more stored tokens are forgotten, because the conversation was cut back."""
@@ -99,7 +100,10 @@ class Timeline(Widget):
         self._switched = False
         if len(self.points) > MAX_POINTS:
             self.points = by_tokens(self.points, MAX_POINTS // 2)
-        self.refresh()
+        before, now = self._rows, self._drawn()
+        changed = [y for y, row in enumerate(now) if row != (before[y] if y < len(before) else None)]
+        if changed:  # ten times a second, of up to forty rows
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
 
     def mark(self) -> None:
         """Mark the next point: the mode changed."""
@@ -113,21 +117,25 @@ class Timeline(Widget):
     def render_line(self, y: int) -> Strip:
         base = self.rich_style
         styles = {name: base + self.get_component_rich_style(f"timeline--{name}", partial=True) for name in NAMES}
-        drawn = self._drawn()
-        texts = labels(self.points[-1], drawn) if drawn else []
-        letters = (texts[y] if y < len(texts) else "").ljust(len(drawn))
-        strip = Strip([_segment(glyphs[y], letter, styles) for glyphs, letter in zip(drawn, letters, strict=False)])
+        rows = self._drawn()
+        glyphs, label = rows[y] if y < len(rows) else ("", "")
+        letters = label.ljust(len(glyphs))
+        strip = Strip([_segment(glyph, letter, styles) for glyph, letter in zip(glyphs, letters, strict=False)])
         return strip.simplify().adjust_cell_length(self.size.width, base)
 
-    def _drawn(self) -> list[list[str]]:
-        """Compute the columns once for all lines; kept until the points or the size change."""
+    def _drawn(self) -> list[tuple[str, str]]:
+        """Compute the rows once for all; kept until the points or the size change."""
         width, height = self.size
         key = (width, height, len(self.points), self.points[-1:])
         if key != self._key:
             points = by_tokens(self.points, width)
             top = points[-1].stored if points else 0.0
-            self._key, self._columns = key, [column(point, top, height) for point in points]
-        return self._columns
+            columns = [column(point, top, height) for point in points]
+            texts = labels(self.points[-1], columns) if columns else []
+            texts += [""] * (height - len(texts))
+            glyphs = map("".join, zip(*columns, strict=True))
+            self._key, self._rows = key, [*zip(glyphs, texts, strict=False)]
+        return self._rows
 
 
 def _segment(glyph: str, letter: str, styles: Mapping[str, Style]) -> Segment:

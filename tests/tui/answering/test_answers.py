@@ -91,6 +91,47 @@ async def test_of_two_budgets_without_a_token_between_them_the_second_is_shown(a
     assert asked.view.switches[-1].switched.params == {"budget": 128}
 
 
+async def switch(asked, before, mode, total):
+    await asked.controller.handle(Switched(before, mode, {}, total, 0, 0.0))
+
+
+async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
+    conversation = asked.controller.state.conversation
+    await switch(asked, "full", "streaming", 10)  # before the first word: in no text
+    await asked.controller.handle(Text("one two", 2))
+    await switch(asked, "streaming", "full", 12)
+    await asked.controller.handle(Text(" three", 1))
+    asked.controller.answers.checkpoint()
+    assert conversation.leaf.switch_lines == ((7, "streaming -> full"),)
+    await switch(asked, "full", "freeze", 13)
+    await switch(asked, "freeze", "sync", 13)  # without a token between them
+    await asked.controller.handle(Finished("stopped", "one two three", Stats()))
+    kept = ((7, "streaming -> full"), (13, "full -> sync"))
+    assert conversation.leaf.switch_lines == kept
+
+    await asked.controller.branches.resume()
+    await asked.controller.handle(Text(" four", 1))
+    await switch(asked, "sync", "full", 20)
+    await asked.controller.answers.abandon()
+    await asked.controller.answers.ready()
+    assert conversation.leaf.switch_lines == (*kept, (18, "sync -> full"))
+
+    await switch(asked, "full", "sync", 20)  # after the answer: what is kept stays
+    assert not asked.view.switches[-2].removed
+    await asked.controller.branches.regenerate()
+    await asked.controller.handle(Text("other", 1))
+    await asked.controller.handle(Finished("eos", "other", Stats()))
+    assert conversation.leaf.switch_lines == ()
+
+
+async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
+    left = asked.controller.state.conversation
+    await asked.controller.handle(Text("one", 1))
+    await switch(asked, "full", "sync", 12)
+    await asked.controller.new()
+    assert left.leaf.switch_lines == ((3, "full -> sync"),)
+
+
 async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it_is_asked_for(chat):
     await chat.load()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from dataclasses import replace
@@ -44,6 +45,7 @@ async def test_another_model_is_loaded_in_the_present_mode_and_reads_the_convers
     assert (chat.phase, chat.controller.state.is_stored, chat.view.notes) == (Phase.READY, False, ["read this"])
     assert chat.controller.models.in_use.model == "./other"
     await chat.controller.restart()
+    await chat.engine_ended()
     assert chat.client.sent[-1].model == "./other"
 
 
@@ -74,6 +76,7 @@ async def test_nothing_is_loaded_when_the_old_model_does_not_come_back(chat, her
     await chat.controller.handle(replace(FAILED, fatal=True))
     assert chat.phase is Phase.DOWN
     await choose(chat, "third")
+    await chat.engine_ended()
     assert (chat.client.starts, chat.client.sent[-1].model) == (1, "third")
 
 
@@ -106,6 +109,7 @@ async def test_stopping_a_load_once_and_twice(chat, here):
     assert chat.client.sent[-1] == Stop()
     await chat.controller.handle(Loading("still reading"))
     await chat.controller.stop_work()
+    await chat.engine_ended()
     assert (chat.client.starts, chat.client.sent[-1].model) == (1, "bundled")
 
 
@@ -191,6 +195,17 @@ async def test_a_download_is_stopped_and_can_be_asked_for_again(chat):
     assert chat.view.toasts == ["The download is stopped; /model org/slow goes on with it."]
     await choose(chat, "org/good")
     await wait_for(lambda: chat.phase is Phase.LOADING)
+
+
+async def test_a_download_is_stopped_before_its_process_has_started(chat):
+    await chat.load()
+    await choose(chat, "org/slow")
+    await asyncio.sleep(0)
+    assert chat.controller.state.download == "Starting the download of org/slow"
+    assert chat.controller.models._download._process is None
+    await chat.controller.stop_work()
+    await wait_for(lambda: not chat.controller.state.download)
+    assert chat.view.toasts == ["The download is stopped; /model org/slow goes on with it."]
 
 
 async def test_a_download_that_cannot_be_started(chat):

@@ -48,7 +48,7 @@ async def test_messages_are_marked_where_they_stand_without_a_layout(running):
             return [gutter.render_line(y).text for y in range(gutter.size.height)]
 
         def is_marked() -> bool:
-            gutter.show({question.message: Mark("X", 0.0), answer.message: Mark("D", 1.0)})
+            gutter.show({question.message: Mark("X", 0.0), answer.message: Mark("D", 1.0)}.get)
             return {"█", " "} <= set(shown()) and shown() == beside_the_messages()
 
         await until(is_marked)
@@ -56,7 +56,7 @@ async def test_messages_are_marked_where_they_stand_without_a_layout(running):
         transcript.scroll_home(animate=False)
         await until(lambda: transcript.scroll_y == 0 and "×" in shown() and shown() == beside_the_messages())
         size, drawn = transcript.virtual_size, list(gutter._rows)
-        gutter.show({answer.message: Mark("D", 0.1)})
+        gutter.show({answer.message: Mark("D", 0.1)}.get)
         assert transcript.virtual_size == size
         assert gutter._rows != drawn
         snapshot = app.controller.state.snapshot

@@ -79,3 +79,17 @@ async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
         timeline.styles.height = 3
         app.screen._refresh_layout()
         assert "stored" not in timeline.render_line(1).text
+
+
+async def test_only_rows_that_are_others_are_drawn_again():
+    app = Shown()
+    async with app.run_test(size=(40, 10)) as pilot:
+        timeline, drawn = app.query_one(Timeline), []
+        for stored in range(14000, 14300):
+            timeline.add(512, stored)
+        await pilot.pause()
+        line = timeline.render_line
+        timeline.render_line = lambda y: drawn.append(y) or line(y)
+        timeline.add(512, 14300)
+        await pilot.pause()
+        assert drawn == [1], "that with the number of tokens stored"
