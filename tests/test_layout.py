@@ -62,6 +62,7 @@ TESTED_IN = {
     "cli/profile": "config/test_profiles",
     "cli/session": "cli/test_ask",
     "engine/keep/page_file_rows": "engine/keep/test_keeper_hybrid",
+    "engine/generate/forged": "engine/generate/test_escaping",
     "engine/model/description": "engine/model/test_load",
     "engine/model/gguf_file": "engine/model/test_load_gguf",
     "engine/model/packed_quantizer": "engine/model/test_quantization",

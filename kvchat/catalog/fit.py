@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Literal
 
 from kvchat import nvml, stored_tensors
@@ -20,9 +18,8 @@ INT4 = {"cpu": 0.5 + 4 / 32, "cuda": 0.5 + 4 / 128}
 # In what a GGUF file of at most so many bits an element is loaded by itself, as in the engine's ``gguf_weights``.
 GGUF_AT_MOST = {"int4": 5.0, "int8": 9.0}
 
-# As in the engine: of a GPU that multiplies int4, and of the smallest matrix that may be faster in bfloat16.
-INT4_CAPABILITY, BFLOAT16_FROM = (8, 0), 2**25
-CPU_FLAGS, BFLOAT16_FLAGS = Path("/proc/cpuinfo"), {"avx512_bf16", "amx_bf16", "bf16"}
+# As in the engine: of a GPU that multiplies int4, and of the smallest matrix that is faster in bfloat16.
+INT4_CAPABILITY, BFLOAT16_FROM = (8, 0), 2**24
 OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that are multiplied in no other
 
 
@@ -118,16 +115,4 @@ def _dtype(found: FoundModel, weights: Weights, dtype: str, there: Room) -> str:
     if dtype != "auto" or there.device != "cpu" or found.quantization in OWN_DTYPE_ONLY:
         return own if dtype == "auto" else dtype
     packed = found.quantization and not stored_tensors.is_unpacked(found.quantization, there.capability)
-    if packed or own != "bfloat16" or 4 * weights.mlp < BFLOAT16_FROM:
-        return "float32"
-    return "bfloat16" if multiplies_bfloat16() else "float32"
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """True if this processor says that it does; the engine measures it."""
-    try:
-        flags = CPU_FLAGS.read_text().split()
-    except OSError:
-        return False
-    return not BFLOAT16_FLAGS.isdisjoint(flags)
+    return "float32" if packed or own != "bfloat16" or 4 * weights.mlp < BFLOAT16_FROM else "bfloat16"

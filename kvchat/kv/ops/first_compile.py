@@ -41,7 +41,7 @@ def compile_loops(dtype: torch.dtype, tell: Callable[[], None]) -> None:
 
 
 def _kept() -> Iterator[list[Path]]:
-    """The files that numba keeps of the last loop, folder by folder: beside its file, and in the user's cache folder."""
+    """The files that numba keeps of the last loop, folder by folder: beside the source, in the user's cache."""
     name = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.*.nbc"
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         folders = [*Path(chosen).glob("*")]
