@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +58,13 @@ def _has_bfloat16() -> bool:
 @contextmanager
 def without_onednn(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Let torch multiply single rows of bfloat16 by its own product on a CPU, in all of the process."""
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = enabled and not (dtype == torch.bfloat16 and device.type == "cpu")
+    onednn: Any = torch.backends.mkldnn  # typed as what makes its properties
+    enabled = onednn.enabled
+    onednn.enabled = enabled and not (dtype == torch.bfloat16 and device.type == "cpu")
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = enabled
+        onednn.enabled = enabled
 
 
 def is_one_row(x: Tensor) -> bool:
