@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,9 @@ def table(name: str) -> str:
     return TABLES[name]() if name in TABLES else report(name)
 
 
-def decode() -> str:
+def decode(name: str = "decode") -> str:
     """Time per token, and how many times as fast as ``generate``, a row per variant."""
-    return _times("decode", lambda row: f"{row['times_as_fast']['generate']:.2f}", "times as fast")
+    return _times(name, lambda row: f"{row['times_as_fast']['generate']:.2f}", "times as fast")
 
 
 def beside() -> str:
@@ -224,6 +225,8 @@ TABLES = {
     "taus": taus,
     "keys": keys,
     "decode": decode,
+    "decode-bfloat16": partial(decode, "decode-bfloat16"),
+    "decode-int8": partial(decode, "decode-int8"),
     "decode-load": beside,
     "passkey": passkey,
     "passkey-inside": inside,
