@@ -99,6 +99,11 @@ def decode(name: str = "decode") -> str:
     return _times(name, lambda row: f"{row['times_as_fast']['generate']:.2f}", "times as fast")
 
 
+def int8() -> str:
+    """Time per token with int8 weights."""
+    return _times("decode-int8", lambda row: f"{row['tokens_per_s']:.0f}", "tokens/s")
+
+
 def beside() -> str:
     """Time per token, and what is kept of the speed beside busy processes."""
     return _times("decode-load", lambda row: f"{100 * row['kept']:.0f} %", "kept")
@@ -226,7 +231,7 @@ TABLES = {
     "keys": keys,
     "decode": decode,
     "decode-bfloat16": partial(decode, "decode-bfloat16"),
-    "decode-int8": partial(decode, "decode-int8"),
+    "decode-int8": int8,
     "decode-load": beside,
     "passkey": passkey,
     "passkey-inside": inside,
