@@ -65,13 +65,18 @@ def is_unpacked(method: str, capability: tuple[int, int] | None) -> bool:
     return method == COMPRESSED or (method == "mxfp4" and find_spec("kernels") is None)
 
 
+def method_of(config: Mapping[str, Any]) -> str:
+    """transformers' name of the method by which a checkpoint with this ``quantization_config`` is quantized."""
+    method = config.get("quant_method", "")
+    return str(getattr(method, "value", method))
+
+
 def kind_of(config: Mapping[str, Any]) -> str:
     """kvchat's choice, such as "int8", by which a checkpoint is quantized, or transformers' name of another method.
 
     ``config`` is the checkpoint's ``quantization_config``; "" where it has none.
     """
-    method = config.get("quant_method", "")
-    method = str(getattr(method, "value", method))
+    method = method_of(config)
     if method == TORCHAO:
         kind = _torchao_kind(config).lower()
         return next((name for name in ("int8", "int4") if kind.startswith(f"{name}weightonly")), method)

@@ -120,8 +120,7 @@ def kind_of(config: Any) -> str:
 
 def own_method(config: Any) -> str:
     """transformers' name of the method by which a checkpoint is quantized; empty if it is not."""
-    method = own_section(config).get("quant_method", "")
-    return str(getattr(method, "value", method))
+    return stored_tensors.method_of(own_section(config))
 
 
 def is_unpacked(config: Any, device: torch.device) -> bool:

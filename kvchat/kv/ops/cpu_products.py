@@ -114,7 +114,7 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
 
 def _threaded(dtype: torch.dtype) -> bool:
     """True if there are compiled loops over numbers of ``dtype``; they know then how many threads to run on."""
-    if dtype not in KNOWN or not (loops := compiled_loops()):
+    if not (loops := loops_over(dtype)):
         return False
     loops.use_threads(torch.get_num_threads())
     return True
@@ -125,7 +125,7 @@ def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, v
 
     ``keys`` and ``values`` are what its loops read, as they take it.
     """
-    loops_over(stored.dtype)
+    loops_over(stored.dtype)  # those of ``loops`` too, which was just imported
 
     def scores(query: Tensor) -> Tensor:
         made = torch.empty((*query.shape[:2], tokens))

@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         blocks = _blocks(weight.shape[0])
         if blocks > 1 and weight.is_contiguous():
             return _by_blocks(x, weight, bias, blocks)
-    if weight.dtype == torch.bfloat16 and x.numel() >= MANY * x.shape[-1] and widens(weight.dtype, weight.device):
+    if x.numel() >= MANY * x.shape[-1] and widens(weight.dtype, weight.device):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 
