@@ -76,7 +76,8 @@ class KvchatApp(App[None]):
     """
 
     TITLE = "kvchat"
-    CSS = "ToastRack { dock: top; align: right top; margin: 1 0 0 0; }"
+    # Textual fails at a list whose lines have no column left.
+    CSS = "ToastRack { dock: top; align: right top; margin: 1 0 0 0; } OptionList { min-width: 12; }"
     COMMANDS = {CommandProvider}  # noqa: RUF012  (Textual's own declaration)
     BINDINGS: ClassVar[list[BindingType]] = bindings("app")
 

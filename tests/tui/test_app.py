@@ -16,7 +16,7 @@ from support.patience import PATIENCE_S
 from textual import events
 from textual.command import CommandInput, CommandList
 from textual.widget import Widget
-from textual.widgets import Static
+from textual.widgets import OptionList, Static
 from textual.widgets._markdown import MarkdownTableCellContents
 
 from kvchat.errors import UsageError
@@ -173,6 +173,23 @@ async def test_a_palette_opens_while_another_is_still_closing(running):
         app.action_command_palette()
         assert closing.is_attached
         await until(lambda: opened(app, Palette) and not closing.is_attached)
+
+
+@pytest.mark.parametrize("key", ["f2", "f9", "ctrl+o", "ctrl+p", "/"])
+async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running, key):
+    async with running() as (app, pilot, until):
+        press(app, key)
+        await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
+        for width in range(12, 0, -1):
+            await pilot.resize_terminal(width, 24)
+            await pilot.pause()
+        assert app._exception is None
+        await pilot.resize_terminal(80, 24)
+        if app.screen is not app.chat:
+            app.screen.dismiss()
+        prompt(app).load_text("")
+        typed(app, "hello")
+        await until(lambda: finished(app))
 
 
 async def test_an_engine_that_cannot_be_started_is_told(running, config):
