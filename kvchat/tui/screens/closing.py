@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.command import Command, CommandList, CommandPalette
 from textual.screen import Screen
+
+from kvchat.tui.widgets.options import PaletteOptions
 
 if TYPE_CHECKING:
     Closing: TypeAlias = Screen[None]
@@ -25,10 +28,10 @@ class ClosesOnce(Closing):
 class Palette(ClosesOnce, CommandPalette):
     """The command palette; what is found when it is closed already is shown nowhere."""
 
-    def _action_command_list(self, action: str) -> None:
-        """Go to another command; by pages only where there is a line: Textual fails at pages of none."""
-        if not action.startswith("page_") or self.query_one(CommandList).size:
-            super()._action_command_list(action)
+    def compose(self) -> ComposeResult:
+        """Textual's widgets, with a list of ours."""
+        for widget in super().compose():
+            yield PaletteOptions() if isinstance(widget, CommandList) else widget
 
     def _refresh_command_list(self, command_list: CommandList, commands: list[Command], clear_current: bool) -> None:
         if self in self.app.screen_stack:

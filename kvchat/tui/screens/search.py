@@ -10,6 +10,7 @@ from textual.widgets import Input, OptionList
 
 from kvchat.tui.actions import bindings
 from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.widgets.options import Options
 
 Found = TypeVar("Found")
 
@@ -36,18 +37,8 @@ class SearchField(Input):
     BINDINGS: ClassVar[list[BindingType]] = bindings("search")
 
 
-class FoundList(OptionList, can_focus=False):
+class FoundList(Options, can_focus=False):
     """The results; the keys that move in them come through the field."""
-
-    def action_page_down(self) -> None:
-        """A page down, where there is a line: Textual fails at pages of none."""
-        if self.size:
-            super().action_page_down()  # type: ignore[no-untyped-call]
-
-    def action_page_up(self) -> None:
-        """A page up, where there is a line."""
-        if self.size:
-            super().action_page_up()  # type: ignore[no-untyped-call]
 
 
 class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):

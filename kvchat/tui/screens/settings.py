@@ -22,6 +22,7 @@ from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens.closing import ClosesOnce
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
 from kvchat.tui.widgets.bars import KeyHints
+from kvchat.tui.widgets.options import Options
 
 W = TypeVar("W", bound=Widget)
 REFRESH_S = 0.3  # the engine answers a change of the mode later
@@ -59,9 +60,9 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
         with Vertical() as box:
             box.border_title = "settings"
             yield Input(placeholder="Find a setting…", id="find")
-            yield OptionList(id="list")
+            yield Options(id="list")
             yield Static(id="about", markup=False)
-            yield OptionList(id="choices")
+            yield Options(id="choices")
             with Horizontal(id="edit"):
                 yield Static(id="name", markup=False)
                 yield Input(id="value")

@@ -12,9 +12,10 @@ from textual.widgets.option_list import Option
 
 from kvchat.conversations.store import Summary
 from kvchat.foreign_text import visible
+from kvchat.tui.widgets.options import Options
 
 
-class ConversationColumn(OptionList, can_focus=False):
+class ConversationColumn(Options, can_focus=False):
     """A title a line, the present one's marked; a click opens another. Keys search in ``ConversationsScreen``."""
 
     DEFAULT_CSS = """

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from textual.content import Content
-from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from kvchat.foreign_text import visible
 from kvchat.tui.prompt.suggestions import Offer, Suggestion
+from kvchat.tui.widgets.options import Options
 
 MAX_LABEL = 34
 
 
-class SuggestionList(OptionList):
+class SuggestionList(Options):
     """Shows an ``Offer``; hidden without one. The prompt keeps the focus and moves the highlight."""
 
     can_focus = False
