@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.command import Command, CommandList, CommandPalette
+from textual.events import Click
 from textual.screen import Screen
 
 from kvchat.tui.widgets.options import PaletteOptions
@@ -32,6 +33,11 @@ class Palette(ClosesOnce, CommandPalette):
         """Textual's widgets, with a list of ours."""
         for widget in super().compose():
             yield PaletteOptions() if isinstance(widget, CommandList) else widget
+
+    def on_click(self, event: Click) -> None:
+        """Ignore a click where there was a terminal when it was made: Textual fails at the place."""
+        if not self.region.contains_point(event.screen_offset):
+            event.prevent_default()
 
     def _refresh_command_list(self, command_list: CommandList, commands: list[Command], clear_current: bool) -> None:
         if self in self.app.screen_stack:

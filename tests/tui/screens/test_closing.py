@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.app_driver import finished, opened, press, typed
 from textual.command import CommandInput, CommandList
+from textual.events import Click
 
 from kvchat.tui.screens.closing import Palette
 from kvchat.tui.screens.settings import SettingsScreen
@@ -48,5 +49,20 @@ async def test_what_a_closed_palette_still_finds_ends_nothing(running):
         closing.dismiss()
         await until(lambda: not closing.is_attached)
         closing._refresh_command_list(commands, [], True)
+        typed(app, "hello")
+        await until(lambda: finished(app))
+
+
+async def test_a_click_beside_a_terminal_that_has_become_smaller_closes_nothing(running):
+    async with running(size=(120, 40)) as (app, pilot, until):
+        app.action_command_palette()
+        await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
+        click = Click(app.screen, 100, 30, 0, 0, 1, False, False, False, screen_x=100, screen_y=30)
+        await pilot.resize_terminal(40, 20)
+        app.screen.post_message(click)
+        await pilot.pause()
+        assert app._exception is None
+        assert isinstance(app.screen, Palette)
+        app.screen.dismiss()
         typed(app, "hello")
         await until(lambda: finished(app))
