@@ -21,6 +21,7 @@ from textual.errors import NoWidget
 from textual.events import Event, InputEvent, Key, MouseEvent, Paste
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
+from textual.timer import Timer, TimerCallback
 from textual.widget import MountError
 from textual.worker import WorkerFailed
 
@@ -42,6 +43,7 @@ from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
+from kvchat.tui.timers import unskipped
 
 if not ARE_FRAMES_CHOSEN:
     os.environ.pop(FRAMES, None)
@@ -101,6 +103,17 @@ class KvchatApp(App[None]):
     def theme_names(self) -> tuple[str, ...]:
         """The themes that can be used."""
         return tuple(self.themes)
+
+    def set_timer(
+        self,
+        delay: float,
+        callback: TimerCallback | None = None,
+        *,
+        name: str | None = None,
+        pause: bool = False,
+    ) -> Timer:
+        """Call back once, late where it must be: without it Textual would never again see a new size."""
+        return unskipped(super().set_timer(delay, callback, name=name, pause=pause))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The ribbon's colors where a theme leaves them out."""

@@ -12,6 +12,8 @@ from time import thread_time
 
 from textual.message_pump import MessagePump
 
+from kvchat.tui.timers import unskipped
+
 SHORTEST_S = 0.05
 LONGEST_S = 0.4
 
@@ -33,7 +35,7 @@ class Paced:
         self._is_asked = True
         if not self._is_at_work:
             self._is_at_work = True
-            self._pump.set_timer(SHORTEST_S, self._work)
+            unskipped(self._pump.set_timer(SHORTEST_S, self._work))
 
     async def _work(self) -> None:
         self._is_at_work = self._is_asked
@@ -41,8 +43,8 @@ class Paced:
             self._is_asked, begun = False, thread_time()
             await self._draw()
             # A layout and its drawing, which are done by then, cost more than what asked for them.
-            self._pump.set_timer(SHORTEST_S, partial(self._rest, begun))
+            unskipped(self._pump.set_timer(SHORTEST_S, partial(self._rest, begun)))
 
     def _rest(self, begun: float) -> None:
         rest = interval(thread_time() - begun) - SHORTEST_S
-        self._pump.set_timer(max(rest, 0.001), self._work)
+        unskipped(self._pump.set_timer(max(rest, 0.001), self._work))

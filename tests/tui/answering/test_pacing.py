@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ class FakePump:
         self.now, self.computed, self.layout_s = 0.0, 0.0, layout_s
         self.timers: list[tuple[float, Callable[[], Any]]] = []
 
-    def set_timer(self, seconds: float, callback: Callable[[], Any]) -> None:
+    def set_timer(self, seconds: float, callback: Callable[[], Any]) -> SimpleNamespace:
         self.timers.append((self.now + seconds, callback))
+        return SimpleNamespace()
 
     async def next_timer(self) -> None:
         at, call = self.timers.pop(0)
