@@ -96,7 +96,7 @@ class ChatView(Protocol):
         """Show another footer under a message of the transcript."""
 
     async def add_question(self, text: str, queued: bool) -> QuestionView:
-        """Move a question from the prompt to the transcript."""
+        """Add a question to the transcript."""
 
     async def add_command(self, line: str) -> QuestionView:
         """Add a command that is queued."""
@@ -142,9 +142,6 @@ class ChatView(Protocol):
 
     def show_models(self) -> None:
         """Show the models on this machine, of which one can be chosen."""
-
-    def accept_prompt(self) -> None:
-        """Remember what was sent from the prompt: it is not given back."""
 
     def restore_prompt(self, text: str) -> bool:
         """Give a question back to the prompt, unless another has been begun there; whether it was."""

@@ -211,9 +211,6 @@ class FakeView:
     def show_models(self) -> None:
         self.are_models_shown = True
 
-    def accept_prompt(self) -> None:
-        self.prompt = ""
-
     def restore_prompt(self, text: str) -> bool:
         is_empty = not self.prompt
         self.prompt = self.prompt or text

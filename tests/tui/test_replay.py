@@ -13,7 +13,9 @@ from kvchat.errors import UsageError
 from kvchat.paths import bundled_recording
 from kvchat.protocol.replaying import MAX_PACE, Pace
 from kvchat.tui.replay import SLOWEST, Replay
+from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar
+from kvchat.tui.widgets.prompt import Prompt
 
 
 @pytest.fixture
@@ -77,6 +79,17 @@ async def test_a_replay_says_that_it_is_one_and_takes_no_question(running, confi
         typed(app, "hello there")
         await until(lambda: "This is a recording: no model is behind it to answer" in toasts(app))
         assert (len(app.controller.answers.queue), prompt(app).text) == (0, "hello there")
+
+
+async def test_a_question_sent_while_the_recording_asks_its_own_comes_back(running, config):
+    config = changed(config, engine_command=(*ENGINE, str(bundled_recording())), replay="demo.jsonl.gz")
+    async with running(config, ready=False) as (app, _pilot, until):
+        await until(lambda: app.controller.state.phase is Phase.READY)
+        prompt(app).insert("mine")
+        prompt(app).action_send()
+        await app.controller.answers.ask("theirs")
+        await until(lambda: prompt(app).text == "mine")
+        assert app.chat.query_one(Prompt).prompts.older("") is None
 
 
 async def test_a_chat_with_a_model_has_no_sign_of_a_replay(running):

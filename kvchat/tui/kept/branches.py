@@ -67,7 +67,6 @@ class Branches:
         self.state.edited = None
         self.state.conversation.go_to(edited.parent)
         answer = self.state.conversation.answer(text)
-        self.view.accept_prompt()
         await self.view.show_messages((), below=edited.parent)
         await self.answers.begin(answer)
 

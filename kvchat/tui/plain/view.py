@@ -259,9 +259,6 @@ class PlainView:
         if waiting and is_held:
             self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear forgets them.")
 
-    def accept_prompt(self) -> None:
-        """A line that was read is not given back."""
-
     def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
         """Only /chats lists them."""
 

@@ -26,7 +26,6 @@ from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import external_editor, questions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
-from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.scopes import Scope
 from kvchat.tui.screens.conversations import ConversationsScreen
@@ -108,31 +107,47 @@ class ChatScreen(ShownChat):
     # ---- what the user asks for ------------------------------------------------------------------
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        """Run a command, or ask a question."""
-        text, replay = message.text, self.controller.replay
-        may_mean = self.query(Welcome) and not replay.name
-        if may_mean and (asked := example(text, self.controller.models.in_use.model)):
-            if is_command(asked):
-                self.accept_prompt()
-                await self.run_command(asked)
-            else:
-                with self._refusals_as_toasts():
-                    await self.controller.ask(asked)
-        elif not text.strip() and self.controller.answers.queue.is_held:
-            await self.controller.release_queue()
-        elif not text.strip():
-            with self._refusals_as_toasts():
-                replay.refuse_question()
-                self.toast("There is nothing to send yet: type a question first.", severity="warning")
-        elif is_command(text):
-            self.accept_prompt()
+        """Run a command, or ask a question; a question that is refused is given back."""
+        text, prompt = message.text, self.query_one(Prompt)
+        if is_command(text):
+            self._remember(message)
             await self.run_command(text.strip())
-        else:
-            try:
+            return
+        try:
+            if asked := self._example(text):
+                await self._do_example(asked)
+            elif text.strip():
                 await self.controller.ask(questions.compose(message.parts, self.controller.state))
-            except KvchatError as refused:
-                self.query_one(Prompt).give_back()
-                self.toast(str(refused), severity="warning")
+            else:
+                await self._send_nothing()
+        except KvchatError as refused:
+            prompt.give_back(message)
+            self.toast(str(refused), severity="warning")
+        else:
+            self._remember(message)
+
+    def _example(self, typed: str) -> str | None:
+        """The question or command that stands on the first screen for what was typed; None elsewhere."""
+        if not self.query(Welcome) or self.controller.replay.name:
+            return None
+        return example(typed, self.controller.models.in_use.model)
+
+    async def _do_example(self, asked: str) -> None:
+        if is_command(asked):
+            await self.run_command(asked)
+        else:
+            await self.controller.ask(asked)
+
+    async def _send_nothing(self) -> None:
+        if self.controller.answers.queue.is_held:
+            await self.controller.release_queue()
+        else:
+            self.controller.replay.refuse_question()
+            self.toast("There is nothing to send yet: type a question first.", severity="warning")
+
+    def _remember(self, sent: Prompt.Sent) -> None:
+        with self._unwritten_history_as_toast():
+            self.query_one(Prompt).remember(sent)
 
     async def on_prompt_took_back(self) -> None:
         """Give the question queued last back; another text may have been begun meanwhile."""
@@ -195,7 +210,9 @@ class ChatScreen(ShownChat):
 
     async def action_ask_example(self, typed: str) -> None:
         """Ask a question of the first screen."""
-        await self.on_prompt_sent(Prompt.Sent((Part(typed),)))
+        with self._refusals_as_toasts():
+            if asked := self._example(typed):
+                await self._do_example(asked)
 
     def action_editor(self) -> None:
         """Write the prompt in the user's own editor."""

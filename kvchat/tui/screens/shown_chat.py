@@ -66,7 +66,6 @@ class ShownChat(Screen[None]):
         self._transcript.show_footer(message.id, footer)
 
     async def add_question(self, text: str, queued: bool) -> Question:
-        self.accept_prompt()
         await self._transcript.query(Welcome).remove()
         return await self._transcript.add(Question(text, queued))
 
@@ -132,10 +131,6 @@ class ShownChat(Screen[None]):
 
     def show_models(self) -> None:
         self.app.push_screen(ModelsScreen(self.controller))
-
-    def accept_prompt(self) -> None:
-        with self._unwritten_history_as_toast():
-            self.query_one(Prompt).accept()
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)

@@ -6,9 +6,8 @@ While the list above it is open, Up and Down choose in it, Tab takes a suggestio
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from textual import events
@@ -33,7 +32,7 @@ STEPS = {"up": -1, "down": 1}
 class Prompt(TextArea):
     """A multi-line editor that posts ``Sent`` and is empty then: what is typed meanwhile belongs to the next text.
 
-    The receiver answers each ``Sent`` by ``accept`` or ``give_back``, but one of white space, which stays as it is.
+    The receiver answers each ``Sent`` by ``remember`` or ``give_back``; one of white space stays as it is.
     Control characters become visible marks before they are in the text: what is sent is what was shown.
     ``has_queue`` says whether questions wait.
     """
@@ -47,14 +46,20 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user sends this, pastes in full."""
+        """The user sends what was ``typed``; ``pastes`` holds what is folded in it."""
 
-        parts: tuple[Part, ...]
+        typed: str
+        pastes: dict[str, str] = field(default_factory=dict)
+
+        @property
+        def parts(self) -> tuple[Part, ...]:
+            """The typed and the pasted parts, in turn."""
+            return _parts(self.typed, self.pastes)
 
         @property
         def text(self) -> str:
             """All parts as one text."""
-            return "".join(part.text for part in self.parts)
+            return _expanded(self.typed, self.pastes)
 
     class TookBack(Message):
         """The user wants the question queued last back."""
@@ -71,7 +76,6 @@ class Prompt(TextArea):
         self._recalled = ""
         self.has_queue = False
         self._pastes: dict[str, str] = {}
-        self._sent: deque[tuple[str, dict[str, str]]] = deque()
 
     def render_line(self, y: int) -> Strip:
         """A line, where there is a column: Textual fails at a placeholder of none."""
@@ -79,9 +83,8 @@ class Prompt(TextArea):
 
     def action_send(self) -> None:
         """Post the text, folded pastes in full."""
-        self.post_message(self.Sent(_parts(self.text, self._pastes)))
+        self.post_message(self.Sent(self.text, self._pastes))
         if self.text.strip():
-            self._sent.append((self.text, self._pastes))
             self._pastes = {}
             self.load_text("")
 
@@ -108,14 +111,14 @@ class Prompt(TextArea):
             row, column = self.cursor_location
             self.replace(suggestion.text, (row, column - len(offer.typed)), (row, column))
 
-    def accept(self) -> None:
-        """Remember the text sent first in the history; nothing was sent by keys where the application asks by itself.
+    def remember(self, sent: Sent) -> None:
+        """Remember what was sent in the history.
 
         Raises:
             OSError: the history file cannot be written.
         """
-        if self._sent:
-            self.prompts.add(_expanded(*self._sent.popleft()))
+        if sent.text.strip():
+            self.prompts.add(sent.text)
 
     def put_aside(self) -> None:
         """Empty the prompt; its text stays in the history.
@@ -128,12 +131,13 @@ class Prompt(TextArea):
         if text.strip():
             self.prompts.add(text)
 
-    def give_back(self) -> None:
-        """Put the text sent first back, before what has been typed since."""
-        text, pastes = self._sent.popleft()
-        self._pastes |= pastes
+    def give_back(self, sent: Sent) -> None:
+        """Put what was sent back, before what has been typed since."""
+        if not sent.text.strip():
+            return
+        self._pastes |= sent.pastes
         begun = f"\n{self.text}" if self.text else ""
-        self._show(text + begun)
+        self._show(sent.typed + begun)
 
     def load_text(self, text: str) -> None:
         """Replace the text; control characters become visible marks."""

@@ -10,7 +10,6 @@ from support.app_driver import answers, finished, focus, notes, press, prompt, r
 from textual.widgets import Markdown, Static
 
 from kvchat.protocol.messages import Turn
-from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.screens import chat
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
@@ -118,7 +117,7 @@ async def test_what_is_typed_while_the_model_is_loaded_waits_and_is_done_in_its_
     async with running() as (app, _pilot, until):
         app.controller.state.enter_phase(Phase.LOADING)
         for line in ("/mode streaming budget=256", "hello", "/set temperature 0.25", "/mode frezee"):
-            await app.chat.on_prompt_sent(Prompt.Sent((Part(line),)))
+            await app.chat.on_prompt_sent(Prompt.Sent(line))
         press(app, "f6")
         waiting = ["/mode streaming budget=256", "hello", "/set temperature 0.25", "/mode frezee", "/next"]
         await until(lambda: texts(app.chat.query(Question)) == [f"❯ {line}  (queued)" for line in waiting])
