@@ -151,14 +151,14 @@ class Answer(Vertical):
             line.update(footer)
             line.display = bool(footer)
 
-    async def set_collapsed(self, collapsed: bool) -> None:
-        """Swap the Markdown blocks for one plain widget of the remembered height, or back.
+    async def set_collapsed(self, collapsed: bool) -> bool:
+        """Swap the Markdown blocks for one plain widget of the remembered height, or back; whether it was.
 
         The height is let go only once the blocks stand: a layout between would show the answer empty and move all
         below it. An answer that no layout has seen yet has no height to remember and stays as it is.
         """
         if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):
-            return
+            return False
         async with self._drawing:
             if collapsed:
                 self.styles.height = self.size.height
@@ -167,6 +167,7 @@ class Answer(Vertical):
             if not collapsed and await self._show_body(self._parts()[1], is_final=True):
                 self.styles.height = "auto"
                 self._weigh()
+        return True
 
     def _parts(self) -> tuple[str, str]:
         """The thought and what is said, with the marks of switches, as they are drawn."""

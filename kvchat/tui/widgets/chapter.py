@@ -22,7 +22,10 @@ NEWEST = 10  # messages that are in none
 
 
 class Chapter(Vertical):
-    """Some messages: while it is ``folded`` one plain text, about as high as they are."""
+    """Some messages: while it is ``folded`` one plain text, about as high as they are.
+
+    Its height ``is_held`` from then on until it is known what the other one is.
+    """
 
     DEFAULT_CSS = """
     Chapter { height: auto; }
@@ -40,6 +43,7 @@ class Chapter(Vertical):
         super().__init__()
         self.said = list(said)
         self.folded = True
+        self.is_held = False
 
     def compose(self) -> ComposeResult:
         if self.folded:
@@ -71,17 +75,21 @@ class Chapter(Vertical):
         """
         if folded == self.folded or not self.size.height:
             return False
-        self.styles.height = self.size.height
+        self.styles.height, self.is_held = self.size.height, True
         self.folded = folded
         await self.recompose()
         self.call_after_refresh(self._let_go)
         return True
 
     def _let_go(self) -> None:
-        if self.is_attached:
-            rows = max((child.virtual_region.bottom for child in self.children), default=0)
-            self.post_message(self.Grew(self, rows - self.size.height))
-            self.styles.height = "auto"
+        if not self.is_attached:
+            return
+        rows = max((child.virtual_region.bottom for child in self.children), default=0)
+        if not rows:  # no layout has placed them yet
+            self.call_after_refresh(self._let_go)
+            return
+        self.post_message(self.Grew(self, rows - self.size.height))
+        self.styles.height, self.is_held = "auto", False
 
 
 def past(messages: Sequence[Footed]) -> list[Widget]:

@@ -53,7 +53,8 @@ class Transcript(VerticalScroll):
         super().__init__(id=id)
         self._left_at: float | None = None
         self._chosen: Question | Answer | None = None
-        self._sought: Question | Answer | None = None  # in a chapter just unfolded, to be chosen when it has a place
+        self._sought: Question | Answer | None = None  # gone to, while what is unfolded around it may still move it
+        self._sought_at = Region()
 
     @property
     def chosen(self) -> str | None:
@@ -67,7 +68,7 @@ class Transcript(VerticalScroll):
         self._chosen = message
         if message is not None:
             message.add_class("chosen")
-            self.scroll_to_widget(message, animate=False)
+            self.scroll_to_region(self._place(message), animate=False, immediate=message is self._sought)
         self.refresh_bindings()
 
     async def go_to(self, id: str) -> bool:
@@ -83,10 +84,8 @@ class Transcript(VerticalScroll):
         for message, _ in self.places():
             if message.message == id:
                 self.focus()
-                if message.virtual_region.height:
-                    self.choose(message)
-                else:
-                    self._sought = message
+                self._sought = message
+                self.call_after_refresh(self.settle)
                 return True
         return False
 
@@ -168,24 +167,45 @@ class Transcript(VerticalScroll):
     async def settle(self) -> None:
         """After a new message or scrolling: count what is out of sight; collapse and revive answers, fold chapters."""
         self._count_below()
-        answers = [(message, place) for message, place in self.places() if isinstance(message, Answer)]
+        has_changed = await self._settle_answers() | await self._settle_chapters()
+        if self._sought is not None and (not self._sought.is_attached or self._sought.virtual_region.height):
+            self._approach(has_changed)
+
+    async def _settle_answers(self) -> bool:
+        answers, has_changed = [(one, place) for one, place in self.places() if isinstance(one, Answer)], False
         live = recent([answer for answer, _ in answers])
         for answer, place in answers[: len(answers) - live]:
-            await answer.set_collapsed(self._left_at is None or not self._is_near(place))
+            has_changed |= await answer.set_collapsed(self._left_at is None or not self._is_near(place))
         for answer, _ in answers[len(answers) - live :]:
-            await answer.set_collapsed(False)
+            has_changed |= await answer.set_collapsed(False)
+        return has_changed
+
+    async def _settle_chapters(self) -> bool:
+        needed, has_changed = {one.message for one in (self._chosen, self._sought) if one and one.is_attached}, False
         for chapter in self._chapters():
-            place, is_chosen = chapter.virtual_region, bool(self.chosen and chapter.has(self.chosen))
+            place, is_needed = chapter.virtual_region, any(map(chapter.has, needed))
             if place.height:  # the last layout has seen it
-                await chapter.set_folded(not is_chosen and not self._is_near(place))
+                has_changed |= await chapter.set_folded(not is_needed and not self._is_near(place))
+        return has_changed
+
+    def _approach(self, has_changed: bool) -> None:
+        """Choose the message gone to, again until a layout has left it and all around it as they were."""
+        place = self._place(self._sought)
+        if self._sought is not None and self._sought.is_attached:
+            self.choose(self._sought)
+        if has_changed or place != self._sought_at or any(chapter.is_held for chapter in self._chapters()):
+            self._sought_at = place
+            self.call_after_refresh(self.settle)
+        else:
+            self._sought = None
+
+    def _place(self, message: Question | Answer | None) -> Region:
+        return next((place for one, place in self.places() if one is message), Region())
 
     def on_chapter_grew(self, message: Chapter.Grew) -> None:
-        """Keep what is read at its place; the messages unfolded have a place after the next refresh."""
+        """Keep what is read at its place."""
         if message.chapter.virtual_region.y < self.scroll_y and self._left_at is not None:
             self.scroll_to(y=self.scroll_y + message.rows, animate=False, immediate=True)
-        sought, self._sought = self._sought, None
-        if sought is not None and sought.is_attached:
-            self.choose(sought)
         self.call_after_refresh(self.settle)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:

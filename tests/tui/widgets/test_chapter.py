@@ -83,6 +83,15 @@ async def test_a_message_of_a_folded_chapter_can_be_gone_to(running):
         assert not await transcript.go_to("elsewhere")
 
 
+async def test_a_message_gone_to_is_found_though_another_chapter_grows_meanwhile(running):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        transcript = await opened(app)
+        assert await transcript.go_to("q20")
+        other = next(chapter for chapter in chapters(transcript) if not chapter.has("q20"))
+        transcript.on_chapter_grew(Chapter.Grew(other, 0))
+        await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
+
+
 async def test_a_branch_can_begin_in_a_folded_chapter(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         transcript = await opened(app)
