@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from textual import events
 from textual.binding import BindingType
+from textual.geometry import Offset
 from textual.message import Message
 from textual.strip import Strip
 from textual.widgets import TextArea
@@ -80,6 +81,12 @@ class Prompt(TextArea):
     def render_line(self, y: int) -> Strip:
         """A line, where there is a column: Textual fails at a placeholder of none."""
         return super().render_line(y) if self.content_size.width else Strip([])
+
+    def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
+        """Scroll to the cursor, where there is a line: Textual undoes the text first, and moves the cursor then."""
+        if self.cursor_location[0] >= self.document.line_count:
+            return Offset()
+        return super().scroll_cursor_visible(center, animate)
 
     def action_send(self) -> None:
         """Post the text, folded pastes in full."""

@@ -104,6 +104,18 @@ async def test_a_refused_text_comes_back_before_what_was_typed_since(running, mo
         assert prompt.expanded() == f"{sent}\nmore"
 
 
+async def test_many_lines_can_be_undone_and_done_again(running):
+    async with running() as (app, pilot, _until):
+        app.post_message(events.Paste("line\n" * 14))
+        await pilot.pause()
+        for _ in range(3):
+            for key, lines in (("ctrl+z", 1), ("ctrl+y", 15)):
+                press(app, key)
+                await pilot.pause()
+                assert app._exception is None
+                assert prompt(app).document.line_count == lines
+
+
 async def test_newlines_and_history(running):
     async with running() as (app, _pilot, until):
         press(app, "a", "ctrl+j", "b", "enter")
