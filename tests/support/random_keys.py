@@ -151,7 +151,9 @@ class RandomKeys:
         return f"\x1b[<{at}M\x1b[<{at}m".encode()
 
     def _size(self) -> tuple[int, int]:
-        return self._random.choice((*SIZES, (self._random.randint(1, 220), self._random.randint(1, 70))))
+        any_size = self._random.randint(1, 220), self._random.randint(1, 70)
+        tiny = self._random.randint(1, 12), self._random.randint(1, 40)
+        return self._random.choice((*SIZES, any_size, tiny))
 
     def _type(self, data: bytes) -> None:
         self.keys += 1
