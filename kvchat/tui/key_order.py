@@ -47,13 +47,14 @@ class KeysInTurn:
         if not passed:
             self._waiting.clear()  # the application closes
         elif not _is_taken(*passed[-1]):
-            await self._handled(*passed[-1])
+            await self._handled(passed[-1][1])
 
-    async def _handled(self, event: Event, target: DOMNode) -> None:
+    async def _handled(self, target: DOMNode) -> None:
         way = target.ancestors_with_self
-        for node in (*way, *way):
-            if event._stop_propagation:
-                return
+        for node in (
+            *way,
+            *way,
+        ):  # also where it is stopped: Textual stops it as well where the application's turn begins
             await _done(node)
         await _done(self._app.screen)  # it may have been opened just now
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 from support.app_driver import finished, opened, press, prompt
 from textual import events
+from textual.message_pump import MessagePump
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from kvchat.tui import key_order
+from kvchat.tui.app import KvchatApp
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.settings import SettingsScreen
 
@@ -58,6 +61,27 @@ async def test_a_paste_waits_for_the_keys_before_it(running):
 async def test_a_setting_is_found_changed_and_left_at_once(running):
     async with running() as (app, _pilot, until):
         press(app, "f2", *"temperature", "enter", *["backspace"] * 9, *"0.25", "enter", "escape", *"hello")
+        await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
+        assert app.controller.state.sampling.temperature == 0.25
+
+
+async def test_what_follows_a_key_waits_until_the_application_is_done_with_it(running, monkeypatch):
+    done, handle = key_order._done, KvchatApp.on_event
+
+    async def done_late(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = None) -> None:
+        await done(pump, work)
+        if not isinstance(pump, KvchatApp):
+            await asyncio.sleep(0.01)
+
+    async def handle_late(app: KvchatApp, event: events.Event) -> None:
+        if isinstance(event, events.Key) and event.is_forwarded:
+            await asyncio.sleep(0.1)
+        await handle(app, event)
+
+    monkeypatch.setattr(key_order, "_done", done_late)
+    monkeypatch.setattr(KvchatApp, "on_event", handle_late)
+    async with running() as (app, _pilot, until):
+        press(app, "f2", *"temperature", "enter", *"0.25", "enter", "escape", *"hello")
         await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
         assert app.controller.state.sampling.temperature == 0.25
 
