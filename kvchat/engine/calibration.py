@@ -240,8 +240,10 @@ def find(revision: str, problem: Callable[[UsageError], object] = lambda error: 
     for folder in (paths.calibration_dir(), paths.bundled_calibration_dir()):
         file = folder / f"{revision}.json"
         try:
-            if file.exists():
-                return load(file)
+            file.stat()
+            return load(file)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
         except UsageError as error:
             problem(error)
         except OSError as error:
