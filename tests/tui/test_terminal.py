@@ -53,6 +53,12 @@ class Terminal:
     def key(self, *keys: str) -> None:
         self("send-keys", *keys)
 
+    def paste(self, data: bytes) -> None:
+        """Paste as a terminal does; newer versions of tmux write control characters as words unless told not to."""
+        literally = ["-S"] if "S]" in self("list-commands", "paste-buffer") else []
+        self("load-buffer", "-", stdin=data)
+        self("paste-buffer", "-p", "-r", *literally)
+
     def resize(self, width: int, height: int) -> None:
         self("resize-window", "-x", str(width), "-y", str(height))
 
@@ -133,8 +139,7 @@ def test_a_session_from_the_first_key_to_the_last(terminal: Terminal, tmp_path: 
 
 def test_a_large_paste_does_not_hang(terminal: Terminal) -> None:
     terminal.sees("● ready")
-    terminal("load-buffer", "-", stdin=b"fifteen letters\n" * 312_500)
-    terminal("paste-buffer", "-p", "-r")
+    terminal.paste(b"fifteen letters\n" * 312_500)
     terminal.sees("[pasted 4.8 MiB, 312,501 lines]")
     terminal.key("C-q")
     terminal.sees("left with 0")
@@ -155,8 +160,7 @@ def test_bytes_that_are_not_utf8_are_shown_and_end_nothing(terminal: Terminal) -
     terminal.key("-H", "9b")
     terminal.type("typed")
     terminal.sees("\ufffdtyped")
-    terminal("load-buffer", "-", stdin="Grüße".encode("latin-1"))
-    terminal("paste-buffer", "-p", "-r")
+    terminal.paste("Grüße".encode("latin-1"))
     terminal.sees("\ufffdtypedGr\ufffd\ufffde")
     terminal.key("Enter")
     terminal.sees("That is all there is to it.")
@@ -210,8 +214,7 @@ def test_esc_before_a_text_is_the_key_and_before_one_letter_alt(sent: bytes, rea
 
 def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> None:
     terminal.sees("● ready")
-    terminal("load-buffer", "-", stdin=b"one\r\ntwo\x1b[31mred\x07\rthree")
-    terminal("paste-buffer", "-p", "-r")
+    terminal.paste(b"one\r\ntwo\x1b[31mred\x07\rthree")
     terminal.until(lambda screen: "two␛[31mred␇" in screen and "three" in screen)
     assert "❯" not in terminal.screen()  # nothing was sent
     terminal.key("C-q")
