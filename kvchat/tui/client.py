@@ -54,7 +54,7 @@ Report = messages.Event | Crashed
 class EngineClient:
     """One child at a time. ``recorder`` notes what it reports.
 
-    ``log_problem`` says why its stderr is not kept, empty while it is.
+    ``log_problem`` says why its stderr is not kept, empty while it is. ``forgotten`` counts calls of ``forget``.
     """
 
     def __init__(self, command: Sequence[str] | None, log_file: Path, recorder: Recorder | None = None) -> None:
@@ -62,6 +62,8 @@ class EngineClient:
         self.log_file = log_file
         self.recorder = recorder
         self.log_problem = ""
+        self.forgotten = 0
+        self._is_forgotten = False
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
@@ -106,6 +108,7 @@ class EngineClient:
         finally:
             if log:
                 log.close()
+        self._is_forgotten = False
         self._reader = asyncio.create_task(self._read(self._process))
 
     def send(self, command: messages.Command) -> None:
@@ -133,6 +136,13 @@ class EngineClient:
         reports, self._inbox = self._inbox, []
         self._taken.set()
         return coalesce(reports)
+
+    def forget(self) -> None:
+        """Drop what the present child reports and has reported, but for what was received: it is about to be ended."""
+        self._is_forgotten = True
+        self.forgotten += 1
+        self._inbox.clear()
+        self._taken.set()
 
     async def close(self) -> None:
         """End the child: close its stdin, wait ``GRACE_S``, then kill it. One that is being ended is waited for."""
@@ -182,7 +192,7 @@ class EngineClient:
                 header = await process.stdout.readexactly(4)
                 body = await process.stdout.readexactly(wire.parse_length(header))
                 event = wire.decode_event(body)
-                if process is self._process:
+                if self._counts(process):
                     if self.recorder:
                         self.recorder.note(event)
                     self._put(event)
@@ -196,8 +206,11 @@ class EngineClient:
             while await process.stdout.read(2**16):
                 pass  # asyncio knows the end of a process only when its pipes are empty
         code = await process.wait()
-        if process is self._process:
+        if self._counts(process):
             self._put(Crashed(code, (*self._log_tail(), problem) if problem else self._log_tail()))
+
+    def _counts(self, process: asyncio.subprocess.Process) -> bool:
+        return process is self._process and not self._is_forgotten
 
     def _put(self, report: Report) -> None:
         # The text of an answer goes back to the engine with the next question: cleaned where it is drawn.

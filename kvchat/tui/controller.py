@@ -61,6 +61,7 @@ class ChatController(KeptConversations):
 
         Its end, which takes a second, is not waited for.
         """
+        self.client.forget()
         await self.answers.abandon()
         self.comparisons.abandon("The engine was restarted.")
         self.state.forget_engine()
@@ -75,6 +76,7 @@ class ChatController(KeptConversations):
             UsageError: the engine is busy or down.
         """
         self.branches.require_ready()
+        self.client.forget()
         await self.answers.down()
         self._do_beside(self._end())
 
@@ -85,10 +87,12 @@ class ChatController(KeptConversations):
         self.view.add_note("The model is unloaded, the conversation is kept; the next question loads the model again.")
 
     async def listen(self) -> None:
-        """Handle the engine's events until canceled."""
+        """Handle the engine's events until canceled, of an engine that is being ended no more."""
         while True:
-            for report in await self.client.receive():
-                await self.handle(report)
+            reports, forgotten = await self.client.receive(), self.client.forgotten
+            for report in reports:
+                if self.client.forgotten == forgotten:
+                    await self.handle(report)
 
     async def handle(self, report: Report) -> None:
         """Handle one event of the engine, or its end."""

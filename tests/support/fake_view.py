@@ -30,6 +30,7 @@ class FakeClient:
         self.starts = 0
         self.log_problem = ""
         self.is_closed = False
+        self.forgotten = 0
         self.alive = True
         self.ended = asyncio.Event()
         self.ended.set()
@@ -41,6 +42,9 @@ class FakeClient:
         self.alive = True
         if self.start_error:
             raise self.start_error
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     async def close(self) -> None:
         self.is_closed = True

@@ -17,7 +17,7 @@ from support.patience import PATIENCE_S
 
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import Chat, Finished, Load, Loaded, Prefilled, Sampling, Stop, Text, Turn
+from kvchat.protocol.messages import Chat, Finished, Load, Loaded, Prefilled, Rebuild, Sampling, Stop, Text, Turn
 from kvchat.tui import client as client_module
 from kvchat.tui.client import Crashed, EngineClient, Report, coalesce
 
@@ -131,6 +131,25 @@ async def test_restart_of_a_living_child_is_no_crash(client):
         while not any(isinstance(report, Loaded) for report in reports):
             reports += await client.receive()
     assert not any(isinstance(report, Crashed) for report in reports)
+
+
+async def test_a_forgotten_child_reports_nothing_more(client):
+    await client.start()
+    client.send(Load())
+    await received(client, Loaded)
+    client.send(Rebuild())
+    async with asyncio.timeout(PATIENCE_S):
+        while not client._inbox:
+            await asyncio.sleep(0.01)
+    client.forget()
+    client.send(Rebuild())
+    client.kill()
+    await client._process.wait()
+    await asyncio.wait([client._reader])
+    assert not client._inbox
+    await client.restart()
+    client.send(Load())
+    await received(client, Loaded)
 
 
 async def test_two_restarts_at_once_leave_one_child(client, monkeypatch):

@@ -15,11 +15,14 @@ from kvchat.protocol.messages import (
     Load,
     Peek,
     Rebuild,
+    Rebuilt,
+    Recovered,
     Stop,
     Switch,
     Switched,
     Turn,
 )
+from kvchat.tui.client import Report
 from kvchat.tui.controller import PEEK_TOKENS
 from kvchat.tui.state import Phase
 
@@ -154,6 +157,29 @@ async def test_a_parameter_kept_for_later_goes_with_the_first_mode_that_has_it(c
     chat.controller.switch("streaming")
     chat.controller.switch("speculative")
     assert [command.params for command in chat.client.sent] == [{"K": 96}, {"window": 96}, {}]
+
+
+async def test_what_came_of_an_engine_that_is_being_ended_does_not_make_the_chat_ready(chat, monkeypatch):
+    await chat.load()
+    chat.client.ended.clear()
+    batches = [[Recovered("RR", "entropy", 3.4, 40), Rebuilt(12, 0.25)]]
+
+    async def receive() -> list[Report]:
+        return batches.pop() if batches else await asyncio.Future()
+
+    async def handle(report: Report) -> None:
+        if isinstance(report, Recovered):
+            await chat.controller.restart()
+        else:
+            await chat.controller._events.handle(report)
+
+    monkeypatch.setattr(chat.client, "receive", receive, raising=False)
+    monkeypatch.setattr(chat.controller, "handle", handle)
+    listening = asyncio.create_task(chat.controller.listen())
+    await asyncio.sleep(0.05)
+    assert chat.controller.state.phase is Phase.LOADING
+    listening.cancel()
+    chat.client.ended.set()
 
 
 async def test_a_restart_keeps_mode_values_and_conversation(chat):
