@@ -10,6 +10,7 @@ from pydantic import Field
 from kvchat.protocol.figures import Count, Params, Run, Several
 
 MAX_VARIANTS = 8
+MAX_NEEDLE_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Variant:
 class HideNeedle:
     """Make a conversation of about ``tokens`` tokens that asks for a fact told early; ``NeedleHidden`` brings it."""
 
-    tokens: Annotated[int, Field(ge=1, lt=2**24)]
+    tokens: Annotated[int, Field(ge=1, le=MAX_NEEDLE_TOKENS)]
     seed: Count
 
 

@@ -235,6 +235,7 @@ BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
 KEYED = [action for action in ACTIONS if action.is_bindable and not action.command]  # what has a key only
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
+MAX_DIGITS = 1000  # of a number that is a whole argument: Python reads none of 5,000
 REPLAY = "replay."  # begins the ids of what only a replay can do
 HINTED = sorted(
     (action for action in ACTIONS if action.hint_word),
@@ -260,10 +261,13 @@ def parse_command(line: str) -> tuple[Action, str]:
     The beginning of a name will do where no other name has it.
 
     Raises:
-        UsageError: there is no such command, or several begin so; names the nearest.
+        UsageError: there is no such command, or several begin so; names the nearest. Or a number is too long.
     """
     name, _, argument = line.removeprefix("/").partition(" ")
-    return find_command(name.strip().lower()), argument.strip()
+    action, argument = find_command(name.strip().lower()), argument.strip()
+    if argument.isdecimal() and len(argument) > MAX_DIGITS:
+        raise UsageError(f"/{name} is refused.", f"The number has {len(argument):,} digits.", "Give a smaller one.")
+    return action, argument
 
 
 def find_command(name: str) -> Action:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvchat.errors import UsageError
+from kvchat.protocol.comparing import MAX_NEEDLE_TOKENS
 from kvchat.tui.comparing.variants import parse_variants
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt.assignments import split_words
@@ -18,9 +19,9 @@ async def compare(chat: ChatController, argument: str) -> None:
 
 async def search_needle(chat: ChatController, argument: str) -> None:
     """``/needle TOKENS``"""
-    if argument and not (argument.isdecimal() and int(argument) >= MIN_NEEDLE_TOKENS):
+    if argument and not (argument.isdecimal() and MIN_NEEDLE_TOKENS <= int(argument) <= MAX_NEEDLE_TOKENS):
         raise UsageError(
             f'/needle "{argument}" is refused.',
-            hint=f"It takes the length of the text, {MIN_NEEDLE_TOKENS} tokens or more.",
+            hint=f"It takes the length of the text, {MIN_NEEDLE_TOKENS} to {MAX_NEEDLE_TOKENS:,} tokens.",
         )
     chat.comparisons.search_needle(int(argument or NEEDLE_TOKENS))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
+from kvchat.protocol.comparing import MAX_NEEDLE_TOKENS
 from kvchat.tui.commands.comparing import MIN_NEEDLE_TOKENS, search_needle
 
 
-@pytest.mark.parametrize("length", ["many", "-3", str(MIN_NEEDLE_TOKENS - 1)])
+@pytest.mark.parametrize("length", ["many", "-3", str(MIN_NEEDLE_TOKENS - 1), str(MAX_NEEDLE_TOKENS + 1), "9" * 30])
 async def test_a_needle_needs_a_text(chat, length):
     with pytest.raises(UsageError, match="length of the text"):
         await search_needle(chat.controller, length)
