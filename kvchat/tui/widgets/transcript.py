@@ -62,10 +62,12 @@ class Transcript(VerticalScroll):
         return self._chosen.message if self._chosen is not None and self._chosen.is_attached else None
 
     def choose(self, message: Question | Answer | None) -> None:
-        """Choose a message and scroll to it; None for none."""
+        """Choose a message and scroll to it; None for none. One that is gone to is then sought no more."""
         if self._chosen is not None:
             self._chosen.remove_class("chosen")
         self._chosen = message
+        if message is not self._sought:
+            self._sought = None
         if message is not None:
             message.add_class("chosen")
             self.scroll_to_region(self._place(message), animate=False, immediate=message is self._sought)
@@ -168,8 +170,10 @@ class Transcript(VerticalScroll):
         """After a new message or scrolling: count what is out of sight; collapse and revive answers, fold chapters."""
         self._count_below()
         has_changed = await self._settle_answers() | await self._settle_chapters()
-        if self._sought is not None and (not self._sought.is_attached or self._sought.virtual_region.height):
-            self._approach(has_changed)
+        if self._sought is not None and not self._sought.is_attached:
+            self._sought = None
+        if self._sought is not None and self._sought.virtual_region.height:
+            self._approach(self._sought, has_changed)
 
     async def _settle_answers(self) -> bool:
         answers, has_changed = [(one, place) for one, place in self.places() if isinstance(one, Answer)], False
@@ -188,18 +192,17 @@ class Transcript(VerticalScroll):
                 has_changed |= await chapter.set_folded(not is_needed and not self._is_near(place))
         return has_changed
 
-    def _approach(self, has_changed: bool) -> None:
+    def _approach(self, sought: Question | Answer, has_changed: bool) -> None:
         """Choose the message gone to, again until a layout has left it and all around it as they were."""
-        place = self._place(self._sought)
-        if self._sought is not None and self._sought.is_attached:
-            self.choose(self._sought)
+        place = self._place(sought)
+        self.choose(sought)
         if has_changed or place != self._sought_at or any(chapter.is_held for chapter in self._chapters()):
             self._sought_at = place
             self.call_after_refresh(self.settle)
         else:
             self._sought = None
 
-    def _place(self, message: Question | Answer | None) -> Region:
+    def _place(self, message: Question | Answer) -> Region:
         return next((place for one, place in self.places() if one is message), Region())
 
     def on_chapter_grew(self, message: Chapter.Grew) -> None:

@@ -92,6 +92,15 @@ async def test_a_message_gone_to_is_found_though_another_chapter_grows_meanwhile
         await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
 
 
+async def test_what_is_chosen_since_is_not_left_for_a_message_gone_to(running):
+    async with running(size=(80, 24)) as (app, _pilot, _until):
+        transcript = await opened(app)
+        assert await transcript.go_to(f"q{MANY - 2}")
+        transcript.choose(None)
+        await transcript.settle()
+        assert transcript.chosen is None
+
+
 async def test_a_branch_can_begin_in_a_folded_chapter(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         transcript = await opened(app)
