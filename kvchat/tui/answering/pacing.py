@@ -35,7 +35,7 @@ class Paced:
         self._is_asked = True
         if not self._is_at_work:
             self._is_at_work = True
-            unskipped(self._pump.set_timer(SHORTEST_S, self._work))
+            self._after(SHORTEST_S, self._work)
 
     async def _work(self) -> None:
         self._is_at_work = self._is_asked
@@ -43,8 +43,11 @@ class Paced:
             self._is_asked, begun = False, thread_time()
             await self._draw()
             # A layout and its drawing, which are done by then, cost more than what asked for them.
-            unskipped(self._pump.set_timer(SHORTEST_S, partial(self._rest, begun)))
+            self._after(SHORTEST_S, partial(self._rest, begun))
 
     def _rest(self, begun: float) -> None:
         rest = interval(thread_time() - begun) - SHORTEST_S
-        unskipped(self._pump.set_timer(max(rest, 0.001), self._work))
+        self._after(max(rest, 0.001), self._work)
+
+    def _after(self, seconds: float, work: Callable[[], Awaitable[None] | None]) -> None:
+        unskipped(self._pump.set_timer(seconds, work))

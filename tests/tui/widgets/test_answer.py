@@ -63,7 +63,7 @@ async def test_the_lines_of_switches_stay_where_they_are_once_it_is_opened_again
     message = Message(parent=None, role="assistant", text="one two", ending="stopped", switch_lines=((3, LINE),))
     async with running() as (app, _pilot, until):
         past = Answer.past(message, "")
-        assert past._parts()[1] == f"one {LINE} two"
+        assert [shown.text for shown in past.compose()] == [f"one {LINE} two"]
         await app.chat._transcript.add(past)
         await until(lambda: past.size.height)
         await past.set_collapsed(False)
