@@ -8,39 +8,14 @@ in a row take 0.68.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled, widened
+from kvchat.kv.ops.compiled import HAS_THREADS, LINE, Array, compiled, prefetch, widened
 
 AHEAD = 32
 TOKENS = 256  # that one thread reads at a time
-LINE = 64  # bytes that the processor fetches at once
 ROWS = "f4[:, :, ::1], number[::1], i8, i8, i4[::1], i8"  # what both loops take
-# The arguments of LLVM's prefetch. Into the first cache few lines can be under way at once: 5,000 tokens took 1.4 times
-# as long.
-FOR_READING, SECOND_CACHE, DATA = 0, 2, 1
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the memory line of ``array[index]``; nothing waits for it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        address = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        shape = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], shape)
-        builder.call(prefetch, [address, number(FOR_READING), number(SECOND_CACHE), number(DATA)])
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
 
 
 @compiled(f"void({ROWS}, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
@@ -59,7 +34,7 @@ def scores(
         for slot in range(begin, min(n, begin + TOKENS)):
             soon = head * head_stride + max(first, table[min(slot + AHEAD, n - 1)]) * token_stride
             for i in range(0, d, LINE // keys.itemsize):
-                _prefetch(keys, soon + i)
+                prefetch(keys, soon + i)
             token = table[slot]
             if token < first:
                 for g in range(group):
@@ -91,7 +66,7 @@ def sums(
         for slot in range(part * TOKENS, min(n, (part + 1) * TOKENS)):
             soon = head * head_stride + max(first, table[min(slot + AHEAD, n - 1)]) * token_stride
             for i in range(0, d, LINE // values.itemsize):
-                _prefetch(values, soon + i)
+                prefetch(values, soon + i)
             token = table[slot]
             if token < first:
                 continue

@@ -51,6 +51,16 @@ def test_pages_of_equal_weight_are_taken_in_order_and_what_stays_keeps_its_slot(
     assert placed.tolist() == [[5, 4, 6, 3]]
 
 
+def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_below():
+    spread = np.linspace(-85, 0, 4001, dtype=np.float32)
+    scores = np.concatenate([spread, np.float32([-300, -1e30, -np.inf])])
+    weights, powers = np.ones(len(scores), np.float32), np.empty(len(scores), np.float32)
+    compiled.add_softmax(scores, weights, powers)
+    exact = np.exp(scores.astype(np.float64))
+    assert np.allclose(powers, exact, rtol=2**-23, atol=2e-38)
+    assert np.allclose(weights - 1, exact / exact.sum(), atol=2**-23)
+
+
 def test_a_page_moves_only_where_another_one_lies():
     source = np.arange(12).reshape(6, 2)  # K of three pages, then V
     target = np.full((2, 1, 3, 2), 99)
