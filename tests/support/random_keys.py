@@ -74,7 +74,7 @@ class RandomKeys:
         self.environ = self.environ | {name: value, "EDITOR": "true", "VISUAL": "true", "TERM": "xterm-256color"}
         self._program: PtyRun | None = None
         self._tail = b""
-        self._typed: deque[bytes] = deque(maxlen=80)
+        self._typed: deque[bytes] = deque(maxlen=400)  # a burst, and all that is tried after it
 
     def press(self, bursts: int, until_s: float = 0.0) -> None:
         """Type so many bursts, and more until so many seconds are over; after each the prompt must take what is typed.
