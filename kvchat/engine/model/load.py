@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -93,6 +94,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
+    progress = _heard(progress)
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = gguf_weights.choose(asked.quantize, described)
@@ -135,6 +137,17 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
     notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
     return replace(loaded, notes=notes, fused=fusion.fused, reads_chunks=chunked)
+
+
+def _heard(progress: Progress) -> Progress:
+    """``progress``, which may print, also where what libraries print goes nowhere."""
+    out, err = sys.stdout, sys.stderr
+
+    def tell(stage: str) -> None:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            progress(stage)
+
+    return tell
 
 
 # ---- stages ----------------------------------------------------------------------------------------
@@ -206,8 +219,8 @@ def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quant
     placement = {"device_map": {"": device}} if in_place else {}
     of_file = gguf_weights.unpacked() if checkpoint.gguf else contextlib.nullcontext(quantized.options)
     try:
-        # The bar over a GGUF file's tensors has no switch.
-        with contextlib.redirect_stderr(io.StringIO()), of_file as options:
+        # Neither has the bar over a GGUF file's tensors a switch, nor what packages of quantized weights print.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), of_file as options:
             model, info = described.model_class.from_pretrained(
                 checkpoint.folder,
                 config=described.text_config,

@@ -31,6 +31,7 @@ INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
 WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
 INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
+INSTALL_GPTQ = "pip install 'kvchat[gptq]'"  # AWQ's too
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def import_package(quantized: Quantization) -> None:
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
     """The refusal of a model for which a package is missing; transformers' message names it."""
     message = " ".join(str(error).split())[:300]
-    install = {"bitsandbytes": INSTALL["nf4"], "torchao": INSTALL["int8"]}
+    install = {"bitsandbytes": INSTALL["nf4"], "torchao": INSTALL["int8"], "gptq": INSTALL_GPTQ, "awq": INSTALL_GPTQ}
     hint = next((command for package, command in install.items() if package in quantized.method), "Install it")
     return ModelError(
         f"{name} needs a package that is not installed.", f"transformers says: {message}", f"{hint}, then try again."
