@@ -20,7 +20,8 @@ from textual.filter import LineFilter, dim_style
 from kvchat.foreign_text import MARKS, visible
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
-STALLED_S, KEY_BYTES = 5.0, 16  # a network may stall a paste too; what it then brings is longer than a key
+STALLED_S = 5.0  # a network may stall a paste too; what it then brings is more than keys
+KEY_BYTES, KEYS_BYTES = 16, 64  # at most: of one key, and of those that a person presses in ``STALLED_S``
 _ESC_KEY = "\x1b[27u"  # as terminals send it that can tell the key from the beginning of a sequence
 _ESC_BEFORE_TEXT = re.compile(r"\x1b(?=[^\x00-\x20\x7f\[\]NOPX^_\\][^\x00-\x1f\x7f])")
 _HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
@@ -76,14 +77,14 @@ class InputDecoder:
     Textual's own decoder would end the application, and its parser would take the ESC for keys. It would also take Esc
     and a text that come at once for Alt and a letter: ESC before two characters is the key.
 
-    A paste whose end got lost would swallow every key from then on: what comes after ``STALLED_S``, is no longer than a
-    key and does not end the paste is a key.
+    A paste whose end got lost would swallow every key from then on: where nothing but keys came for ``STALLED_S`` the
+    next one is a key.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._clock = clock
-        self._read_at = 0.0
+        self._came_at, self._since = 0.0, 0  # when more came than keys, and how many bytes since
         self._is_paste = False
         self._emitted = ""  # the last characters outside a paste, where one may begin
         self._held = ""  # of a paste, where it may end
@@ -107,8 +108,11 @@ class InputDecoder:
         return "".join(parts)
 
     def _is_key_in_stalled_paste(self, data: bytes, text: str) -> bool:
-        pause, self._read_at = self._clock() - self._read_at, self._clock()
-        return self._is_paste and pause > STALLED_S and len(data) <= KEY_BYTES and PASTE_END not in text
+        now = self._clock()
+        self._since += len(data)
+        if not self._is_paste or len(data) > KEY_BYTES or self._since > KEYS_BYTES:
+            self._came_at, self._since = now, 0
+        return now - self._came_at > STALLED_S and PASTE_END not in text
 
     def _typed(self, text: str) -> tuple[str, str]:
         before, start, rest = (self._emitted + text).partition(PASTE_START)

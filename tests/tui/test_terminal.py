@@ -196,6 +196,18 @@ def test_a_key_after_a_paste_whose_end_got_lost_is_a_key():
     assert read(b"1~", 60.0) == "\x1b[201~"
 
 
+@pytest.mark.parametrize(("piece", "ended"), [(b"x", True), (b"pasted", False)], ids=["keys", "a slow line"])
+def test_keys_that_go_on_after_such_a_paste_are_keys(piece, ended):
+    now = [0.0]
+    decoder = InputDecoder(lambda: now[0])
+    decoder.decode(b"\x1b[200~pasted ")
+    for _ in range(51):
+        now[0] += 0.098
+        assert decoder.decode(piece) == piece.decode()
+    now[0] += 0.098
+    assert decoder.decode(b"\x11") == ("\x1b[201~\x11" if ended else "\x11")
+
+
 @pytest.mark.parametrize(
     ("sent", "read"),
     [
