@@ -45,6 +45,8 @@ if PLACES:
     ARCHITECTURES += ["qwen3", "mistral", "phi3", "gemma3", "gpt_oss", "cohere2", "glm4", "olmo2", "deepseek_v3"]
 EXAMPLES, STEPS = (int(min(PLACES, 1000)), 40) if PLACES else (2, 20)
 ROOM = 60  # tokens that an operation and the steps after it add at most
+LONG = 180  # tokens of a conversation that is begun anew: half of what a model reads may be pinned
+MARKED = 13  # at most, what the template writes around a turn
 NEAR = 1e-3
 PLACE = st.one_of(st.just(0), st.just(0), st.integers(1, 150), st.integers(1, 2000))  # 0: memory does not run out
 
@@ -90,7 +92,8 @@ class Operations(RuleBasedStateMachine):
     )
     def answer(self, said: int, tokens: int, pinned: bool, stops_at: int, place: int) -> None:
         """A further turn; its answer ends by itself, or is closed by who reads it after some events."""
-        turns = (*self.turns, Turn("user", "".join(map(chr, self._letters(said))), pinned=pinned))
+        before = self.turns if sum(len(turn.content) + MARKED for turn in self.turns) < LONG else ()
+        turns = (*before, Turn("user", "".join(map(chr, self._letters(said))), pinned=pinned))
 
         def answer() -> None:
             events = self.session.answer(turns, Sampling(temperature=1.0, seed=said, max_new_tokens=tokens))
