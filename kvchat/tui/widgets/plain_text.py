@@ -53,7 +53,7 @@ class PlainText(Widget):
         width, style = self.size.width, self.rich_style
         self._wrap(width)
         number = bisect_right(self._ends, y)
-        if number == len(self._lines):
+        if not width or number == len(self._lines):
             return Strip.blank(width, style)
         line = self._lines[number]
         start, end = _rows(line, width)[y - (self._ends[number - 1] if number else 0)]

@@ -56,6 +56,17 @@ async def test_words_stay_whole_and_indentation_stays():
         assert (part.size.height, part.render_line(0).text.rstrip()) == (1, "other")
 
 
+async def test_without_a_column_for_it_nothing_is_drawn():
+    app = App[None]()
+    async with app.run_test(size=SIZE) as pilot:
+        part = await shown(app, "one two three")
+        part.styles.padding = (0, 2)
+        await pilot.resize_terminal(3, 22)
+        await pilot.pause()
+        assert part.size.width == 0
+        assert part.render_line(0).text == ""
+
+
 async def test_what_is_selected_is_marked_and_copied():
     app = App[None]()
     async with app.run_test(size=(20, 24)) as pilot:
