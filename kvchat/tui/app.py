@@ -20,7 +20,7 @@ from textual.driver import Driver
 from textual.errors import NoWidget
 from textual.events import Event, InputEvent, Key, MouseEvent, Paste
 from textual.filter import LineFilter, Monochrome, NoColor
-from textual.notifications import SeverityLevel
+from textual.notifications import Notify, SeverityLevel
 from textual.timer import Timer, TimerCallback
 from textual.widget import MountError
 from textual.worker import WorkerFailed
@@ -38,12 +38,13 @@ from kvchat.tui.panel_rows import has_gpu
 from kvchat.tui.prompt.words import resolve
 from kvchat.tui.rebinding import check_keys
 from kvchat.tui.screens.chat import ChatScreen
-from kvchat.tui.screens.closing import Palette
+from kvchat.tui.screens.closing import Palette, open_once
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
 from kvchat.tui.timers import unskipped
+from kvchat.tui.toasts import Notice
 
 if not ARE_FRAMES_CHOSEN:
     os.environ.pop(FRAMES, None)
@@ -152,7 +153,8 @@ class KvchatApp(App[None]):
         markup: bool = False,
     ) -> None:
         """Show a toast; control characters are marks, and markup is text unless asked for."""
-        super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
+        shown_s = self.NOTIFICATION_TIMEOUT if timeout is None else timeout
+        self.post_message(Notify(Notice(visible(message), visible(title), severity, shown_s, markup)))
 
     def _handle_exception(self, error: Exception) -> None:
         """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""
@@ -249,8 +251,7 @@ class KvchatApp(App[None]):
 
     def action_command_palette(self) -> None:
         """Show the palette, unless one is open already, perhaps below another screen."""
-        if not any(isinstance(screen, Palette) for screen in self.screen_stack):
-            self.push_screen(Palette())  # Textual's own has an id, which one that is just closing has too
+        open_once(self, Palette())  # Textual's own has an id, which one that is just closing has too
 
     def action_help(self) -> None:
         """Show or close the help."""
@@ -258,16 +259,15 @@ class KvchatApp(App[None]):
             self.screen.dismiss()
         else:
             snapshot = self.controller.state.snapshot
-            self.push_screen(
-                HelpScreen([*registered().values()], self.keys, on_gpu=snapshot is None or has_gpu(snapshot))
-            )
+            on_gpu = snapshot is None or has_gpu(snapshot)
+            open_once(self, HelpScreen([*registered().values()], self.keys, on_gpu))
 
     def action_settings(self) -> None:
         """Show or close the settings."""
         if isinstance(self.screen, SettingsScreen):
             self.screen.dismiss()
         else:
-            self.push_screen(SettingsScreen(self.settings))
+            open_once(self, SettingsScreen(self.settings))
 
     def action_theme(self, name: str) -> None:
         """Change the theme; an empty name lists all.

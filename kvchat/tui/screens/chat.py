@@ -28,6 +28,7 @@ from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.scopes import Scope
+from kvchat.tui.screens.closing import open_once
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.shown_chat import ShownChat
@@ -221,7 +222,7 @@ class ChatScreen(ShownChat):
     def action_details(self) -> None:
         """Show what each layer and KV head reads, how long fetching took, what the GPU did, and the last events."""
         events = None if self.query_one(DetailColumn).display else self.query_one(EventLog)
-        self.app.push_screen(DetailsScreen(self.controller, events))
+        open_once(self.app, DetailsScreen(self.controller, events))
 
     @on(DetailColumn.Shown)
     def watch_details(self) -> None:
@@ -235,7 +236,7 @@ class ChatScreen(ShownChat):
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
-        self.app.push_screen(ConversationsScreen(self.controller, text))
+        open_once(self.app, ConversationsScreen(self.controller, text))
 
     @on(ConversationColumn.Chosen)
     async def open_chosen(self, event: ConversationColumn.Chosen) -> None:

@@ -1,10 +1,10 @@
-"""Screens over the chat close themselves only."""
+"""Screens over the chat: one of a kind, and each closes itself only."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.command import Command, CommandList, CommandPalette
 from textual.events import Click
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     Closing: TypeAlias = Screen[None]
 else:
     Closing = object  # Textual looks for a screen's styles in its first base only
+
+
+def open_once(app: App[None], screen: Screen[None]) -> None:
+    """Open ``screen``, unless one of its kind is open already, perhaps below others.
+
+    Two keys in turn would pile up screens without end, and Textual draws each through all below it: at some 45 Python
+    allows no deeper call.
+    """
+    if not any(type(opened) is type(screen) for opened in app.screen_stack):
+        app.push_screen(screen)
 
 
 class ClosesOnce(Closing):

@@ -22,6 +22,7 @@ from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens import needle
+from kvchat.tui.screens.closing import open_once
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.models import ModelsScreen
 from kvchat.tui.state import ChatState, Footed
@@ -130,7 +131,7 @@ class ShownChat(Screen[None]):
         self.query_one(ConversationColumn).show(kept, present)
 
     def show_models(self) -> None:
-        self.app.push_screen(ModelsScreen(self.controller))
+        open_once(self.app, ModelsScreen(self.controller))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)

@@ -41,6 +41,20 @@ async def test_a_screen_below_another_closes_neither(running, below):
         await until(lambda: app.screen is app.chat and not screen.is_attached)
 
 
+async def test_keys_pressed_in_turn_open_one_screen_of_a_kind(running):
+    async with running() as (app, pilot, until):
+        for _ in range(4):
+            for key in ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p"):
+                press(app, key)
+                await pilot.pause()
+        kinds = [type(screen) for screen in app.screen_stack]
+        assert len(kinds) == len(set(kinds)) > 3
+        while app.screen is not app.chat:
+            screen = app.screen
+            screen.dismiss()
+            await until(lambda screen=screen: not screen.is_attached)
+
+
 async def test_what_a_closed_palette_still_finds_ends_nothing(running):
     async with running() as (app, _pilot, until):
         app.action_command_palette()
