@@ -8,7 +8,7 @@ LEAST_S = 0.1
 
 
 class Notice(Notification):
-    """What a toast shows, which has time left while it is made.
+    """The text of a toast, which has time left while it is made.
 
     Textual makes a toast for each screen that opens and asks the time twice: where the notification expires in between,
     its timer has a negative length and turns without end, before anything else gets its turn. A timer shorter than the

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -94,7 +93,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
-    progress = _heard(progress)
+    progress = weights_progress.heard(progress)
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = gguf_weights.choose(asked.quantize, described)
@@ -137,17 +136,6 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
     notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
     return replace(loaded, notes=notes, fused=fusion.fused, reads_chunks=chunked)
-
-
-def _heard(progress: Progress) -> Progress:
-    """``progress``, which may print, also where what libraries print goes nowhere."""
-    out, err = sys.stdout, sys.stderr
-
-    def tell(stage: str) -> None:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            progress(stage)
-
-    return tell
 
 
 # ---- stages ----------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from kvchat.engine.model.byte_progress import ByteProgress
@@ -11,6 +12,17 @@ from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.weight_sizes import stored_sizes
 
 READING = "Loading weights"  # what transformers calls the bar over the weights it reads
+
+
+def heard(progress: Callable[[str], None]) -> Callable[[str], None]:
+    """``progress``, which may print, also where what libraries print goes nowhere."""
+    out, err = sys.stdout, sys.stderr
+
+    def tell(stage: str) -> None:
+        with redirect_stdout(out), redirect_stderr(err):
+            progress(stage)
+
+    return tell
 
 
 @contextmanager

@@ -30,6 +30,8 @@ Loop = Callable[..., Any]
 LN_2, LN_2_HIGH, LN_2_LOW = map(np.float32, (math.log(2), 0.693359375, -2.12194440e-4))
 SERIES = tuple(map(np.float32, (1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.5)))
 LEAST_EXPONENT = np.float32(-87.33)
+# What LLVM may do where it divides: took it all numbers for finite, a model's infinities would be a division by zero.
+FINITE_OR_NOT = {"reassoc", "contract", "nsz", "arcp"}
 TINY = 1e-30  # a query of zeros has turned
 FLOAT32, BFLOAT16 = "f4", "u2"  # as numpy sees them, which knows no bfloat16
 LINE = 64  # bytes of memory that a processor fetches at once
@@ -165,7 +167,7 @@ def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> N
             scores[g, page] = score
 
 
-@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _mean_cosine(query: Array, before: Array) -> float:
     """Of the rows of two queries ``[G, d_k]``."""
     cosines = np.float32(0)
@@ -213,7 +215,7 @@ def _exp(x: Any) -> Any:
     return (series * x * x + x + np.float32(1)) * widened(np.uint16((np.int32(twos) + 127) << 7))
 
 
-@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
     """Add the softmax over ``scores`` to ``weights``; ``powers``, as long, is overwritten."""
     highest, total = scores[0], np.float32(0)

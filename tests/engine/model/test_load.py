@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-import sys
 
 import huggingface_hub
 import pytest
@@ -95,26 +93,6 @@ def test_absolute_positions_are_noted(tmp_path):
         "Mode streaming is not available: the model adds its positions to the hidden states, so stored keys cannot be "
         "moved.",
     )
-
-
-def test_what_libraries_print_goes_nowhere_and_progress_is_heard(folder, capfd, monkeypatch):
-    read = transformers.LlamaForCausalLM.from_pretrained
-
-    def say(*texts):
-        sys.stdout.writelines(texts)
-        sys.stderr.writelines(texts)
-
-    def loud(*args, **options):
-        say("a banner")
-        return read(*args, **options)
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", loud)
-    seconds = itertools.count()
-    monkeypatch.setattr(ByteProgress.__init__, "__defaults__", (lambda: next(seconds),))
-    load_model(Load(str(folder), "cpu"), say)
-    for text in capfd.readouterr():
-        assert "Loading the weights · " in text
-        assert "a banner" not in text
 
 
 def test_transformers_is_as_loud_afterwards_as_before(folder):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from importlib.util import find_spec
 
 import pytest
+import transformers
 from support import tiny_models, tiny_multimodal
 from support.gguf_files import write_model
 from transformers.utils import logging
@@ -47,6 +49,25 @@ def test_the_sizes_of_a_gguf_file_stay_beside_it(tmp_path, model):
     told = stages_of(tmp_path / "model.gguf")
     assert re.match(r"Loading the weights: .* in the file, .* unpacked, .* in int8 · (.*) of \1", told[-1])
     assert len(told) > 10
+
+
+def test_it_is_heard_where_what_libraries_print_goes_nowhere(tmp_path, capfd, monkeypatch):
+    tiny_multimodal.save(tiny_models.model("llama"), tmp_path)
+    read = transformers.LlamaForCausalLM.from_pretrained
+
+    def say(*texts):
+        sys.stdout.writelines(texts)
+        sys.stderr.writelines(texts)
+
+    def loud(*args, **options):
+        say("a banner")
+        return read(*args, **options)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", loud)
+    load_model(Load(str(tmp_path), "cpu"), say)
+    for text in capfd.readouterr():
+        assert "Loading the weights · " in text
+        assert "a banner" not in text
 
 
 def test_what_bars_were_used_before_is_used_again(tmp_path, model):

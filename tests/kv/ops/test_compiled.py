@@ -61,6 +61,15 @@ def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_b
     assert np.allclose(weights - 1, exact / exact.sum(), atol=2**-23)
 
 
+@pytest.mark.parametrize("scores", [[np.nan, np.inf, np.inf], [np.inf, np.inf], [-np.inf, -np.inf], [np.nan] * 20])
+def test_numbers_that_are_none_end_nothing(scores):
+    weights = np.zeros(len(scores), np.float32)
+    compiled.add_softmax(np.float32(scores), weights, np.empty_like(weights))
+    query = np.full((1, 2, 4), scores[0], np.float32)
+    bounds, made = np.ones((1, 3, 8), np.float32), np.empty((1, 2, 3), np.float32)
+    compiled.late_scores(query, query, 0.8, bounds, 1.0, made, np.empty(1, np.bool_))
+
+
 def test_a_page_moves_only_where_another_one_lies():
     source = np.arange(12).reshape(6, 2)  # K of three pages, then V
     target = np.full((2, 1, 3, 2), 99)
