@@ -254,7 +254,7 @@ class KvchatApp(App[None]):
         open_once(self, Palette())  # Textual's own has an id, which one that is just closing has too
 
     def action_help(self) -> None:
-        """Show or close the help."""
+        """Show or close the help; below another screen it stays."""
         if isinstance(self.screen, HelpScreen):
             self.screen.dismiss()
         else:
@@ -263,7 +263,7 @@ class KvchatApp(App[None]):
             open_once(self, HelpScreen([*registered().values()], self.keys, on_gpu))
 
     def action_settings(self) -> None:
-        """Show or close the settings."""
+        """Show or close the settings; below another screen they stay."""
         if isinstance(self.screen, SettingsScreen):
             self.screen.dismiss()
         else:

@@ -93,7 +93,6 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
-    progress = weights_progress.heard(progress)
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = gguf_weights.choose(asked.quantize, described)

@@ -14,17 +14,6 @@ from kvchat.engine.model.weight_sizes import stored_sizes
 READING = "Loading weights"  # what transformers calls the bar over the weights it reads
 
 
-def heard(progress: Callable[[str], None]) -> Callable[[str], None]:
-    """``progress``, which may print, also where what libraries print goes nowhere."""
-    out, err = sys.stdout, sys.stderr
-
-    def tell(stage: str) -> None:
-        with redirect_stdout(out), redirect_stderr(err):
-            progress(stage)
-
-    return tell
-
-
 @contextmanager
 def reported(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]) -> Iterator[None]:
     """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
@@ -34,7 +23,7 @@ def reported(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]
     from transformers.utils import logging
 
     sizes = stored_sizes(checkpoint)
-    words = ByteProgress(progress, f"{stage} ·")
+    words = ByteProgress(_heard(progress), f"{stage} ·")
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("desc") != READING:
@@ -46,6 +35,17 @@ def reported(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]
         yield
     finally:
         logging.set_tqdm_hook(before)
+
+
+def _heard(progress: Callable[[str], None]) -> Callable[[str], None]:
+    """``progress``, which may print, also where what libraries print goes nowhere."""
+    out, err = sys.stdout, sys.stderr
+
+    def tell(stage: str) -> None:
+        with redirect_stdout(out), redirect_stderr(err):
+            progress(stage)
+
+    return tell
 
 
 def _counted(items: list[Any], sizes: dict[str, int], words: ByteProgress) -> Iterator[Any]:

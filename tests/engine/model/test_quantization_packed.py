@@ -91,5 +91,5 @@ def test_it_stays_packed_is_planned_and_answers_as_its_weights_do_in_every_mode(
 
 def decoded(runner):
     """The logits after 160 tokens that are read, and 20 that are decoded."""
-    *given, last = token_ids(180)[:160], token_ids(180)[160:]
-    return torch.stack([prefilled(runner, *given), *map(runner.step, last)])
+    ids = token_ids(180)
+    return torch.stack([prefilled(runner, ids[:160]), *map(runner.step, ids[160:])])
