@@ -43,6 +43,7 @@ EXCEPTIONS = {
 # Files that are tested through what they are a part of: of each the test file, and of ``THIN`` lines or fewer none.
 THIN = 40
 TESTED_IN = {
+    "bench/decoding": "bench/test_decode",
     "bench/environment": "bench/test_decode",
     "bench/llama_cpp_process": "bench/test_llama_cpp",
     "bench/mode_run": "bench/test_decode",
@@ -58,6 +59,7 @@ TESTED_IN = {
     "bench/summaries": "bench/test_report",
     "cli/bench_options": "cli/test_bench",
     "cli/bench_report": "bench/test_report",
+    "cli/bench_speed": "cli/test_bench",
     "cli/calibrate": "engine/test_calibration",
     "cli/profile": "config/test_profiles",
     "cli/session": "cli/test_ask",

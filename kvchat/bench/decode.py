@@ -12,14 +12,13 @@ bounds it. Where memory is unified it reads the host pool itself, like full with
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from kvchat.bench import baselines, model_shapes, other_load, roofline
-from kvchat.bench.corpus import prose
+from kvchat.bench import baselines, other_load, roofline
+from kvchat.bench.decoding import Decoding
 from kvchat.bench.environment import fingerprint
 from kvchat.bench.frame import Cell, Frame, Report, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
@@ -31,41 +30,28 @@ from kvchat.bench.timing import Variant, current, warm_up
 from kvchat.bench.variant import parsed
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.config.profiles import Measured
-from kvchat.engine import calibration
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.generate.runner import ModelRunner, geometry_of
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.weight_sizes import read_bytes
-from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.kv.modes import build
-from kvchat.kv.modes.base import Mode
-from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.errors import UsageError
 
 # A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Decoding):
     """The measurement.
 
-    ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
-    ``shape`` names a model shape with random weights instead of the chosen model; ``prefill`` reads a prompt there
-    instead of drawing K/V. ``change_rates`` are "natural" or shares of 1. For each of ``corrections``, shares of 1,
-    every speculative mode is measured once more, with that share of heads corrected.
-    ``baselines`` None takes those that suit the device. ``load`` is the number of busy processes beside which
-    everything is measured a second time.
+    ``change_rates`` are "natural" or shares of 1. For each of ``corrections``, shares of 1, every speculative mode is
+    measured once more, with that share of heads corrected. ``baselines`` None takes those that suit the device.
+    ``load`` is the number of busy processes beside which everything is measured a second time.
     """
 
-    shape: str = ""
-    contexts: tuple[int, ...] = (512, 8192)
     modes: tuple[str, ...] = ("full", "full:resident=512", "streaming", "speculative", "freeze", "sync")
-    budget: int = 512
     change_rates: tuple[str, ...] = (NATURAL,)
     corrections: tuple[float, ...] = ()
-    steps: int = 64
-    rounds: int = 5
     baselines: tuple[str, ...] | None = None
-    prefill: bool = False
     load: int = 0
 
 
@@ -79,7 +65,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     _check_corrections(settings)
     baselines.check(settings.baselines or ())
     frame = frame or Frame()
-    model = _model(settings, choice, frame.report)
+    model = settings.open(choice, frame.report)
     settings = _without_spilled(settings, model, frame.report)
     with current(model.device):
         return _measured(settings, _wanted(settings), model, frame)
@@ -90,19 +76,19 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
     measured = roofline.measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     frame.report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
-    runner = ModelRunner(model, _smallest(settings, model, 0))
+    runner = ModelRunner(model, settings.smallest(model, 0))
     plain = baselines.in_ordinary_memory(model) if chosen else model
 
     def rows(cell: Cell) -> list[Row]:
         context = cell["context"]
-        ids = _store(runner, context, settings)
-        heads = _calibration(settings, model, ids)
+        ids = settings.store(runner, context)
+        heads = settings.calibration(model, ids)
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         mode_runs += [ModeRun(runner, text, chosen, None, heads, share) for text, chosen, share in _corrected(settings)]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
         rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
-        return rounds.rows(_tokens(settings, model, context))
+        return rounds.rows(settings.decoded(model, context))
 
     experiment = Experiment(
         "decode",
@@ -199,67 +185,3 @@ def _check_corrections(settings: Settings) -> None:
 
 def _default_baselines(settings: Settings, model: LoadedModel) -> tuple[str, ...]:
     return baselines.default_baselines(model.device, random_weights=bool(settings.shape))
-
-
-def _smallest(settings: Settings, model: LoadedModel, context: int) -> Mode:
-    """Return the requested mode with the fewest bytes on the device: the context is stored in it.
-
-    Raises:
-        KvchatError: the model can run in none of the modes.
-    """
-    geometry, modes, refused = geometry_of(model), [], None
-    for text in settings.modes:
-        try:
-            modes.append(build(parsed(text, settings.budget), geometry, traits_of(model)))
-        except KvchatError as error:
-            refused = error
-    if refused is not None and not modes:
-        raise refused
-    return min(modes, key=lambda mode: mode.plan(geometry.grown(context)).device_bytes(geometry))
-
-
-# ---- the model and what it reads -------------------------------------------------------------------
-
-
-def _model(settings: Settings, choice: ModelChoice, report: Report) -> LoadedModel:
-    model = model_shapes.choose(settings.shape, choice, report)
-    needed = max(settings.contexts) + settings.steps + warm_up(model.device)
-    if needed > model.context:
-        raise DoesNotFitError(
-            "The contexts do not fit the model.",
-            f"{needed:,} tokens are needed; the model reads {model.context:,}.",
-            "Take a smaller --context.",
-        )
-    return model
-
-
-def _store(runner: ModelRunner, context: int, settings: Settings) -> list[int]:
-    """Store exactly ``context`` tokens; return their ids."""
-    ids = _tokens(settings, runner.model, 0, context)
-    with torch.inference_mode():
-        runner.kv.truncate(0)
-        runner.kv.switch(_smallest(settings, runner.model, context))
-    if settings.shape and not settings.prefill:
-        model_shapes.fill(runner.kv, context)
-    else:
-        for _ in runner.prefill(ids):
-            pass
-    return ids
-
-
-def _tokens(settings: Settings, model: LoadedModel, start: int, n: int | None = None) -> list[int]:
-    """Return ``n`` tokens from ``start`` on, one round's by default: the corpus, or drawn for random weights."""
-    end = start + (settings.steps + warm_up(model.device) if n is None else n)
-    if settings.shape:
-        draw = random.Random(0)
-        return [draw.randrange(model.vocab) for _ in range(end)][start:]
-    return prose(model.tokenizer, end)[start:]
-
-
-def _calibration(settings: Settings, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-    """Return the calibration that sync mode needs; None without sync mode or for too short a context."""
-    if not any(text.partition(":")[0] == "sync" for text in settings.modes):
-        return None
-    if settings.shape:
-        return model_shapes.calibration(model)
-    return calibration.find(model.revision) or calibration.on_prompt(model, list(ids))

@@ -21,6 +21,7 @@ VERSIONS = {
     "agreement": 1,
     "data": 1,
     "decode": 1,
+    "lengths": 1,
     "long-chat": 1,
     "long-run": 1,
     "paper asr-kf-egr": 2,

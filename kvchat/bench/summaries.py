@@ -64,6 +64,14 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("K/V on the device", size("kv_device_bytes")),
         Column("moved a token", size("moved_bytes")),
     ),
+    "lengths": (
+        Column("mode", variant),
+        Column("context", figure("context")),
+        Column("ms", figure("ms", 2)),
+        Column("times the shortest", figure("times_shortest", 2)),
+        Column("K/V on the device", size("kv_device_bytes")),
+        Column("moved a token", size("moved_bytes")),
+    ),
     "prefill": (
         Column("tokens", figure("tokens")),
         Column("seconds", figure("seconds", 3)),

@@ -12,42 +12,28 @@ import typer
 
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import with_budgets
-from kvchat.cli import bench_data, bench_report, bench_resume
+from kvchat.cli import bench_data, bench_report, bench_speed
 from kvchat.cli.bench_options import (
-    Baselines,
-    Budget,
     Budgets,
     Cases,
-    ChangeRates,
-    Contexts,
-    Corrections,
     Device,
     Dtype,
     HostPages,
     Json,
-    Mode,
     Model,
-    OtherLoad,
     Out,
     Parts,
     Plot,
     Quantize,
-    ReadsPrompt,
-    Rounds,
-    SaveProfile,
     Seed,
-    Shape,
-    Steps,
     StudySizes,
     Texts,
     Variants,
     Varied,
-    baseline_names,
     file_names,
     standard_variants,
 )
 from kvchat.cli.bench_output import Run
-from kvchat.cli.output import report
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
 
@@ -208,93 +194,6 @@ def perplexity_command(
     run.done(perplexity.run(settings, run.choice, run.frame))
 
 
-@app.command("decode")
-def decode_command(
-    mode: Variants = None,
-    context: Contexts = None,
-    budget: Budget = 512,
-    change_rate: ChangeRates = None,
-    corrections: Corrections = None,
-    steps: Steps = 64,
-    rounds: Rounds = 5,
-    baselines: Baselines = None,
-    model: Model = "bundled",
-    shape: Shape = "",
-    prefill: ReadsPrompt = False,
-    load: OtherLoad = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-    plot: Plot = None,
-    save_profile: SaveProfile = False,
-) -> None:
-    """Time per decoded token, memory and traffic, against transformers' caches in the same run."""
-    from kvchat.bench import decode
-    from kvchat.config import profiles
-
-    settings = decode.Settings(
-        shape=shape,
-        contexts=tuple(context or decode.Settings.contexts),
-        modes=tuple(mode or decode.Settings.modes),
-        budget=budget,
-        change_rates=tuple(change_rate or decode.Settings.change_rates),
-        corrections=tuple(corrections or ()),
-        steps=steps,
-        rounds=rounds,
-        baselines=baseline_names(baselines),
-        prefill=prefill,
-        load=load,
-    )
-    run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    result = run.done(decode.run(settings, run.choice, run.frame))
-    if save_profile:
-        report(f"profile {profiles.save(profiles.Measured(**result['roofline']), device)}")
-
-
-@app.command("prefill")
-def prefill_command(
-    length: Annotated[list[int] | None, typer.Option(min=1, help="tokens of a prompt; repeatable")] = None,
-    turn: Annotated[int, typer.Option(min=1, help="tokens of a second prompt after it")] = 64,
-    mode: Mode = "streaming",
-    rounds: Annotated[int, typer.Option(min=1, help="rounds in which both have their turn")] = 3,
-    model: Model = "bundled",
-    shape: Shape = "",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Time and peak memory of reading a prompt, against transformers' one forward in the same run."""
-    from kvchat.bench import prefill
-
-    settings = prefill.Settings(shape, tuple(length or prefill.Settings().lengths), turn, mode, rounds)
-    run = Run("prefill", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(prefill.run(settings, run.choice, run.frame))
-
-
-@app.command("long-run")
-def long_run_command(
-    tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,
-    mode: Mode = "streaming",
-    budget: Budget = 512,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Device memory and time per step over a long generation."""
-    from kvchat.bench import long_run
-
-    settings = long_run.Settings(mode, budget, tokens)
-    run = Run("long-run", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(long_run.run(settings, run.choice, run.frame))
-
-
 @app.command("sweep")
 def sweep_command(
     mode: Annotated[str, typer.Argument(metavar="MODE", help="the KV mode")],
@@ -344,7 +243,11 @@ def paper_command(
     run.done(study.run(settings, run.choice, run.frame, part or (), file_names(text)))
 
 
-app.command("resume")(bench_resume.resume_command)
+app.command("decode")(bench_speed.decode_command)
+app.command("lengths")(bench_speed.lengths_command)
+app.command("prefill")(bench_speed.prefill_command)
+app.command("long-run")(bench_speed.long_run_command)
+app.command("resume")(bench_speed.resume_command)
 app.command("data")(bench_data.data_command)
 app.command("report")(bench_report.report_results)
 app.command("compare")(bench_report.compare_results)

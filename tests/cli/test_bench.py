@@ -7,7 +7,19 @@ from dataclasses import fields, replace
 import pytest
 from support.bench_command import asked
 
-from kvchat.bench import agreement, decode, long_run, passkey, perplexity, prefill, recall, resume, sweep, turns
+from kvchat.bench import (
+    agreement,
+    decode,
+    lengths,
+    long_run,
+    passkey,
+    perplexity,
+    prefill,
+    recall,
+    resume,
+    sweep,
+    turns,
+)
 from kvchat.bench.model_choice import ModelChoice
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
@@ -59,6 +71,19 @@ COMMANDS = [
             "shape": "tiny",
             "prefill": True,
             "load": 4,
+        },
+    ),
+    (
+        "lengths --mode full --context 99 --context 9 --budget 88 --steps 3 --rounds 2 --shape tiny --prefill",
+        (lengths, "run"),
+        {
+            "modes": ("full",),
+            "contexts": (99, 9),
+            "budget": 88,
+            "steps": 3,
+            "rounds": 2,
+            "shape": "tiny",
+            "prefill": True,
         },
     ),
     (

@@ -18,6 +18,7 @@ DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "agreement": closeness.agreement,
     "data": answers.data,
     "decode": speed.decode,
+    "lengths": speed.lengths,
     "long-run": speed.long_run,
     "passkey": answers.passkey,
     "perplexity": closeness.perplexity,

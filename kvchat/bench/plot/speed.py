@@ -1,4 +1,4 @@
-"""Plots of times: a decoded token, a prompt, a long generation."""
+"""Plots of times: a decoded token, also by the length of the conversation, a prompt, a long generation."""
 
 from __future__ import annotations
 
@@ -41,6 +41,23 @@ def decode(result: Mapping[str, Any], file: Path) -> None:
     }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     save(figure, file, result, "ms per decoded token")
+
+
+def lengths(result: Mapping[str, Any], file: Path) -> None:
+    """Draw ms per decoded token by the context, a line per variant.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    rows = [row for row in result["summary"] if "refused" not in row]
+    figure = empty(7, 4.5)
+    panel = figure.subplots()
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        mine = [row for row in rows if row["variant"] == variant]
+        panel.plot([row["context"] for row in mine], [row["ms"] for row in mine], marker="o", label=variant)
+    panel.set(xlabel="tokens stored", ylabel="ms a token", ylim=(0, None))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    save(figure, file, result, "ms per decoded token by the length of the conversation")
 
 
 def prefill(result: Mapping[str, Any], file: Path) -> None:
