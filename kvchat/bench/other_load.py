@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PROCESSES = Path("/proc")
-STAT = PROCESSES / "stat"
+from kvchat import processors
+from kvchat.processors import PROCESSES, STAT
+
 # Ends by itself when its parent has ended, however that came.
 BUSY = """
 import os, sys
@@ -48,12 +49,9 @@ def fair_share(threads: int, load: int) -> float:
 
 def sample(stat: Path = STAT) -> Sample | None:
     """Read the processor time used until now; None where the system does not tell."""
-    try:
-        fields = stat.read_text().partition("\n")[0].split()[1:9]  # guests' time is part of the first two
-    except OSError:
+    if (spent := processors.spent(stat)) is None:
         return None
-    ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
-    return sum(ticks), ticks[3] + ticks[4], time.process_time() + _of_children()
+    return spent.total, spent.idle, time.process_time() + _of_children()
 
 
 def _of_children() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +14,10 @@ from kvchat.bench.mode_run import ModeRun, spills
 from kvchat.bench.rows import NATURAL
 from kvchat.bench.timing import Timing, Variant
 from kvchat.config.profiles import Measured
+from kvchat.engine.generate.free_cores import LOOK_S
 from kvchat.errors import KvchatError
 
+SETTLED_S = 5 * LOOK_S
 Times = dict[Variant, list[Timing]]
 
 
@@ -47,13 +50,16 @@ class Rounds:
 
     def rows(self, tokens: Sequence[int]) -> list[Row]:
         """Measure all rounds; a row for each variant."""
-        for _ in range(self.rounds):
+        for number in range(self.rounds):
+            if self.load and number:
+                self._settle(tokens)
             for variant in self.variants:
                 before = other_load.sample()
                 self._measure(variant, tokens, self.times)
                 self.others[variant] += other_load.share(before, other_load.sample())
             if self.load:
                 with other_load.busy(self.load):
+                    self._settle(tokens)
                     for variant in self.variants:
                         self._measure(variant, tokens, self.beside)
         rows = [self._row(variant) for variant in self.variants]
@@ -74,6 +80,13 @@ class Rounds:
         if variant in self.failed:  # not before the error is gone: its frames hold tensors
             variant.close()
             self._release()
+
+    def _settle(self, tokens: Sequence[int]) -> None:
+        """Let the modes, which share a runner, see what else runs now: they take the threads that it leaves."""
+        shared = next((each for each in self.variants if isinstance(each, ModeRun) and each not in self.failed), None)
+        until = time.monotonic() + SETTLED_S
+        while shared is not None and shared not in self.failed and time.monotonic() < until:
+            self._measure(shared, tokens, {shared: []})
 
     def _release(self) -> None:
         if self.device.type == "cuda":

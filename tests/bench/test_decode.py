@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from kvchat import paths
-from kvchat.bench import decode, roofline
+from kvchat.bench import decode, other_load, roofline, rounds
 from kvchat.bench.frame import Frame
 from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
@@ -135,6 +136,28 @@ def test_beside_busy_processes_everything_has_a_second_turn():
         assert row["kept"] > 0
         assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
     assert "of its speed beside the load" in line(result["rows"][0])
+
+
+def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):
+    """They take the threads that others leave, and look only while they decode."""
+    now = {"load": False, "seen": None}
+
+    @contextmanager
+    def busy(processes):
+        now["load"] = True
+        yield
+        now["load"] = False
+
+    def measure(self, tokens):
+        settled = now["seen"] in (None, now["load"])  # at first nothing has to be forgotten
+        now["seen"], self._figures = now["load"], {"moved_bytes": 0}
+        return Timing(1.0, (4.0 if now["load"] else 2.0) if settled else 100.0)
+
+    monkeypatch.setattr(other_load, "busy", busy)
+    monkeypatch.setattr(rounds, "SETTLED_S", 0.001)
+    monkeypatch.setattr(ModeRun, "measure", measure)
+    rows = decode.run(settings(modes=("full", "streaming"), baselines=(), rounds=3, load=2))["rows"]
+    assert [(row["wall_ms"], row["wall_ms_beside"], row["kept"]) for row in rows] == [(2.0, 4.0, 0.5)] * 2
 
 
 def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():

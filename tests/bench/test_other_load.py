@@ -67,10 +67,11 @@ def test_the_fair_share_of_two_processors(monkeypatch, threads, load, share):
 def test_what_others_took(tmp_path, monkeypatch):
     stat = tmp_path / "stat"
     ticks = os.sysconf("SC_CLK_TCK")
-    stat.write_text("cpu  100 0 0 100 0 0 0 0 50 0\ncpu0 1 2 3\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
+    stat.write_text("cpu  9 9 9 9 9 9 9 9 9 9\ncpu1 100 0 0 100 0 0 0 0 50 0\n")
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
     before = other_load.sample(stat)
-    stat.write_text(f"cpu  {100 + 6 * ticks} 0 0 {100 + 3 * ticks} {ticks} 0 0 0 50 0\n")
+    stat.write_text(f"cpu1 {100 + 6 * ticks} 0 0 {100 + 3 * ticks} {ticks} 0 0 0 50 0\n")
     monkeypatch.setattr(time, "process_time", lambda: 5.0)
     assert other_load.share(before, other_load.sample(stat)) == [pytest.approx(0.2)]
     assert other_load.share(before, before) == []

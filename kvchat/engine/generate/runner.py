@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvchat.engine.generate.escaping import control_ids
+from kvchat.engine.generate.free_cores import FreeCores
 from kvchat.engine.generate.graphs import GraphRunner, Recorder, recorder_for
 from kvchat.engine.memory_errors import explained, is_out_of_memory
 from kvchat.engine.model import attention_hook
@@ -64,6 +65,7 @@ class ModelRunner:
         # Not captured: whether each architecture's state stays at its address was seen on no GPU yet.
         eager = "recurrent layers run eagerly" if self.recurrent.exists else ""
         self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager)
+        self.free_cores = FreeCores(model.device)
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class ModelRunner:
             DoesNotFitError: memory is short. Nothing is stored then.
         """
         self._check_tokens((token,))
-        with torch.inference_mode(), explained(self.kv, "decoding"):
+        with torch.inference_mode(), explained(self.kv, "decoding"), self.free_cores:
             self._reread()
             try:
                 self.kv.begin_step(control=token in self._control)
@@ -126,6 +128,7 @@ class ModelRunner:
         chunk_size = self.chunk or self._planned_chunk(len(ids))
         done = 0
         while done < len(ids):
+            self.free_cores.look()  # so that the first token knows
             limited = min(chunk_size, self.kv.mode.context_end.prompt_tokens(self.kv.total))
             wanted = self.recurrent.chunk(len(ids) - done, limited)
             chunk, logits = self._read_chunk(ids, done, wanted)
