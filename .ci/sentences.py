@@ -61,8 +61,27 @@ def saved() -> str:
 
 def busy() -> str:
     """The front README's sentence on other load: what the modes keep of their quiet speed."""
-    kept = [row["kept"] for row in _rows(_read("decode-load")) if row["variant"] != "generate"]
-    return f"the modes keep {100 * min(kept):.0f} to {100 * max(kept):.0f} % of their quiet speed"
+    told = []
+    for name in ("decode-load-1", "decode-load"):
+        kept = [row["kept"] for row in _rows(_read(name)) if row["variant"] != "generate"]
+        told.append(f"{100 * min(kept):.0f} to {100 * max(kept):.0f} %")
+    one, two = told
+    return f"Beside one busy process on the same two cores the modes keep {one} of their quiet speed, beside two {two}"
+
+
+def longer() -> str:
+    """How much longer a token of speculative mode takes after twice the tokens, and what of that is the first layer."""
+    times = {
+        (name, row["variant"]): row["times_shortest"]
+        for name in ("lengths", "lengths-bfloat16")
+        for row in _rows(_read(name))
+    }  # of the longest context, which comes last
+    ours, without = (times["lengths", f"speculative{rest}"] for rest in ("", ":first_full=false"))
+    return (
+        f"After twice the tokens a token of speculative takes {100 * (ours - 1):.0f} % longer in float32, "
+        f"{100 * (without - 1):.0f} % where the first layer is not read whole, and "
+        f"{100 * (times['lengths-bfloat16', 'speculative'] - 1):.0f} % in bfloat16"
+    )
 
 
 def corrected() -> str:
@@ -328,6 +347,7 @@ def _divergences(name: str) -> dict[str, float]:
 SENTENCES = {
     FRONT: (claim, asked, saved, busy, proposed),
     BENCH: (
+        longer,
         *(at_the_end, retrieval, published, found_as_published, rounded, corrected, missed, speculation, all_turns),
         *(
             of_tau,

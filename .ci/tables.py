@@ -104,9 +104,24 @@ def int8() -> str:
     return _times("decode-int8", lambda row: f"{row['tokens_per_s']:.0f}", "tokens/s")
 
 
-def beside() -> str:
+def beside(name: str = "decode-load") -> str:
     """Time per token, and what is kept of the speed beside busy processes."""
-    return _times("decode-load", lambda row: f"{100 * row['kept']:.0f} %", "kept")
+    return _times(name, lambda row: f"{100 * row['kept']:.0f} %", "kept")
+
+
+def lengths(name: str = "lengths") -> str:
+    """Time per token by the length of the conversation, and how many times that after the shortest."""
+    result = _read(name)
+    cells = {(row["variant"], row["context"]): row for row in _rows(result)}
+    shortest, *longer = sorted({context for _, context in cells})
+    rows = []
+    for variant in dict.fromkeys(variant for variant, _ in cells):
+        row = [variant, f"{cells[variant, shortest]['ms']:.1f} ms"]
+        for found in (cells[variant, context] for context in longer):
+            row += [f"{found['ms']:.1f} ms", f"{found['times_shortest']:.2f}"]
+        rows.append(row)
+    heads = [text for context in longer for text in (f"{context:,} tokens", "times as long")]
+    return _table(["mode", f"{shortest:,} tokens", *heads], rows) + "\n\n" + _environment(result)
 
 
 def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str:
@@ -233,6 +248,9 @@ TABLES = {
     "decode-bfloat16": partial(decode, "decode-bfloat16"),
     "decode-int8": int8,
     "decode-load": beside,
+    "decode-load-1": partial(beside, "decode-load-1"),
+    "lengths": lengths,
+    "lengths-bfloat16": partial(lengths, "lengths-bfloat16"),
     "passkey": passkey,
     "passkey-inside": inside,
     "long-run": long_run,
