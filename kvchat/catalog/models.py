@@ -16,6 +16,7 @@ from kvchat.errors import ModelError
 from kvchat.paths import BUNDLED, INDEX
 
 PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
+WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # whose matrices are Conv1Ds, which nothing packs
 CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 3  # the folder given, its publishers, their models
@@ -114,6 +115,8 @@ def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
     except ModelError as error:
         return FoundModel(name, kind, problem=str(error))
     weights = replace(weights, mlp=_count(config, "intermediate_size") * _count(config, "hidden_size"))
+    if config.get("model_type") in WITHOUT_LINEARS:
+        weights = replace(weights, plain=replace(weights.plain, linear=0))
     if quantized:
         weights = replace(weights, dtype=_own_dtype(config))
     return FoundModel(name, kind, weights, stored_tensors.kind_of(quantized))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvchat import stored_tensors
 
 DRAFTING = re.compile(r"(?:^|\.)mtp\.")  # layers that draft further tokens
+MASKS = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")  # causal ones, which GPT-2 and its kin once stored
 # Towers and what leads from them to the text. The names of 99 multimodal classes of transformers 5.23 were looked at.
 TOWERS = re.compile(
     r"(?:^|[._])(?:vision|visual|image|img|video|audio|speech|sound|vqmodel|\w*projector|aligner|connector|resampler"
@@ -33,8 +34,8 @@ class Elements:
 
 
 def is_loaded(name: str, is_multimodal: bool) -> bool:
-    """True if a tensor belongs to the text part of a model."""
-    return not (DRAFTING.search(name) or (is_multimodal and TOWERS.search(name)))
+    """True if a tensor is a weight of the text part of a model."""
+    return not (DRAFTING.search(name) or MASKS.search(name) or (is_multimodal and TOWERS.search(name)))
 
 
 def count(tensors: Iterable[tuple[str, int]], packed: Iterable[str] = ()) -> Elements:

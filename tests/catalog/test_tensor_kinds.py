@@ -18,6 +18,10 @@ from kvchat.catalog.tensor_kinds import Elements, count, is_loaded
         ("model.multi_modal_projector.linear_1.weight", True, False),
         ("model.embed_vision.embedding_projection.weight", True, False),
         ("model.audio_tower.layers.0.ffn.weight", True, False),
+        ("h.0.attn.bias", False, False),
+        ("transformer.h.0.attn.masked_bias", False, False),
+        ("gpt_neox.layers.0.attention.bias", False, False),
+        ("h.0.attn.c_attn.bias", True, True),
         ("mtp.layers.0.mlp.up_proj.weight", False, False),
     ],
 )
