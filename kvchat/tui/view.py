@@ -107,6 +107,9 @@ class ChatView(Protocol):
     async def add_switch(self, switched: Switched, speed: float | None) -> SwitchView:
         """Mark a switch in the transcript, ribbon and timeline; ``speed`` before it in tokens/s."""
 
+    def add_way_back(self, switched: Switched) -> None:
+        """Tell, where lines stay, of a switch back to the mode before the last one, with no token between them."""
+
     def add_note(self, text: str, struck: str = "") -> None:
         """Add a quiet note, followed by ``struck`` with a line through it."""
 

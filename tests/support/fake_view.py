@@ -131,6 +131,7 @@ class FakeView:
 
     def __init__(self) -> None:
         self.lists_conversations = True
+        self.ways_back: list[Switched] = []
         self.conversations: tuple[list[str], str] = ([], "")
         self.questions: list[FakeQuestion] = []
         self.answers: list[FakeAnswer] = []
@@ -175,6 +176,9 @@ class FakeView:
     async def add_switch(self, switched: Switched, speed: float | None) -> FakeSwitch:
         self.switches.append(FakeSwitch(switched, speed))
         return self.switches[-1]
+
+    def add_way_back(self, switched: Switched) -> None:
+        self.ways_back.append(switched)
 
     def add_note(self, text: str, struck: str = "") -> None:
         self.notes.append(text + struck)

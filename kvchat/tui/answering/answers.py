@@ -129,10 +129,10 @@ class Answers:
             await last.remove()
             self._marks = [mark for mark in self._marks if mark[1] is not last]
             moved, speed = last.switched.moved_bytes + switched.moved_bytes, last.speed
-            is_back = switched.mode == last.switched.before != last.switched.mode
-            switched = replace(switched, before=last.switched.before, moved_bytes=moved)
-            if is_back:
+            if switched.mode == last.switched.before != last.switched.mode:
+                self.view.add_way_back(switched)
                 return
+            switched = replace(switched, before=last.switched.before, moved_bytes=moved)
         self._switch = await self.view.add_switch(switched, speed)
         if self.answer is not None and self.answer.text:
             self._marks.append((len(self.answer.text), self._switch))

@@ -206,9 +206,13 @@ class PlainView:
 
     async def add_switch(self, switched: Switched, speed: float | None) -> PlainSwitch:
         """Print a switch."""
+        self.add_way_back(switched)
+        return PlainSwitch(switched)
+
+    def add_way_back(self, switched: Switched) -> None:
+        """Print a switch; the line of the one that it takes back is printed already."""
         self.switches += 1
         self._lines.line(f"[{describe_switch(switched, None, None)}]")
-        return PlainSwitch(switched)
 
     def add_note(self, text: str, struck: str = "") -> None:
         """Print a note."""

@@ -85,6 +85,9 @@ class ShownChat(Screen[None]):
             return answer.mark(switched, speed)
         return await self._transcript.add(SwitchNote(switched, speed), before=answer)
 
+    def add_way_back(self, switched: Switched) -> None:
+        """Show nothing: the line of the switch before is gone."""
+
     def add_note(self, text: str, struck: str = "") -> None:
         self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))
 

@@ -82,6 +82,7 @@ async def test_switches_without_a_token_between_them_are_one(asked):
     await answers.add_switch(Switched("streaming", "full", {}, 10, 0, 0.0), None)
     assert all(switch.removed for switch in asked.view.switches)
     assert len(asked.view.switches) == 2
+    assert [back.mode for back in asked.view.ways_back] == ["full"], "where lines stay, the way back is told"
 
 
 async def test_of_two_budgets_without_a_token_between_them_the_second_is_shown(asked):

@@ -84,6 +84,16 @@ async def test_a_pipe_asks_switches_and_asks_again(config):
     assert visible(session.said) == session.said
 
 
+@pytest.mark.parametrize("asked", ["", "hello\n"])
+async def test_a_pipe_switches_there_and_back_with_no_token_between(config, asked):
+    lines = "/mode streaming budget=128\n/mode full\n/mode freeze\n/mode full\nagain\n"
+    code, session = await piped(config, asked + lines)
+    assert (code, session.errors.getvalue()) == (0, "")
+    switches = re.findall(r"^\[(\w+) to (\w+)", session.said, re.MULTILINE)
+    assert switches == [("full", "streaming"), ("streaming", "full"), ("full", "freeze"), ("freeze", "full")]
+    assert session.said.index("[freeze to full") < session.said.index("you: again\nmodel: ")
+
+
 async def test_the_conversation_is_kept_listed_and_gone_on_with(config):
     await piped(config, "My cat is Biscuit.\n/new\nMy dog is Rex.\n")
     _, session = await piped(config, "/chats\n/open 2\n/open dog\n/title\n/open whale\n")
