@@ -18,7 +18,8 @@ from kvchat.errors import ModelError
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
 MOST_COUNTED, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; positions are int32
 # Beside keys with "layer" in them: what transformers makes as many entries for, of any kind of model, when it reads a
-# config.json. Found by giving every integer of its 800 configurations a value of millions, and in its code.
+# config.json. Found by giving every integer of its 800 configurations a value of millions, and in its code. A
+# ``vocab_size_per_layer_input`` is no such count, and 262,144 in Gemma 3n and 4.
 COUNTED = {"num_labels", "first_k_dense_replace", "attention_types", "out_indices", "stage_num_blocks"}
 
 ROWS_AT_ONCE = 64
@@ -73,7 +74,7 @@ def check_counts(config: dict[str, Any], name: str) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             check_counts(value, name)
-        elif key in COUNTED or (isinstance(value, int) and "layer" in key):
+        elif key in COUNTED or (isinstance(value, int) and "layer" in key and "vocab_size" not in key):
             _check_count(key, value, name)
 
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from support import tiny_models
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from kvchat.engine.model.supported import check_tensors, unreadable
+from kvchat.engine.model.supported import check_counts, check_tensors, unreadable
 from kvchat.errors import ModelError
 
 VALID = [
@@ -34,6 +35,18 @@ def saved(tmp_path):
         return folder
 
     return save
+
+
+def test_no_kind_of_model_counts_too_much_in_its_own_configuration():
+    """Each as transformers writes it: Gemma 3n and 4 have 262,144 entries in a vocabulary of their layers."""
+    kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
+    assert {"Gemma4Config", "Gemma3nTextConfig", "LlamaConfig"} <= {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        try:
+            config = kind()
+        except (TypeError, ValueError, StrictDataclassError):  # it has no values of its own
+            continue
+        check_counts(json.loads(config.to_json_string(use_diff=False)), kind.__name__)
 
 
 @pytest.mark.parametrize("name", VALID)
