@@ -39,8 +39,12 @@ class Wordless:
     bos_token_id = eos_token_id = unk_token_id = None
     is_fast = False
 
-    def __init__(self, chat_template: str = "") -> None:
+    def __init__(self, chat_template: str = "", vocabulary: dict[str, int] | None = None) -> None:
         self.chat_template = chat_template
+        self._vocabulary = vocabulary or {}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._vocabulary
 
     def __call__(self, text: str, **options: object) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[])

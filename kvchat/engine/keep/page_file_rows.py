@@ -9,6 +9,7 @@ import numpy as np
 import transformers
 
 from kvchat.engine.generate.stored import Stored
+from kvchat.engine.model import fingerprint
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.recurrent_state import is_recurrent
 from kvchat.kv.memory.page_file import TOKEN, Rows
@@ -26,6 +27,8 @@ def identity(model: LoadedModel) -> dict[str, Any]:
         "configuration": _digest(model.model.config.to_json_string()),
         "number format": str(model.dtype).removeprefix("torch."),
         "quantization": model.weights,
+        "training": model.fingerprint,
+        "tokenizer": fingerprint.of_tokenizer(model.tokenizer),
         "chat template": _digest(getattr(model.tokenizer, "chat_template", None) or ""),
         **({"version of transformers": transformers.__version__} if recurrent else {}),  # its cache has the state
     }

@@ -19,6 +19,7 @@ from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model import (
     attention_hook,
     cpu_dtype,
+    fingerprint,
     gguf_weights,
     quantization,
     supported,
@@ -49,9 +50,9 @@ ONE_BY_ONE = "Further turns are read token by token: transformers' code of this 
 class LoadedModel:
     """A model on its device, its tokenizer and its observed properties.
 
-    ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization, ``fused`` the
-    kinds of modules that are fused. ``reads_chunks`` is that of ``RecurrentState``. Answers are drawn at
-    ``temperature`` where no other is given.
+    ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization,
+    ``fingerprint`` is a digest of them, ``fused`` the kinds of modules that are fused. ``reads_chunks`` is that of
+    ``RecurrentState``. Answers are drawn at ``temperature`` where no other is given.
     """
 
     model: Any
@@ -72,6 +73,7 @@ class LoadedModel:
     notes: tuple[str, ...]
     weight_bytes: int
     weights: str = ""
+    fingerprint: str = ""
     fused: str = ""
     reads_chunks: bool = True
     temperature: float = TEMPERATURE
@@ -127,6 +129,7 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     seen = probe(model)
     chunked = reads_chunks(model)
     selftest(model, chunked=chunked)
+    digest = fingerprint.of_weights(model)  # before any of them is merged
     if model.device.type == "cpu":
         lay_out(model)
     fusion = swap.fuse(model, swap.kernels_for(model.device)) if fuse else swap.FusionReport()
@@ -134,7 +137,7 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
         torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
     notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
-    return replace(loaded, notes=notes, fused=fusion.fused, reads_chunks=chunked)
+    return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
 
 
 # ---- stages ----------------------------------------------------------------------------------------

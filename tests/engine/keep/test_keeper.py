@@ -104,6 +104,8 @@ def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
         ({"name": "other"}, "another model"),
         ({"revision": "1"}, "another revision"),
         ({"weights": "int8"}, "another quantization"),
+        ({"fingerprint": "1"}, "another training"),
+        ({"tokenizer": Wordless(vocabulary={"a": 1})}, "another tokenizer"),
         ({"tokenizer": Wordless("x")}, "another chat"),
     ],
 )

@@ -1,0 +1,59 @@
+"""Digests of a loaded model's weights and of its tokenizer: what was computed by others is not taken for theirs.
+
+A checkpoint's revision tells trainings apart by the sizes and ends of their files, and nothing of a tokenizer; a model
+that was tuned or merged in place may have both alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DIGEST_BYTES = 16
+WORD = 8
+
+
+def of_weights(model: Any) -> str:
+    """A digest of names, shapes and bit patterns of all parameters, at the memory's speed.
+
+    The patterns of one tensor are added up: a change of any bit changes the sum, an exchange of values does not.
+    """
+    found = blake2b(digest_size=DIGEST_BYTES)
+    for name, weight in model.named_parameters():
+        sums = [_sum(part) for part in _plain(weight.data)]
+        found.update(f"{name} {tuple(weight.shape)} {sums}\n".encode())
+    return found.hexdigest()
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """A digest of all that turns text into ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return _digest(backend.to_str())
+    vocabulary = sorted(getattr(tokenizer, "get_vocab", dict)().items())
+    return _digest(f"{type(tokenizer).__name__} {vocabulary}")
+
+
+def _plain(weight: Tensor) -> Iterator[Tensor]:
+    """The tensors that a weight is made of: a quantized one is several."""
+    if type(weight) is Tensor or not hasattr(weight, "__tensor_flatten__"):
+        yield weight
+        return
+    for name in weight.__tensor_flatten__()[0]:
+        yield from _plain(getattr(weight, name))
+
+
+def _sum(weight: Tensor) -> int:
+    """The words of a tensor's memory added up, and the bytes behind the last whole one."""
+    stored = weight.contiguous().view(-1).view(torch.uint8)
+    whole = stored.numel() // WORD * WORD
+    words, rest = stored[:whole].view(torch.int64), stored[whole:]
+    return int(words.sum()) + int(rest.sum())
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).hexdigest()
