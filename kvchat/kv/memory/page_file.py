@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -128,6 +129,8 @@ class PageFile:
         Raises:
             DamagedFileError: the file is no such file, or of another model; OSError: it cannot be read.
         """
+        if not stat.S_ISREG(self.path.stat().st_mode):  # a pipe would be waited for
+            raise DamagedFileError("it is no file")
         with self.path.open("rb") as file:
             link = self._checked_header(file.read(HEADER_BYTES))
             size = os.fstat(file.fileno()).st_size
@@ -147,6 +150,8 @@ class PageFile:
                 found.append(np.frombuffer(head, TOKEN, offset=LINK_BYTES + NUMBERS.size)[:tokens])
                 if tokens < self._page:
                     break
+        if not found and size > HEADER_BYTES:
+            raise DamagedFileError("its first page is damaged")
         return np.concatenate(found) if found else np.empty(0, TOKEN)
 
     @property

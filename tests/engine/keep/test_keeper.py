@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,28 @@ def test_kv_of_something_else_are_refused_in_a_line_and_replaced(tmp_path, chang
     (note,) = notes(chat.say("a", TALE))
     assert reason in note
     assert came_back(chat.restarted(tmp_path).say("a", TALE))
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    os.mkfifo(tmp_path / "kv" / "b.kv")
+    assert not notes(chat.restarted(tmp_path).say("c", TALE)), "that of another conversation is passed over"
+    (note,) = notes(chat.restarted(tmp_path).say("b", TALE))
+    assert "it is no file" in note
+
+
+def test_a_damaged_first_page_is_told(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    path = tmp_path / "kv" / "a.kv"
+    data = bytearray(path.read_bytes())
+    data[4100] ^= 1
+    path.write_bytes(data)
+    (note,) = notes(chat.restarted(tmp_path).say("a", TALE))
+    assert "its first page is damaged" in note
 
 
 def test_a_damaged_page_gives_back_what_is_before_it(tmp_path):
