@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 MAX_ENTRIES = 2**22  # of all tables and lists: three times those of the largest vocabulary, with its merges
 MAX_DIMENSIONS = 8
+LAYER = "blk."  # begins the names of what is in a layer, and is packed; a vocabulary's table and head are not
 # Bytes of a value by its type; 8 is a text, 9 a list.
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 TEXT, LIST = 8, 9

@@ -15,7 +15,8 @@ from kvchat.kv.memory import available
 # Bytes an element of quantized weights takes, with their constants.
 QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 INT4 = {"cpu": 0.5 + 4 / 32, "cuda": 0.5 + 4 / 128}
-# In what a GGUF file of at most so many bits an element is loaded by itself, as in the engine's ``gguf_weights``.
+# In what a GGUF file with at most so many bits an element of its layers is loaded by itself, as in the engine's
+# ``gguf_weights``.
 GGUF_AT_MOST = {"int4": 5.0, "int8": 9.0}
 
 # As in the engine: of a GPU that multiplies int4, and of the smallest matrix that is faster in bfloat16.
@@ -57,7 +58,7 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
     usable, by_choice = available.usable(there.free), needs(found, found.weights, dtype, there)
     if found.kind != "GGUF":
         return _first(by_choice, usable)
-    return _gguf_fit(8 * found.weights.nbytes / found.weights.elements, by_choice, usable)
+    return _gguf_fit(found.weights.layer_bits, by_choice, usable)
 
 
 def needs(found: FoundModel, weights: Weights, dtype: str, there: Room) -> dict[str, int]:
@@ -97,7 +98,7 @@ def _own_bytes(weights: Weights, method: str, item: int, there: Room) -> int:
 
 
 def _gguf_fit(bits: float, by_choice: dict[str, int], usable: int) -> Fit:
-    """The fit of a GGUF file with so many ``bits`` an element: a small one is packed by itself."""
+    """The fit of a GGUF file with so many ``bits`` an element of its layers: a small one is packed by itself."""
     default = next((name for name, most in GGUF_AT_MOST.items() if bits <= most and name in by_choice), "none")
     found = _first({name: size for name, size in by_choice.items() if size <= by_choice[default]}, usable)
     return Fit(found.needed, "none") if found.quantize == default else found

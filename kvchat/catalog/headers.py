@@ -21,12 +21,15 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKED = "packed"
 GGUF_MLP = "blk.0.ffn_up.weight"
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
-# The numbers of ggml's types, in the order of its enumeration; None are those it has given up.
-GGML = (
-    "F32", "F16", "Q4_0", "Q4_1", None, None, "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64",
-    "F64", "IQ1_M", "BF16",
+# ggml's types in the order of its enumeration, and the bits of an element with its constants; None are given up.
+GGML: tuple[tuple[str, float] | None, ...] = (
+    ("F32", 32), ("F16", 16), ("Q4_0", 4.5), ("Q4_1", 5), None, None, ("Q5_0", 5.5), ("Q5_1", 6), ("Q8_0", 8.5),
+    ("Q8_1", 10), ("Q2_K", 2.625), ("Q3_K", 3.4375), ("Q4_K", 4.5), ("Q5_K", 5.5), ("Q6_K", 6.5625), ("Q8_K", 9.125),
+    ("IQ2_XXS", 2.0625), ("IQ2_XS", 2.3125), ("IQ3_XXS", 3.0625), ("IQ1_S", 1.5625), ("IQ4_NL", 4.5),
+    ("IQ3_S", 3.4375), ("IQ2_S", 2.5625), ("IQ4_XS", 4.25), ("I8", 8), ("I16", 16), ("I32", 32), ("I64", 64),
+    ("F64", 64), ("IQ1_M", 1.75), ("BF16", 16),
 )  # fmt: skip
+UNKNOWN_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Weights:
 
     Of a checkpoint that is quantized already ``elements`` are those of its weights once they are unpacked, of which
     ``packed_elements`` take ``packed_bytes`` in the files, with their constants. ``plain`` tells the others apart;
-    ``mlp`` are the elements of the MLP's first matrix, 0 where that is not known.
+    ``mlp`` are the elements of the MLP's first matrix, 0 where that is not known. ``layer_bits`` are those that an
+    element of the layers' matrices takes in a GGUF file.
     """
 
     elements: int
@@ -45,6 +49,7 @@ class Weights:
     packed_bytes: int = 0
     plain: Elements = field(default_factory=Elements)
     mlp: int = 0
+    layer_bits: float = 0.0
 
 
 def read_safetensors(
@@ -91,11 +96,21 @@ def read_gguf(path: Path) -> Weights:
     nbytes = _regular(path)
     elements: Counter[str] = Counter()
     sizes: dict[str, int] = {}
+    of_layers: Counter[float] = Counter()  # their elements by the bits that each takes
     try:
         for name, kind, shape in gguf_tables.tensors(path):
+            type_name, bits = (GGML[kind] if kind < len(GGML) else None) or (f"type {kind}", UNKNOWN_BITS)
             sizes[name] = math.prod(shape)
-            elements[(GGML[kind] if kind < len(GGML) else None) or f"type {kind}"] += sizes[name]
-        return replace(_weights(nbytes, elements), plain=count(sizes.items()), mlp=sizes.get(GGUF_MLP, 0))
+            elements[type_name] += sizes[name]
+            if name.startswith(gguf_tables.LAYER) and len(shape) > 1:
+                of_layers[bits] += sizes[name]
+        stored = sum(bits * number for bits, number in of_layers.items())
+        return replace(
+            _weights(nbytes, elements),
+            plain=count(sizes.items()),
+            mlp=sizes.get(GGUF_MLP, 0),
+            layer_bits=stored / max(1, of_layers.total()),
+        )
     except (OSError, ValueError) as error:
         raise _damaged(path) from error
 

@@ -106,7 +106,7 @@ def test_whether_a_checkpoint_fits_that_is_quantized_already(
 
 
 @pytest.mark.parametrize(
-    ("stored", "nbytes", "free", "expected"),
+    ("stored", "bits", "free", "expected"),
     [
         ("Q4_K", 4.6, 12, Fit(int(4.25 * GiB), "none")),  # packed in int4 by itself
         ("Q8_0", 8.5, 12, Fit(8 * GiB, "none")),
@@ -116,8 +116,8 @@ def test_whether_a_checkpoint_fits_that_is_quantized_already(
         ("F16", 16, 20, Fit(16 * GiB, "none")),
     ],
 )
-def test_whether_a_gguf_file_fits(stored: str, nbytes: float, free: int, expected: Fit) -> None:
-    weights = Weights(8 * GiB, int(nbytes * GiB), stored, plain=LINEAR)
+def test_whether_a_gguf_file_fits(stored: str, bits: float, free: int, expected: Fit) -> None:
+    weights = Weights(8 * GiB, int(bits * GiB), stored, plain=LINEAR, layer_bits=bits)
     assert fit(FoundModel("m", "GGUF", weights), "auto", Room("cuda", free * GiB)) == expected
 
 

@@ -25,8 +25,8 @@ def gguf_header(*tensors: tuple[str, tuple[int, ...], int]) -> bytes:
     return struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)) + b"".join(values + infos)
 
 
-def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0") -> None:
-    """The bundled model as a GGUF file, its matrices of the type ``kind``."""
+def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: str = "") -> None:
+    """The bundled model as a GGUF file, its matrices of the type ``kind``, the vocabulary's of ``table_kind``."""
     import gguf
 
     config = model.model.config
@@ -51,8 +51,9 @@ def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0") -> None:
         if tensor.dim() == 1:
             writer.add_tensor(theirs, tensor.numpy())
         else:
-            packed = gguf.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
-            writer.add_tensor(theirs, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+            its_kind = gguf.GGMLQuantizationType[kind if theirs.startswith("blk.") else table_kind or kind]
+            packed = gguf.quantize(tensor.contiguous().numpy(), its_kind)
+            writer.add_tensor(theirs, packed, raw_dtype=its_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

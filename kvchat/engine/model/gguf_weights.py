@@ -16,8 +16,9 @@ from kvchat.engine.model import gguf_file, int4_rows, int8_rows, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
+from kvchat.gguf_tables import LAYER
 
-AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the file, with its constants: those of Q4_K_M, of Q8_0
+AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the layers, with its constants: those of Q4_K_M, of Q8_0
 CHOICES = ("none", *AT_MOST)
 
 
@@ -99,12 +100,13 @@ def pack(model: Any, config: Any, device: torch.device) -> None:
 
 
 def bits(location: ModelLocation) -> float:
-    """Bits that a weight of the file's matrices takes; 0 for what is no GGUF file.
+    """Bits that a weight of the layers' matrices takes in the file; 0 for what is no GGUF file.
 
     Raises:
         ModelError: the GGUF file is damaged.
     """
     if not location.gguf:
         return 0.0
-    matrices = [tensor for tensor in gguf_file.header(location.folder / location.gguf).tensors if tensor.is_matrix]
+    tensors = gguf_file.header(location.folder / location.gguf).tensors
+    matrices = [tensor for tensor in tensors if tensor.is_matrix and tensor.name.startswith(LAYER)]
     return 8 * sum(one.nbytes for one in matrices) / max(1, sum(one.elements for one in matrices))

@@ -72,6 +72,14 @@ def test_a_file_stays_about_as_small_as_it_is(file_of, monkeypatch, kind, in_4_b
 
 
 @needs("gguf")
+@pytest.mark.parametrize(("kind", "table_kind", "expected"), [("Q4_0", "F16", "int4"), ("Q8_0", "F32", "int8")])
+def test_a_large_vocabulary_decides_nothing(model, tmp_path, kind, table_kind, expected):
+    write_model(tmp_path / "mixed.gguf", model, kind, table_kind)
+    location = ModelLocation("mixed", tmp_path, gguf="mixed.gguf")
+    assert gguf_weights.by_default(location, torch.float32, CPU) == expected
+
+
+@needs("gguf")
 def test_a_damaged_file_is_refused(file_of, tmp_path):
     (tmp_path / "cut.gguf").write_bytes(file_of("Q8_0").read_bytes()[:5000])
     with pytest.raises(ModelError, match="is damaged"):
