@@ -66,6 +66,7 @@ TESTED_IN = {
     "engine/keep/page_file_rows": "engine/keep/test_keeper_hybrid",
     "engine/generate/forged": "engine/generate/test_escaping",
     "engine/model/description": "engine/model/test_load",
+    "engine/model/free_memory": "engine/model/test_load",
     "engine/model/gguf_file": "engine/model/test_load_gguf",
     "engine/model/packed_quantizer": "engine/model/test_quantization",
     "engine/model/packed_rows": "engine/model/test_int4_rows",

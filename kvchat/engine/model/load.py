@@ -20,6 +20,7 @@ from kvchat.engine.model import (
     attention_hook,
     cpu_dtype,
     fingerprint,
+    free_memory,
     gguf_weights,
     quantization,
     supported,
@@ -36,8 +37,7 @@ from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weight_sizes import weight_bytes, without_memory
 from kvchat.engine.model.weights_memory import give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
-from kvchat.errors import DoesNotFitError, KvchatError, ModelError
-from kvchat.kv.memory import available
+from kvchat.errors import KvchatError, ModelError
 from kvchat.kv.ops.first_compile import compile_loops
 from kvchat.protocol.messages import TEMPERATURE, Load
 from kvchat.units import size
@@ -102,7 +102,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         checkpoint = complete(described.location, progress)
         _check_layers(described.config, checkpoint)
         if not asked.force:
-            _check_fits(checkpoint, described.device, quantized.share)
+            free_memory.check(checkpoint, described, quantized.share)
         progress("Loading the tokenizer")
         tokenizer = _tokenizer(checkpoint)
         with _explained(checkpoint, described.device):
@@ -171,7 +171,7 @@ def _explained(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise _does_not_fit(checkpoint, device) from error
+            raise free_memory.does_not_fit(checkpoint, device) from error
         raise supported.unreadable(checkpoint.name, "the model", error) from error
 
 
@@ -318,25 +318,3 @@ def _check_layers(config: Any, found: Checkpoint) -> None:
             f"It names {layers:,} layers, and there are {found.tensors:,} tensors.",
             "Download the model again; config.json has to be that of these weights.",
         )
-
-
-def _check_fits(found: Checkpoint, device: torch.device, share: float) -> None:
-    """Refuse weights of which not even ``share`` of the files' size fits, before minutes of reading them."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available.host_free()
-    if found.weight_bytes * share > free:
-        raise _does_not_fit(found, device)
-
-
-def _does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
-    if device.type == "cpu":
-        return DoesNotFitError(
-            f"{found.name} does not fit this machine's memory.",
-            f"Its weights take {size(found.weight_bytes, 2)} on disk, and {size(available.host_free(), 2)} are free.",
-            "Choose a smaller model or --quantize int8, or end what else takes memory. --force loads it anyway.",
-        )
-    free, total = torch.cuda.mem_get_info(device)
-    return DoesNotFitError(
-        f"{found.name} does not fit {torch.cuda.get_device_name(device)}.",
-        f"Its weights take {size(found.weight_bytes, 2)}, and {size(free, 2)} of {size(total, 2)} are free.",
-        "Choose a smaller model, or free memory on the GPU. --force loads it anyway.",
-    )

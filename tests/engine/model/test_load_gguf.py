@@ -18,7 +18,8 @@ from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
-from kvchat.errors import ModelError
+from kvchat.errors import DoesNotFitError, ModelError
+from kvchat.kv.memory import available
 from kvchat.protocol.messages import Load
 
 needs_gguf = pytest.mark.skipif(
@@ -45,6 +46,14 @@ def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
     assert (loaded.fused, loaded.weights) == (model.fused, "")
     assert "The gguf weights were unpacked to float32." in loaded.notes
     assert capfd.readouterr() == ("", "")
+
+
+@needs_gguf
+def test_a_file_that_does_not_fit_unpacked_is_loaded_by_force_only(file, monkeypatch):
+    monkeypatch.setattr(available, "host_free", lambda: 40 * 2**20)  # 18 MiB in the file, 66 unpacked
+    with pytest.raises(DoesNotFitError, match=r"while it is read.*Unpacked .* 66\.\d+ MiB, and 40.00 MiB are free"):
+        load_model(Load(str(file), "cpu"), silent)
+    assert load_model(Load(str(file), "cpu", force=True), silent).weights == "int8"
 
 
 @needs_gguf
