@@ -26,7 +26,9 @@ def show() -> None:
     for unknown in sources.unknown_variables():
         note(unknown)
     resolved = load_settings()
-    echo("\n".join((f"# profiles: {profiles.find(resolved.settings.model.device).describe()}", *resolved.lines())))
+    found = profiles.find(resolved.settings.model.device)
+    about = (f"profiles: {found.describe()}", *found.measured_lines())
+    echo("\n".join((*(f"# {line}" for line in about), *resolved.lines())))
 
 
 @app.command()

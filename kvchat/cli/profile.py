@@ -57,14 +57,14 @@ def show(
 
 @app.command()
 def match(device: NamedDevice = "auto") -> None:
-    """Say which profiles are in force for this device and why, and what each value they set comes from."""
+    """Say which profiles are in force for this device and why, and where each value they give comes from."""
     gpu, found = profiles.read_gpu(device), profiles.find(device)
     echo("no GPU" if gpu is None else ", ".join(_readings(vars(gpu))))
     for file in found.in_force:
-        echo(f"{file.name} ({file.why}){'' if file.source.values.keys() - _head(file) else ': sets nothing'}")
-    for line in load_settings(problem=note).lines():
-        if "# profiles/" in line:
-            echo(f"  {line}")
+        echo(f"{file.name} ({file.why}){_without_settings(file)}")
+    set_here = (line for line in load_settings(problem=note).lines() if "# profiles/" in line)
+    for line in (*set_here, *found.measured_lines()):
+        echo(f"  {line}")
 
 
 @app.command()
@@ -99,8 +99,10 @@ def _readings(values: dict[str, object]) -> Iterator[str]:
         yield f"{name.replace('_', ' ')} {'n/a' if value is None else value}"
 
 
-def _head(file: ProfileFile) -> set[tuple[str, ...]]:
-    return {key for key in file.source.values if key[0] in profiles.HEAD}
+def _without_settings(file: ProfileFile) -> str:
+    if file.settings.values:
+        return ""
+    return ": sets nothing, was measured" if file.figures.values else ": sets nothing"
 
 
 def _named(name: str) -> Path:

@@ -1,11 +1,11 @@
 """GPU profiles: settings and measured speeds for a kind of GPU, one TOML file each.
 
 A file has a table ``[match]``, settings as in config.toml, and ``[measured]``, which ``kvchat bench decode
---save-profile`` writes. A profile matches if every key of its ``[match]`` holds. All matching bundled profiles are in
-force, those with more keys override the others: one is for the memory, one for the generation. The user's matching
-profile with the most keys overrides them. Where torch uses no GPU, profiles with ``device = "cpu"`` match. A wrong file
-of the user's is left out, whatever asks, and everybody says so in the same words. The GPU is read through NVML, because
-importing torch takes seconds.
+--save-profile`` writes. A profile matches if every key of its ``[match]`` holds. All that match are in force, so that
+one of measurements takes no settings away: the user's override the bundled ones, and among either those with more keys
+the others, value by value. The measured speeds are those of one profile, the strongest that has any. Where torch uses
+no GPU, profiles with ``device = "cpu"`` match. A wrong file of the user's is left out, whatever asks, and everybody
+says so in the same words. The GPU is read through NVML, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import fnmatch
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from pydantic import Field
 from kvchat import files, nvml, paths
 from kvchat.config import schema
 from kvchat.config.schema import Section, Texts
-from kvchat.config.sources import SettingsSource, check, file_source
+from kvchat.config.sources import Key, SettingsSource, check, dotted, file_source, to_toml
 from kvchat.errors import UsageError
 
 HEAD = ("match", "measured")
@@ -116,6 +117,21 @@ class ProfileFile:
         """The reason why it is in force."""
         return f"matched: {', '.join(self.matched or ()) or 'any GPU'}"
 
+    @property
+    def settings(self) -> SettingsSource:
+        """The settings alone, each with the reason beside its place."""
+        return self._part(lambda key: key[0] not in HEAD)
+
+    @property
+    def figures(self) -> SettingsSource:
+        """The measured speeds alone, as the settings."""
+        return self._part(lambda key: key[0] == "measured")
+
+    def _part(self, belongs: Callable[[Key], bool]) -> SettingsSource:
+        kept = {key: value for key, value in self.source.values.items() if belongs(key)}
+        origins = {key: f"{self.source.origins[key]} ({self.why})" for key in kept}
+        return replace(self.source, values=kept, origins=origins)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -127,13 +143,22 @@ class Found:
     @property
     def sources(self) -> tuple[SettingsSource, ...]:
         """The settings, weakest first."""
-        return tuple(_settings_of(file) for file in self.in_force)
+        return tuple(file.settings for file in self.in_force)
 
     @property
     def measured(self) -> Measured:
         """The values measured on this device, by the strongest that says so."""
-        measured = [file.profile.measured for file in self.in_force if file.profile.measured != Measured()]
-        return measured[-1] if measured else Measured()
+        return self._measuring.profile.measured if self._measuring else Measured()
+
+    def measured_lines(self) -> Iterator[str]:
+        """The values measured on this device as lines of TOML, each with its place as a comment."""
+        figures = self._measuring.figures if self._measuring else SettingsSource()
+        for key, value in figures.values.items():
+            yield f"{dotted(key)} = {to_toml(value)}   # {figures.origins[key]}"
+
+    @property
+    def _measuring(self) -> ProfileFile | None:
+        return next((file for file in reversed(self.in_force) if file.profile.measured != Measured()), None)
 
     def describe(self) -> str:
         """Their names with the reason, for a person."""
@@ -143,15 +168,11 @@ class Found:
 def find(device: str) -> Found:
     """The profiles in force for ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
     refused: list[UsageError] = []
-    files = list(all_files(device, refused.append))
-    matching = sorted((file for file in files if file.matched is not None), key=lambda file: len(file.matched or ()))
+    matching = [file for file in all_files(device, refused.append) if file.matched is not None]
     own = [file for file in matching if file.path.parent == paths.user_profiles_dir()]
-    best = [file for file in own if len(file.matched or ()) == len(own[-1].matched or ())]
-    problems = [f"{error} It is left out." for error in refused]
-    if len(best) > 1:
-        names = " and ".join(file.name for file in best)
-        problems.append(f"{names} match this device equally; {best[0].name} is used. Give one of them another key.")
-    return Found((*(file for file in matching if file not in own), *best[:1]), tuple(problems))
+    bundled = sorted((file for file in matching if file not in own), key=_keys)
+    own = sorted(own, key=_keys, reverse=True)[::-1]  # of equal ones the first by name is the strongest
+    return Found((*bundled, *own), (*(f"{error} It is left out." for error in refused), *_undecided(own)))
 
 
 def all_files(device: str, problem: Callable[[UsageError], None]) -> Iterator[ProfileFile]:
@@ -216,10 +237,23 @@ def save(measured: Measured, device: str = "auto") -> Path:
 # ---- matching --------------------------------------------------------------------------------------
 
 
-def _settings_of(file: ProfileFile) -> SettingsSource:
-    source = file.source
-    kept = {key: value for key, value in source.values.items() if key[0] not in HEAD}
-    return replace(source, values=kept, origins={key: f"{source.origins[key]} ({file.why})" for key in kept})
+def _keys(file: ProfileFile) -> int:
+    return len(file.matched or ())
+
+
+def _undecided(own: Sequence[ProfileFile]) -> Iterator[str]:
+    """Sentences about profiles, weakest first, of which nothing but the name decides a value."""
+    for weaker, stronger in combinations(own, 2):
+        both = sorted(_given(weaker) & _given(stronger))
+        if both and _keys(weaker) == _keys(stronger):
+            yield (
+                f"{stronger.name} and {weaker.name} match this device equally and both give {', '.join(both)}; "
+                f"{stronger.name} is used. Give one of them another key."
+            )
+
+
+def _given(file: ProfileFile) -> set[str]:
+    return {*map(dotted, file.settings.values), *(["[measured]"] if file.figures.values else [])}
 
 
 def _matched(match: Match, gpu: Device | None) -> list[str] | None:

@@ -178,12 +178,13 @@ def test_the_operating_system_is_compared(nvml: Install, monkeypatch: pytest.Mon
 
 def test_most_keys_win_and_the_order_of_sources_holds(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(Device("NVIDIA GeForce RTX 3060 Laptop GPU", 5.99, "8.6", 4, 8))
-    own("a.toml", "[match]\nmemory = [5, 7]\n[sampling]\ntop_k = 1\n")
+    own("a.toml", "[match]\nmemory = [5, 7]\n[sampling]\ntop_k = 1\nseed = 5\n")
     own(
         "b.toml",
         '[match]\nmemory = [5, 7]\nname = "RTX 3060*"\n[sampling]\ntop_k = 2\n[kv.speculative]\nbudget = 512\n',
     )
     assert shown("sampling.top_k") == "sampling.top_k = 2   # profiles/b.toml:5 (matched: name, memory)"
+    assert shown("sampling.seed") == "sampling.seed = 5   # profiles/a.toml:5 (matched: memory)"
     assert shown("kv.speculative.budget") == "kv.speculative.budget = 512   # profiles/b.toml:7 (matched: name, memory)"
     assert shown("kv.streaming.budget").startswith("kv.streaming.budget = 1024   # profiles/6gb.toml:")
     paths.config_file().write_text("[sampling]\ntop_k = 3\n")
@@ -258,8 +259,14 @@ def test_profiles_that_match_equally_are_named(nvml: Install) -> None:
     own("a.toml", '[match]\nname = ["RTX 4060", "RTX 4070"]\n[sampling]\nseed = 1\n')
     found = profiles.find("auto")
     (told,) = found.problems
-    assert told.startswith("profiles/a.toml and profiles/b.toml match this device equally; profiles/a.toml is used.")
+    assert told == (
+        "profiles/a.toml and profiles/b.toml match this device equally and both give sampling.seed; profiles/a.toml is "
+        "used. Give one of them another key."
+    )
     assert resolved().settings.sampling.seed == 1
+    own("b.toml", "[match]\nmemory = [7, 9]\n[sampling]\ntop_k = 2\n")
+    assert not profiles.find("auto").problems
+    assert (resolved().settings.sampling.seed, resolved().settings.sampling.top_k) == (1, 2)
 
 
 # ---- kvchat profile --------------------------------------------------------------------------------
