@@ -12,7 +12,7 @@ import typer
 
 from kvchat import files, paths
 from kvchat.cli.output import echo, note
-from kvchat.cli.profile import load_settings
+from kvchat.cli.profile import check_all, load_settings, own_files
 from kvchat.config import profiles, schema, sources
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
@@ -44,9 +44,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
         _check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
     if not file:
-        for profile in sorted(paths.user_profiles_dir().glob("*.toml")):
-            profiles.read_file(profile, None)
-            echo(f"{profile}: good")
+        check_all(own_files())
 
 
 @app.command()

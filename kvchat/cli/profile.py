@@ -69,14 +69,39 @@ def match(device: NamedDevice = "auto") -> None:
 
 @app.command()
 def validate(files: Annotated[list[Path] | None, typer.Argument(help="instead of your own profiles")] = None) -> None:
-    """Check profiles; exit code 2 if one is wrong."""
-    for file in files or sorted(paths.user_profiles_dir().glob("*.toml")):
-        if not file.exists():
-            raise UsageError(f"There is no file {file}.", hint="Check the path.")
-        profiles.read_file(file, None)
-        echo(f"{file}: good")
+    """Check profiles and tell of each what is wrong; exit code 2 if one is."""
+    check_all(files or own_files())
     if not files and (problems := profiles.find("auto").problems):
         note("\n".join(problems))
+
+
+def own_files() -> list[Path]:
+    """The user's own profiles."""
+    return sorted(paths.user_profiles_dir().glob("*.toml"))
+
+
+def check_all(files: Iterable[Path]) -> None:
+    """Say which profiles are good.
+
+    Raises:
+        UsageError: what is wrong with any of the others.
+    """
+    refusals = []
+    for file in files:
+        try:
+            _check(file)
+        except UsageError as refused:
+            refusals.append(str(refused))
+        else:
+            echo(f"{file}: good")
+    if refusals:
+        raise UsageError("\n".join(refusals))
+
+
+def _check(file: Path) -> None:
+    if not file.exists():
+        raise UsageError(f"There is no file {file}.", hint="Check the path.")
+    profiles.read_file(file, None)
 
 
 def _whose(file: ProfileFile) -> str:
