@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from kvchat import files, nvml, paths
 from kvchat.config import schema
@@ -64,17 +64,35 @@ class Match(Section):
     os: Literal["linux", "windows", "darwin"] | None = None
     """operating system"""
 
+    @field_validator("name", "memory", "compute_capability", "pcie_generation", "pcie_width")
+    @classmethod
+    def _can_hold(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what holds for no device: nobody would notice that the profile is never in force."""
+        if info.data.get("device") == "cpu":
+            raise ValueError('machines without a GPU, device = "cpu", have no such reading')
+        if info.field_name == "name" and not value:
+            raise ValueError("an empty list matches no GPU")
+        if info.field_name == "memory" and max(value[0], 0) >= value[1]:
+            raise ValueError("no GPU has at least the first and less than the second")
+        if info.field_name == "compute_capability" and not re.fullmatch(r"\d+\.\d+", value):
+            raise ValueError('it must be two numbers, such as "8.9"')
+        return value
+
+
+# Slower than any link to faster than any memory: with 1e-300 a plan prints times of hundreds of digits.
+Rate = Annotated[float | None, Field(ge=0.01, le=100_000)]
+
 
 class Measured(Section):
     """Ceilings of a device, in GB/s unless said otherwise; unset is not measured."""
 
-    read: float | None = Field(None, gt=0)
+    read: Rate = None
     """its memory read by kernels"""
-    to_device: float | None = Field(None, gt=0)
+    to_device: Rate = None
     """copied from pinned host memory"""
-    to_host: float | None = Field(None, gt=0)
+    to_host: Rate = None
     """copied to pinned host memory"""
-    gather: float | None = Field(None, gt=0)
+    gather: Rate = None
     """scattered pages of pinned host memory read by kernels, as recall does"""
     kvchat: str = ""
     """version that measured"""

@@ -1,4 +1,4 @@
-"""Profiles that are refused: all of them at once."""
+"""Profiles that are refused: all of them at once, those that match nothing, and speeds that no device has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from support.gpu_profiles import own
 from typer.testing import CliRunner
 
 from kvchat.cli import main
+from kvchat.config import profiles
 from kvchat.errors import UsageError
 
 
@@ -28,3 +29,42 @@ def test_a_file_that_is_not_there_keeps_no_other_from_being_checked() -> None:
     ran = CliRunner().invoke(main.app, ["profile", "validate", str(wrong.with_name("none.toml")), str(wrong)])
     assert f"There is no file {wrong.with_name('none.toml')}. Check the path.\n" in str(ran.exception)
     assert "profiles/a.toml:2" in str(ran.exception)
+
+
+@pytest.mark.parametrize(
+    ("match", "key", "reason"),
+    [
+        ("memory = [10, 5]", "memory: [10, 5]", "no GPU has at least the first and less than the second."),
+        ("memory = [8, 8]", "memory: [8, 8]", "no GPU has"),
+        ("memory = [-2, 0]", "memory: [-2, 0]", "no GPU has"),
+        ("name = []", "name: []", "an empty list matches no GPU."),
+        ('compute_capability = "8"', 'compute_capability: "8"', 'it must be two numbers, such as "8.9".'),
+        (
+            'device = "cpu"\nname = "RTX*"',
+            'name: "RTX*"',
+            'machines without a GPU, device = "cpu", have no such reading.',
+        ),
+        ('name = "RTX*"\ndevice = "cpu"', 'name: "RTX*"', "machines without a GPU"),
+        ('device = "cpu"\npcie_width = 8', "pcie_width: 8", "machines without a GPU"),
+    ],
+)
+def test_a_profile_that_can_match_nothing_is_refused(match: str, key: str, reason: str) -> None:
+    """Each was called good (audit, 12)."""
+    file = own("bad.toml", f"[match]\n{match}\n")
+    with pytest.raises(UsageError) as caught:
+        profiles.read_file(file, None)
+    assert f": match.{key} is refused: {reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", ["read", "to_device", "to_host", "gather"])
+@pytest.mark.parametrize("value", ["1e-300", "0.009", "100001", "1e300"])
+def test_a_rate_that_no_device_has_is_refused(rate: str, value: str) -> None:
+    """A plan printed floors of hundreds of digits (audit, 12)."""
+    file = own("bad.toml", f"[measured]\n{rate} = {value}\n")
+    with pytest.raises(UsageError, match=rf"measured\.{rate}: .* it must be a number from 0.01 to 100000\."):
+        profiles.read_file(file, None)
+
+
+def test_the_slowest_and_the_fastest_rate_are_taken() -> None:
+    file = own("good.toml", "[measured]\nread = 100000\nto_device = 0.01\n")
+    assert profiles.read_file(file, None).profile.measured.to_device == 0.01
