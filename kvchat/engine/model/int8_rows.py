@@ -39,6 +39,11 @@ class Int8Rows(PackedRows):
             return product if bias is None else product + bias
         return F.linear(x, self.data.to(x.dtype) * self.scale.to(x.dtype)[:, None], bias)
 
+    @property
+    def mergeable(self) -> bool:
+        """True if rows of another matrix can follow these."""
+        return self.data.nbytes % ALIGNED == 0
+
     @classmethod
     def merged(cls, linears: Sequence[Any]) -> Self:
         """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""

@@ -11,8 +11,9 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from kvchat.engine.model.int8_rows import ALIGNED
 from kvchat.kv.memory.huge_pages import aligned, use_huge_pages
 
 # Bytes that are there twice while they are laid out. Weights of more fill huge pages where they are.
@@ -20,20 +21,28 @@ PIECE = 2**26
 
 
 def lay_out(model: Any) -> None:
-    """Move the weights of ``model``, on a CPU, together in the order of its modules. Quantized ones stay."""
+    """Move the weights of ``model``, on a CPU, together in the order of its modules, aligned as torch aligns its own.
+
+    Those that are tensors of a quantizer stay.
+    """
     for weights in _pieces(model):
-        memory, at = aligned(sum(weight.nbytes for weight in weights)), 0
+        memory, at = aligned(sum(map(_room, weights))), 0
         use_huge_pages(memory)
         for weight in weights:
             place = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
             weight.data = place.copy_(weight.data)
-            at += weight.nbytes
+            at += _room(weight)
 
 
 def give_back() -> None:
     """Give the system back what loading freed: glibc keeps it, 190 MiB beside int8 weights of 69."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such function
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _room(weight: Tensor) -> int:
+    """Bytes from the beginning of ``weight`` to that of the next one."""
+    return -(-weight.nbytes // ALIGNED) * ALIGNED
 
 
 def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
@@ -45,7 +54,7 @@ def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
         if weight.nbytes > PIECE:
             use_huge_pages(weight.data)
             continue
-        if sum(each.nbytes for each in piece) + weight.nbytes > PIECE:
+        if sum(map(_room, piece)) + _room(weight) > PIECE:
             yield piece
             piece = []
         piece.append(weight)

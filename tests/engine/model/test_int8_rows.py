@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvchat.engine.model import int8_rows
 from kvchat.engine.model.fusion.operations import merge_weights
 from kvchat.engine.model.tolerances import relative_error
+from kvchat.engine.model.weights_memory import lay_out
 
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
 
@@ -56,6 +57,21 @@ def test_rows_that_lie_anywhere_in_a_file(rows):
     int8_rows.install(mapped, data, linear.scale)
     assert mapped.weight.data_ptr() % 64 == 0, "the kernel would end the process"
     assert torch.equal(mapped(x), linear(x))
+
+
+def test_rows_that_are_laid_out_behind_others():
+    linears = [packed(rows, 96, bias=True) for rows in (19, 130, 19)]
+    x = torch.randn(1, 1, 96)
+    before = [linear(x) for linear in linears]
+    lay_out(nn.ModuleList(linears))
+    assert all(linear.weight.data_ptr() % 64 == 0 for linear in linears), "the kernel would end the process"
+    assert all(torch.equal(linear(x), product) for linear, product in zip(linears, before, strict=True))
+
+
+def test_rows_merge_only_where_each_matrix_still_begins_as_the_kernel_needs_it():
+    """Restored Linears multiply by the views that merging made of theirs."""
+    assert packed(18, 32).packed_rows.mergeable
+    assert not packed(19, 32).packed_rows.mergeable
 
 
 def test_a_weight_is_off_by_half_a_step_at_most_and_zeros_stay():

@@ -10,7 +10,7 @@ from kvchat.engine.model.weights_memory import lay_out
 
 
 def test_what_lies_together_is_merged_without_a_copy():
-    laid_out = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)])
+    laid_out = nn.ModuleList([nn.Linear(16, rows, bias=False) for rows in (3, 2, 2)])
     lay_out(laid_out)
     weights = [linear.weight for linear in laid_out]
     expected = torch.cat([weight.data for weight in weights])

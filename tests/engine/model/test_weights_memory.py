@@ -22,6 +22,11 @@ def addresses(module: nn.Module) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), weight.nbytes) for weight in module.parameters()]
 
 
+def room(size: int) -> int:
+    """Bytes from one weight of ``size`` to the next: as torch's own each begins at a multiple of 64."""
+    return (size + 63) // 64 * 64
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_they_lie_in_order_and_keep_their_values(dtype):
     plain, laid_out = model(dtype), model(dtype)
@@ -29,18 +34,18 @@ def test_they_lie_in_order_and_keep_their_values(dtype):
     assert all(torch.equal(*pair) for pair in zip(plain.parameters(), laid_out.parameters(), strict=True))
     at = addresses(laid_out)
     assert at[0][0] % HUGE_PAGE == 0
-    assert all(begin + size == following for (begin, size), (following, _) in itertools.pairwise(at))
+    assert all(begin + room(size) == following for (begin, size), (following, _) in itertools.pairwise(at))
 
 
 def test_no_more_than_a_piece_is_there_twice(monkeypatch):
     laid_out = model()
-    monkeypatch.setattr(weights_memory, "PIECE", 200)
+    monkeypatch.setattr(weights_memory, "PIECE", 256)
     taken: list[int] = []
     genuine = weights_memory.aligned
     monkeypatch.setattr(weights_memory, "aligned", lambda size: taken.append(size) or genuine(size))
     lay_out(laid_out)
-    assert max(taken) <= 200
-    assert sum(taken) == sum(size for _, size in addresses(laid_out))
+    assert max(taken) <= 256
+    assert sum(taken) == sum(room(size) for _, size in addresses(laid_out))
 
 
 def test_what_is_larger_than_a_piece_stays(monkeypatch):
