@@ -55,7 +55,7 @@ class _Pack(ConversionOps):  # type: ignore[misc]
         linear = kwargs["model"].get_submodule(name.rpartition(".")[0])
         linear.weight = nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
         PACK[self._method](linear)
-        linear._is_hf_initialized = True
+        linear.weight._is_hf_initialized = True  # else it is drawn anew, for some models with all of the layer
         kwargs["missing_keys"].discard(name)
         return {}
 

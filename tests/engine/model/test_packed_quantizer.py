@@ -1,0 +1,24 @@
+"""Linears that are packed while transformers reads a model keep what was read."""
+
+from __future__ import annotations
+
+import pytest
+from support import tiny_models, tiny_multimodal
+from support.progress import silent
+
+from kvchat.engine.model.fusion.swap import sample_logits
+from kvchat.engine.model.load import load_model
+from kvchat.engine.model.packed_rows import ROWS
+from kvchat.engine.model.tolerances import relative_error
+from kvchat.protocol.messages import Load
+
+CLOSE = {"int8": 0.05, "int4": 0.5}
+
+
+@pytest.mark.parametrize("quantize", CLOSE)
+def test_what_an_architecture_initializes_itself_is_as_it_was_read(tmp_path, quantize):
+    """transformers' Nemotron-H draws anew each ``out_proj.weight`` that is not marked as read."""
+    tiny_multimodal.save(tiny_models.fresh("nemotron_h", vocab_size=tiny_multimodal.VOCAB), tmp_path)
+    plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
+    assert ROWS in packed.model.layers[0].mixer.out_proj.__dict__
+    assert relative_error(sample_logits(packed), sample_logits(plain)) < CLOSE[quantize]
