@@ -7,6 +7,7 @@ result with that of the computation it is taken for.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
@@ -27,6 +28,8 @@ def rms_norm(module: Any) -> Norm | None:
     """The RMSNorm that ``module`` computes: ``weight * x / rms(x)``, neither Gemma's ``(1 + weight)`` nor LayerNorm."""
     weight, eps = getattr(module, "weight", None), _epsilon(module)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or len(module._parameters) != 1:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm is one only without its gate
         return None
     x = numbers(weight) + 1
     measured = _outcome(module, x)

@@ -65,8 +65,21 @@ def failing_norm():
     return with_class(tiny_models.fresh("llama").model.norm, forward=forward)
 
 
+def gated_norm():
+    return tiny_models.model("bamba").model.layers[0].mamba.norm
+
+
 @pytest.mark.parametrize(
-    "make", [plus_one_norm, layer_norm, layer_norm_without_bias, other_epsilon, failing_norm, lambda: nn.Linear(4, 4)]
+    "make",
+    [
+        plus_one_norm,
+        layer_norm,
+        layer_norm_without_bias,
+        other_epsilon,
+        failing_norm,
+        gated_norm,
+        lambda: nn.Linear(4, 4),
+    ],
 )
 def test_what_is_no_rms_norm(make):
     assert rms_norm(make()) is None

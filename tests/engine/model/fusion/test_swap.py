@@ -30,6 +30,8 @@ FUSED = {
     "gemma": "merged projections, rope",  # (1 + weight) norms
     "ernie4_5": "norms, merged projections, fused layers",  # interleaved rotation
     "cohere": "merged projections",  # LayerNorm, interleaved rotation, one norm
+    **dict.fromkeys(("granite_hybrid", "bamba"), PARTS),  # with gated norms of one group
+    "nemotron_h": "norms, merged projections",  # no rotation
     "gpt2": "",
 }
 
