@@ -74,6 +74,32 @@ def test_a_pinned_message_is_read_in_every_mode_whatever_happens(model, tmp_path
     again.close()
 
 
+def test_a_pinned_system_prompt_is_read_as_soon_as_its_conversation_is_taken_up(model, tmp_path):
+    keeping = Keeping(parked_bytes=2**30, saved_bytes=2**30, folder=str(tmp_path))
+    told = (Turn("system", "You are a sailor. " * 12), *(replace(turn, pinned=False) for turn in TOLD))
+    params = {"budget": 64, "pin_system": True}
+    session = Session(model, entering("streaming", params, keeping=keeping))
+    finished(session, told, "one")
+    pinned = session._kv.mode.pinned
+    assert pinned > 60
+    finished(session, (Turn("system", "Be brief."), Turn("user", "Hello")), "two")
+    assert session._kv.mode.pinned < pinned
+    list(session.resume("one", told))
+    assert_system_is_read(session, pinned)
+    session.close()
+    again = Session(model, entering("streaming", params, keeping=keeping))
+    list(again.resume("one", told))
+    assert_system_is_read(again, pinned)
+    again.close()
+
+
+def assert_system_is_read(session: Session, pinned: int) -> None:
+    assert session._kv.mode.pinned == pinned
+    assert "P" in session.snapshot().ribbon
+    session.step(5)
+    assert bool(session.attended(0)[:, :pinned].all())
+
+
 def test_more_than_half_of_the_context_cannot_be_pinned(model):
     session = Session(replace(model, context=500))
     turns = (Turn("user", FILLER, pinned=True), *TOLD[1:2], *TOLD[4:])

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.guards import Released, SessionLock
 from kvchat.engine.memory_errors import explained
-from kvchat.errors import UsageError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (
     Event,
@@ -198,10 +199,13 @@ class AnswerLoop(Released):
         return found
 
     def pin(self, turns: Sequence[Turn]) -> None:
-        """Attend from now on to those pinned turns of a conversation that are stored."""
+        """Attend from now on to those pinned turns of a conversation that are stored, and to its system prompt."""
         ids = self.encoder.ids_of(self.encoder.render(turns), self.stored)
         there = common_prefix(self.stored.ids, ids)
         self._runner.pin([position for position in self.pinned(turns) if position < there])
+        self._switcher.narrow()
+        with suppress(DoesNotFitError):  # the next question tells
+            self._switcher.note_preamble(self.encoder.preamble(turns))
 
     def _pin_stored(self, positions: Sequence[int]) -> None:
         self._runner.pin([position for position in positions if position < self._kv.total])

@@ -102,9 +102,9 @@ class ModeSwitcher:
         return 0
 
     def note_preamble(self, tokens: int) -> None:
-        """Enter the mode again when the system prompt's length changed: it may be kept as sinks."""
-        if tokens != self.preamble:
-            self.preamble = tokens
+        """Enter the mode again when it is of another length of the system prompt, which may be kept as sinks."""
+        self.preamble = tokens
+        if self._kv.mode.preamble != tokens:
             self.enter(self.parameters)
 
     def prices(self) -> tuple[Price, ...]:
