@@ -2,7 +2,8 @@
 
 KvchatError                 anything safe to show: a title, what was given, what to do
 ├── UsageError              wrong flags, prompt or settings                     exit code 2
-│   └── ModelError          the model cannot be found, read or supported        exit code 2
+│   ├── ModelError          the model cannot be found, read or supported        exit code 2
+│   └── TooMuchPinnedError  a mode would keep little beside what is pinned      exit code 2
 ├── DoesNotFitError         context, budget or memory is too small; has numbers exit code 3
 │   └── OutOfMemoryError    memory ran out in the middle of work                exit code 3
 └── EngineError             the engine failed while working                     exit code 1
@@ -41,6 +42,10 @@ class UsageError(KvchatError):
 
 class ModelError(UsageError):
     """The model cannot be found, read or supported."""
+
+
+class TooMuchPinnedError(UsageError):
+    """A mode would have too little room beside what is pinned."""
 
 
 class DoesNotFitError(KvchatError):

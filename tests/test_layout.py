@@ -91,6 +91,7 @@ TESTED_IN = {
     "protocol/messages": "protocol/test_wire",
     "tui/action": "tui/test_actions",
     "tui/config": "tui/test_app",
+    "tui/pins": "tui/commands/test_pins",
     "tui/plain/figures": "tui/plain/test_chat",
     "tui/prompt/arguments": "tui/test_command_offers",
     "tui/view": "tui/plain/test_view",

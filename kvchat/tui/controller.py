@@ -22,6 +22,7 @@ from kvchat.tui.kept.archive import Archive
 from kvchat.tui.kept.branches import Branches
 from kvchat.tui.kept.keeping import KeptConversations
 from kvchat.tui.model_choice.models import Models
+from kvchat.tui.pins import Pins
 from kvchat.tui.replay import Replay
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import ChatView
@@ -40,11 +41,12 @@ class ChatController(KeptConversations):
         self.replay = Replay(config.replay, client, view)
         self.answers = Answers(self.state, client, view, self._save, lambda: self.replay.is_real_time)
         self.branches = Branches(self.state, self.answers, view)
+        self.pins = Pins(self.state, self.answers, view)
         self.comparisons = Comparisons(self.state, client, self.branches, view)
         self.models = Models(config, self.state, client, view, self.restart)
         self.details = DetailsWatch(client, is_recorded=config.recorder is not None)
         self._events = EngineEvents(
-            self.state, self.answers, self.comparisons, self.models, self.details, view, self.restart
+            self.state, self.answers, self.pins, self.comparisons, self.models, self.details, view, self.restart
         )
         self._system, self._is_log_problem_shown = config.system, False
         self._deleted: list[str] = []

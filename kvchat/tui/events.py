@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, UsageError
+from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
 from kvchat.protocol.comparing import Compared, Comparing
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Planned, Snapshot
@@ -36,6 +36,7 @@ from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.details import DetailsWatch
 from kvchat.tui.model_choice.models import Models
+from kvchat.tui.pins import Pins
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
 from kvchat.tui.view import ChatView
 from kvchat.tui.ways_out import WayOut, ways_out
@@ -49,6 +50,7 @@ class EngineEvents:
         self,
         state: ChatState,
         answers: Answers,
+        pins: Pins,
         comparisons: Comparisons,
         models: Models,
         details: DetailsWatch,
@@ -57,6 +59,7 @@ class EngineEvents:
     ) -> None:
         self.state = state
         self.answers = answers
+        self.pins = pins
         self.comparisons = comparisons
         self.models = models
         self.details = details
@@ -216,6 +219,8 @@ class EngineEvents:
         ran_out = was_busy and failed.kind == OutOfMemoryError.__name__
         ways = ways_out(self.state, is_cut_off) if ran_out else too_large
         self._show_error(EngineError(failed.title, failed.detail, failed.hint), ways)
+        if failed.kind == TooMuchPinnedError.__name__:
+            self.pins.take_back()
         if failed.fatal or self.state.info is None:
             await self.answers.down()
         elif not is_kept:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from kvchat.config.pinned import refuse_too_much
 from kvchat.engine.figures.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.mode_switcher import ModeSwitcher
@@ -21,7 +22,7 @@ from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.guards import Released, SessionLock
 from kvchat.engine.memory_errors import explained
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import DoesNotFitError
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (
     Event,
@@ -38,7 +39,6 @@ from kvchat.protocol.messages import (
 )
 
 Between = Callable[[int], None]
-PINNED_SHARE = 2  # of the model's context at most one part in so many is pinned
 
 
 class AnswerLoop(Released):
@@ -188,14 +188,8 @@ class AnswerLoop(Released):
         Raises:
             UsageError: they leave the model too little of its context for the rest, or the template refuses.
         """
-        found, most = self.encoder.pinned(turns, self.stored), self._model.context // PINNED_SHARE
-        if len(found) > most:
-            raise UsageError(
-                "The pinned messages are too long.",
-                f"They take {len(found):,} tokens; of the {self._model.context:,} that {self._model.name} can read at "
-                f"once at most {most:,} may be pinned, so that room is left for what a mode keeps.",
-                "Unpin some of them: /pin on a pinned message.",
-            )
+        found = self.encoder.pinned(turns, self.stored)
+        refuse_too_much(self._model.name, self._model.context, len(found))
         return found
 
     def pin(self, turns: Sequence[Turn]) -> None:

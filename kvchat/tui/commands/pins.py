@@ -16,21 +16,18 @@ async def pin(chat: ChatController, argument: str) -> None:
         _unpin_all(chat)
     else:
         message = _question(chat, argument) if argument else _chosen(chat)
-        _pin(chat, message, not message.pinned)
-        said = "Pinned: every mode attends to it from now on, beyond its budget." if not message.pinned else "Unpinned."
-        chat.view.toast(said)
-
-
-def _pin(chat: ChatController, message: Message, pinned: bool) -> None:
-    changed = chat.state.conversation.pin(message.id, pinned)
-    chat.view.show_footer(changed, chat.state.footer(changed))
-    chat.answers.take_up()
+        if message.pinned:
+            chat.pins.unpin(message)
+            chat.view.toast("Unpinned.")
+        else:
+            chat.pins.pin(message)
+            chat.view.toast("Pinned: every mode attends to it from now on, beyond its budget.")
 
 
 def _unpin_all(chat: ChatController) -> None:
     pinned = [message for message in chat.state.conversation.path if message.pinned]
     for message in pinned:
-        _pin(chat, message, False)
+        chat.pins.unpin(message)
     if chat.state.params.get("pin_system", False):
         _pin_system(chat)
     chat.view.toast(f"{count(len(pinned))} unpinned." if pinned else "No message is pinned.")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.app_driver import finished, focus, typed
 
 from kvchat.conversations.store import ConversationStore
-from kvchat.errors import UsageError
+from kvchat.errors import TooMuchPinnedError, UsageError
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Chat, Finished, Resume, Switch
+from kvchat.protocol.messages import Chat, Failed, Finished, Resume, Switch
 from kvchat.tui.commands.pins import pin
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.transcript import Transcript
@@ -55,6 +57,53 @@ async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(tal
     talk.controller.set_system("be brief")
     await pin(talk.controller, "system")
     assert talk.client.sent[-1] == Switch("", {"pin_system": True})
+
+
+@pytest.fixture
+async def long_talk(talk):
+    """Three questions, the third of which is longer than may be pinned."""
+    await talk.ask("three")
+    stats = Stats(prompt_tokens=9_000, generated_tokens=1, total_tokens=9_001)
+    await talk.controller.handle(Finished("eos", "3", stats))
+    return talk
+
+
+async def test_more_than_half_of_the_context_is_refused_and_not_marked(long_talk):
+    chat, path = long_talk.controller, long_talk.controller.state.conversation.path
+    chat.state.info = replace(chat.state.info, context=16_384)
+    sent = len(long_talk.client.sent)
+    with pytest.raises(UsageError, match=r"the pinned messages 9,000; of the 16,384 .* at most 8,192 may be pinned"):
+        await pin(chat, "3")
+    assert not chat.state.conversation.path[4].pinned and path[4].id not in long_talk.view.footers
+    assert len(long_talk.client.sent) == sent and not long_talk.view.toasts
+    await pin(chat, "1")
+    with pytest.raises(UsageError):
+        await pin(chat, "3")
+
+
+async def test_the_first_question_is_left_to_the_engine_where_its_length_is_known_with_the_system_prompts_only(chat):
+    await chat.load()
+    chat.controller.state.info = replace(chat.controller.state.info, context=16_384)
+    chat.controller.set_system("a long text")
+    await chat.ask("one")
+    stats = Stats(prompt_tokens=9_000, generated_tokens=1, total_tokens=9_001)
+    await chat.controller.handle(Finished("eos", "1", stats))
+    await pin(chat.controller, "1")
+    await pin(chat.controller, "1")
+    chat.controller.state.params = {"pin_system": True}
+    with pytest.raises(UsageError, match="Too much is pinned"):
+        await pin(chat.controller, "1")
+
+
+async def test_what_the_engine_refuses_to_pin_is_unmarked_so_that_the_chat_goes_on(talk):
+    await pin(talk.controller, "1")
+    await pin(talk.controller, "2")
+    refused = Failed("Too much is pinned.", "", "", TooMuchPinnedError.__name__, False)
+    await talk.controller.handle(refused)
+    assert pinned(talk.client.sent[-1]) == ["one"]
+    assert talk.view.toasts[-1] == "The message pinned last is unpinned again."
+    await talk.controller.handle(refused)  # of a question that was asked before that
+    assert [message.pinned for message in talk.controller.state.conversation.path] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("argument", ["0", "3", "-1", "cat"])
