@@ -81,8 +81,8 @@ class Comparison:
             self._switcher.check_context(len(prompt.ids))
             exact, pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
             with self._left_as_it_was(exact):
-                self._switcher.note_preamble(loop.encoder.preamble(turns))
                 loop.forget(exact)
+                self._switcher.note_preamble(loop.encoder.preamble(turns))
                 yield Started(len(prompt.ids), exact)
                 unread = prompt.ids[exact:-1]
                 logits = (yield from loop.read_prompt(unread)) if unread else None

@@ -9,7 +9,7 @@ import torch
 from support.loads import entering
 
 from kvchat.engine.session import Session
-from kvchat.errors import UsageError
+from kvchat.errors import TooMuchPinnedError, UsageError
 from kvchat.protocol.messages import Keeping, Sampling, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
@@ -98,6 +98,48 @@ def assert_system_is_read(session: Session, pinned: int) -> None:
     assert "P" in session.snapshot().ribbon
     session.step(5)
     assert bool(session.attended(0)[:, :pinned].all())
+
+
+LINE = "The river runs by the old mill and nobody knows where the boats have gone. "
+
+
+@pytest.mark.parametrize(
+    ("system", "pinned", "numbers"),
+    [(28, 0, "the system prompt 4.."), (13, 13, "the system prompt 2.. and the pinned messages 2..")],
+)
+def test_the_system_prompt_and_messages_share_one_limit(model, system, pinned, numbers):
+    session = Session(replace(model, context=500), entering("streaming", {"budget": 64, "pin_system": True}))
+    turns = (Turn("system", LINE * system), Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned)))
+    with pytest.raises(TooMuchPinnedError, match=rf"{numbers}; of the 500 .* at most 250 may be pinned"):
+        finished(session, turns)
+    assert session.total == 0
+    session.switch(pin_system=False)
+    finished(session, turns)
+    total = session.total
+    with pytest.raises(TooMuchPinnedError, match=numbers):
+        session.switch(pin_system=True)
+    assert session.total == total
+    assert not session._kv.mode.pinned
+    finished(session, (Turn("user", f"Hello. {LINE * 13}", pinned=True),))
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("budget", "pinned", "in_force"), [(256, 13, range(200, 240)), (64, 13, [64]), (480, 0, [500 - 65])]
+)
+def test_streaming_never_reads_more_than_the_context(model, budget, pinned, in_force):
+    session = Session(replace(model, context=500), entering("streaming", {"budget": budget}))
+    told = Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned))
+    finished(session, (told, Turn("assistant", "Yes."), Turn("user", LINE * 10)))
+    assert session.snapshot().params["budget"] in in_force
+    most = 0
+    for token in range(3, 353):
+        session.step(token)
+        most = max(most, int(session.attended(0)[0].sum()))
+    assert session.total > 500
+    assert most <= 500
+    assert most > 400 or budget == 64
+    session.close()
 
 
 def test_more_than_half_of_the_context_cannot_be_pinned(model):

@@ -10,7 +10,6 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from kvchat.config.pinned import refuse_too_much
 from kvchat.engine.figures.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.mode_switcher import ModeSwitcher
@@ -94,8 +93,8 @@ class AnswerLoop(Released):
             self._switcher.check_prompt(len(prompt.ids))
             self.token_ids = []
             self._switcher.narrow()
+            self.forget(prompt.reused)  # first: what another conversation has pinned does not count
             self._switcher.note_preamble(self.encoder.preamble(turns))
-            self.forget(prompt.reused)
             answer = self._metrics.begin(len(prompt.ids), prompt.reused)
             yield Started(len(prompt.ids), prompt.reused)
             logits = yield from self.read_prompt(prompt.ids[prompt.reused :])
@@ -186,10 +185,11 @@ class AnswerLoop(Released):
         """The positions of the pinned turns' tokens in the conversation.
 
         Raises:
-            UsageError: they leave the model too little of its context for the rest, or the template refuses.
+            UsageError: they and a pinned system prompt leave the model too little of its context for the rest, or the
+                template refuses.
         """
         found = self.encoder.pinned(turns, self.stored)
-        refuse_too_much(self._model.name, self._model.context, len(found))
+        self._switcher.check_pinned(self._switcher.parameters, self.encoder.preamble(turns), found)
         return found
 
     def pin(self, turns: Sequence[Turn]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
+from kvchat.config.pinned import refuse_too_much
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.engine.generate.stored import Stored
@@ -85,6 +87,7 @@ class ModeSwitcher:
             mode = self.build(chosen)
             if mode.context_end.is_final:
                 self.check_context(self._kv.total)
+            self.check_pinned(chosen, self.preamble, self._kv.state.pins)
             with torch.inference_mode():
                 moved = self._kv.switch(mode)
         self.parameters = chosen
@@ -138,6 +141,16 @@ class ModeSwitcher:
         """
         if self._kv.mode.context_end.is_final:
             self.check_context(tokens)
+
+    def check_pinned(self, chosen: ModeParameters, preamble: int, messages: Sequence[int]) -> None:
+        """Refuse to pin the tokens at ``messages`` beside a system prompt of ``preamble`` tokens, if that is pinned.
+
+        Raises:
+            TooMuchPinnedError: they leave the model too little of its context for the rest.
+        """
+        system = preamble if chosen.pin_system else 0
+        beside = sum(position >= system for position in messages)
+        refuse_too_much(self._model.name, self._model.context, beside, system)
 
     # ---- recovery
 

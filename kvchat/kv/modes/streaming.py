@@ -21,6 +21,7 @@ Departures:
     * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
     * Pinned messages are kept between sinks and recents, beyond the budget. In compacted geometry a kept token lies as
       many positions behind the recents as tokens are kept between: each is rotated by what was dropped after it.
+    * Where C, R and pinned messages are more than the model's context C is less, so that no token reads that far.
 
 Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, W = 2,044, R = 32,
 sigma = 16 and delta = 32 (section 3.4; of its experiments no values are published). With it the departures stay: where
@@ -35,6 +36,7 @@ tokens are loaded and turned once for every half of it and every prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -91,18 +93,22 @@ class Streaming(Mode):
         self.capacity = self._soft_capacity()
         self.sink = self._sinks()
         self._refuse_two_capacities()
-        self.window = self.capacity - self.sink
         refuse_small_budget(self.name, self.capacity, self.sink, 1 + parameters.B)
         self._pin_to_sinks()
-        self.capacity += self.beyond_budget
-        self._moving = MovingBase(traits.context, traits.rotations, self.capacity)
+        self._asked = self.capacity + self.beyond_budget
+        self._moving = MovingBase(traits.context, traits.rotations, self._asked)
         if parameters.R:  # sinks that are re-aligned go on beyond it
             self.context_end = self._moving
+        self._fit_context()
+
+    def pin(self, positions: Sequence[int]) -> None:
+        super().pin(positions)
+        self._fit_context()
 
     def plan(self, capacity: int) -> Plan:
-        g, p = self.geometry, self.parameters
-        peak = self.capacity + (max(p.R, p.sigma + 1) if p.delta else p.R)
-        recent = capacity if p.R == 0 else min(capacity, peak - self.sink)
+        g = self.geometry
+        peak = self.capacity + self._overflow
+        recent = capacity if self.parameters.R == 0 else min(capacity, peak - self.sink)
         kept = self.sink + len(self.pins)
         kept_keys = g.layers * g.kv_heads * (kept + 1) * g.d_k * g.dtype.itemsize
         return Plan([Layout(0, g.layers, self.sink, recent, pinned=len(self.pins))], kept_keys)
@@ -186,6 +192,24 @@ class Streaming(Mode):
         if p.budget is None and p.window is not None:
             return p.window + p.B + (MIN_SINK if p.sink is None else p.sink)
         return budget_of(p, self.traits.context)
+
+    @property
+    def _overflow(self) -> int:
+        """The most tokens beyond C that a token attends to, pinned messages aside."""
+        p = self.parameters
+        return max(p.R, p.sigma + 1) if p.delta else p.R
+
+    def _fit_context(self) -> None:
+        """Take fewer recents where a token would attend to more tokens than the model was made for.
+
+        Pinned messages and sinks stay, and one recent.
+        """
+        self.capacity = self._asked
+        if not self.context_end.is_final:
+            room = self.traits.context - self._overflow - len(self.pins)
+            self.capacity = min(self._asked, max(self.sink + 1 + self.parameters.B, room))
+        self._moving.chunk = self.capacity
+        self.window = self.capacity - self.sink
 
     def _refuse_two_capacities(self) -> None:
         """C is ``budget`` or S + W + B: both are refused where they differ.
