@@ -142,6 +142,23 @@ def test_streaming_never_reads_more_than_the_context(model, budget, pinned, in_f
     session.close()
 
 
+def test_a_prompt_beyond_the_context_reads_what_is_pinned(model):
+    small, read = replace(model, context=500), []
+    story = tuple(turn for i in range(20) for turn in (Turn("user", f"{LINE * 2}{i}"), Turn("assistant", f"ok {i}")))
+    for is_pinned in (True, False):
+        session = Session(small, entering("streaming", {"budget": 96}))
+        told = (Turn("user", f"My cat is called Biscuit. {LINE}", pinned=is_pinned), Turn("assistant", "I see."))
+        finished(session, (*told, *story, Turn("user", "What is my cat called?")))
+        read.append(stored_beyond(session, 500))
+        session.close()
+    assert float((read[0][:, :300] - read[1][:, :300]).abs().amax()) > 0.01
+
+
+def stored_beyond(session: Session, context: int) -> torch.Tensor:
+    keys, _ = session._kv.state.host.dense(session.model.layers - 1, session.total)
+    return keys[:, context:].clone()
+
+
 def test_more_than_half_of_the_context_cannot_be_pinned(model):
     session = Session(replace(model, context=500))
     turns = (Turn("user", FILLER, pinned=True), *TOLD[1:2], *TOLD[4:])

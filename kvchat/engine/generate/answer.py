@@ -97,7 +97,7 @@ class AnswerLoop(Released):
             self._switcher.note_preamble(self.encoder.preamble(turns))
             answer = self._metrics.begin(len(prompt.ids), prompt.reused)
             yield Started(len(prompt.ids), prompt.reused)
-            logits = yield from self.read_prompt(prompt.ids[prompt.reused :])
+            logits = yield from self.read_prompt(prompt.ids[prompt.reused :], pinned)
             answer.prefilled = time.perf_counter()
             if logits is None:
                 yield Finished("stopped", "", self._metrics.stats(answer))
@@ -204,6 +204,10 @@ class AnswerLoop(Released):
     def _pin_stored(self, positions: Sequence[int]) -> None:
         self._runner.pin([position for position in positions if position < self._kv.total])
 
+    def _pin_beyond_context(self, positions: Sequence[int]) -> None:
+        if self._kv.mode.context_end.bounds_prompt(self._kv.total + 1):
+            self._pin_stored(positions)
+
     # ---- tokens in and out of the KV manager
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
@@ -259,13 +263,18 @@ class AnswerLoop(Released):
             self._pin_stored(pinned)
             yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 
-    def read_prompt(self, ids: Sequence[int]) -> Generator[Event, None, Tensor | None]:
-        """Prefill with progress; return the logits, None if canceled. What was read is stored either way."""
+    def read_prompt(self, ids: Sequence[int], pinned: Sequence[int] = ()) -> Generator[Event, None, Tensor | None]:
+        """Prefill with progress; return the logits, None if canceled. What was read is stored either way.
+
+        Beyond the context, where a prompt does not read everything, it reads ``pinned`` tokens once they are stored.
+        """
         done, last = 0, None
         if self.is_canceled:
             return None
+        self._pin_beyond_context(pinned)
         for chunk, logits in self._runner.prefill(ids):
             self._store(chunk)
+            self._pin_beyond_context(pinned)
             done, last = done + len(chunk), logits
             yield Prefilled(done, len(ids))
             if self.is_canceled:
