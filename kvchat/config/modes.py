@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvchat.config import installed_modes
 from kvchat.config.validation_errors import advice, field_at, reason
@@ -45,6 +45,13 @@ class ModeParameters(BaseModel):
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
     pin_system: bool = False
     """attend to the whole system prompt at every token, beyond the budget"""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _left_to_kvchat(cls, value: Any, info: ValidationInfo) -> Any:
+        """``auto`` in words is no value, where there need not be one."""
+        is_optional = info.field_name is not None and cls.model_fields[info.field_name].default is None
+        return None if is_optional and value == "auto" else value
 
     @field_validator("*")
     @classmethod
@@ -81,7 +88,8 @@ class PaperParameters(ModeParameters):
     def _as_published(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("profile") != "paper":
             return given
-        values = {name: value for name, value in cls.published.items() if given.get(cls.unless.get(name)) is None}
+        chosen = {name for name, value in given.items() if value not in (None, "auto")}
+        values = {name: value for name, value in cls.published.items() if cls.unless.get(name) not in chosen}
         return {**values, **given}
 
 

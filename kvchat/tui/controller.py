@@ -227,7 +227,7 @@ class ChatController(KeptConversations):
         """
         self.switch("", {name: value})
 
-    def set_later(self, name: str, value: int) -> None:
+    def set_later(self, name: str, value: int | float | bool | str) -> None:
         """Keep a parameter for the next mode that has it.
 
         Raises:

@@ -195,6 +195,12 @@ def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run: Run, session:
     assert json.loads(outcome.out)["stats"]["switches"] == [{"after": 2, "mode": "streaming"}]
 
 
+def test_what_kvchat_chooses_by_itself_can_be_left_to_it_in_words(run: Run, session: FakeSession) -> None:
+    args = ("--mode", "full", "--param", "full.resident=auto", "--switch-at", "1:full,resident=auto")
+    assert run("ask", "hello", *args).err == ""
+    assert run("ask", "hello", "--mode", "streaming", "--budget", "auto").err == ""
+
+
 def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
     outcome = run("ask", "hello", "--budget", "512")
     assert (

@@ -83,6 +83,17 @@ def test_texts_become_numbers() -> None:
     )
 
 
+def test_what_is_left_to_kvchat_is_auto_in_words() -> None:
+    assert modes.parse("full", {"resident": "auto"}) == modes.parse("full", {})
+    for mode in modes.mode_names():
+        if "budget" in modes.registered()[mode].model_fields:
+            assert modes.parse(mode, {"budget": "auto"}).budget is None
+    assert modes.parse("streaming", {"budget": "auto", "profile": "paper"}).budget is None
+    assert modes.parse("streaming", {"window": "auto", "profile": "paper"}).budget == 2048
+    with pytest.raises(UsageError, match="tau = 'auto' is refused"):
+        modes.parse("freeze", {"tau": "auto"})
+
+
 def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
     given = {"speculative": {"budget": 512, "tau": 0.5}, "streaming": {"R": 8}}
     settings = {"streaming": {"R": 2, "delta": 3}}

@@ -48,12 +48,13 @@ def set_tokens(name: str) -> Handler:
     """Make the handler of ``/budget N`` and its like."""
 
     async def change(chat: ChatController, argument: str) -> None:
-        if not argument.isdecimal():
-            raise UsageError(f'/{name} "{argument}" is refused.', hint="It takes a whole number of tokens.")
+        if not argument.isdecimal() and argument != "auto":
+            raise UsageError(f'/{name} "{argument}" is refused.', hint="It takes a whole number of tokens, or auto.")
+        value = parse_literal(argument)
         if name in chat.state.parameters:
-            chat.set_parameter(name, int(argument))
+            chat.set_parameter(name, value)
         else:
-            chat.set_later(name, int(argument))
+            chat.set_later(name, value)
 
     return change
 

@@ -10,6 +10,7 @@ from support.app_driver import finished, notes, press, prompt, texts, toasts, ty
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Switch, Turn
+from kvchat.tui.commands.chat import set_tokens, set_value, switch_mode
 from kvchat.tui.commands.pins import pin
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
@@ -57,6 +58,20 @@ async def test_mode_parameters_by_command(running):
         typed(app, "/set tau 0.9")
         await until(lambda: app.controller.state.params["tau"] == 0.9)
         await until(lambda: app.chat.query_one(ModeBar).params["budget"] == 1024)
+
+
+async def test_what_kvchat_chooses_by_itself_is_left_to_it_by_command(chat):
+    await chat.load()
+    await set_value(chat.controller, "resident=auto")
+    await switch_mode(chat.controller, "full resident=auto")
+    await set_tokens("budget")(chat.controller, "auto")
+    await switch_mode(chat.controller, "streaming")
+    sent = [command for command in chat.client.sent if isinstance(command, Switch)]
+    assert sent == [
+        Switch("", {"resident": "auto"}),
+        Switch("full", {"resident": "auto"}),
+        Switch("streaming", {"budget": "auto"}),
+    ]
 
 
 async def test_sampling_by_command(running):
