@@ -230,10 +230,6 @@ BUILT_IN: tuple[type[ModeParameters], ...] = (
 REFERENCE = FullParameters.name  # what reads everything, and others are compared with
 COMPARED = SpeculativeParameters.name  # what it is compared with where no other is named
 HOLDS_LEAST = StreamingParameters.name
-# Ways to run a model, the one that costs most memory first, and whether what has no room is read over the link. What is
-# given up last is first: choosing what is read costs some answers, reading over the link time, reading no more than a
-# window most of what was said.
-PROPOSED = ((REFERENCE, False), (COMPARED, False), (REFERENCE, True), (HOLDS_LEAST, False))
 
 
 def registered() -> Mapping[str, type[ModeParameters]]:

@@ -14,7 +14,6 @@ import torch
 
 from kvchat import stored_tensors
 from kvchat.config import modes
-from kvchat.config.modes import MIN_BUDGET
 from kvchat.engine.generate.runner import CHUNK
 from kvchat.engine.model import gguf_weights, quantization
 from kvchat.engine.model.checkpoint import read_headers
@@ -29,6 +28,7 @@ from kvchat.engine.model.weight_sizes import (
     weight_bytes,
     without_memory,
 )
+from kvchat.engine.proposal import propose
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
@@ -36,12 +36,11 @@ from kvchat.kv.memory import available, budget, rounding
 from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
-from kvchat.kv.modes.base import ModelTraits
-from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, StoredNeed
+from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
-from kvchat.units import size
 
-PROPOSED_WEIGHTS = ("none", "int8", "nf4")  # 8 bits give up little, 4 bits more
+LEAST_BUDGET = AUTO_BUDGET["least"]  # what no smaller budget is proposed than
 
 
 def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Snapshot | None = None) -> MemoryPlan:
@@ -83,7 +82,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         packed=packed,
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
     )
-    made = replace(made, proposal=propose(made))
+    made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen, share))))
     room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
     made = replace(made, modes={name: mode_need(name, load, seen, tokens, share, room) for name in made.modes})
     stored = None if in_use is None else _stored_need(in_use, load, seen, share, room)
@@ -98,18 +97,6 @@ def fits_beside(load: Load, progress: Progress) -> bool:
     """
     made = memory_plan(load, 1, progress)
     return _asked_weights(made, load) + made.workspace <= available.usable(made.device_free)
-
-
-def propose(made: MemoryPlan) -> Proposal | None:
-    """The first combination that fits, the best first; None where none does. The modes have all that they want."""
-    for quantize in [name for name in (made.by_default, *PROPOSED_WEIGHTS, *made.weights) if name in made.weights]:
-        for mode, spills in modes.PROPOSED:
-            if not made.modes[mode].refusal and _fits(made, quantize, mode, spills):
-                chosen = made.modes[mode].params.get("budget")
-                absent = quantization.absent_packages(quantize, torch.device(made.device))
-                install = quantization.INSTALL[quantize] if absent else ""
-                return Proposal(quantize, mode, chosen, tuple(_given_up(made, quantize, mode, spills)), install)
-    return None
 
 
 # ---- parts -----------------------------------------------------------------------------------------
@@ -211,24 +198,10 @@ def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dic
     return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
 
 
-def _fits(made: MemoryPlan, quantize: str, mode: str, spills: bool) -> bool:
-    """True if all of it fits the free memory, with the margin that is always left."""
-    read = MIN_BUDGET * made.token_bytes if spills else made.modes[mode].device_bytes
-    on_device, on_host = _beside_kv(made, quantize) + read, made.host_pool + made.snapshots
-    if made.device == "cpu":
-        return not spills and on_device + on_host <= available.usable(made.host_free)
-    return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
-
-
 def _asked_weights(made: MemoryPlan, load: Load) -> int:
     """Bytes of the weights as ``load`` asks for them; the most where it is not known how they are kept."""
     quantize = made.by_default if load.quantize == "auto" else load.quantize
     return made.weights.get(quantize, max(made.weights.values()))
-
-
-def _beside_kv(made: MemoryPlan, quantize: str) -> int:
-    """Bytes on the device beside the K/V that are read."""
-    return made.weights[quantize] + made.state + made.workspace
 
 
 def _host_share(geometry: Geometry) -> float:
@@ -236,23 +209,32 @@ def _host_share(geometry: Geometry) -> float:
     return rounding.page_bytes(geometry) * geometry.layers / (geometry.page * geometry.token_bytes)
 
 
-def _spilled(made: MemoryPlan, quantize: str) -> int:
-    """Bytes that full mode reads over the link for a token: what does not fit the device, at the end."""
-    room = available.usable(made.device_free) - _beside_kv(made, quantize)
-    return int(max(0, made.context * made.token_bytes - room) * made.host_share)
+def _smaller_budgets(made: MemoryPlan, load: Load, seen: _Observed, share: float) -> Iterator[ModeNeed]:
+    """The retrieving mode with half the budget in force, half of that and so on, to what kvchat chooses at least."""
+    budget = made.modes[modes.COMPARED].params.get("budget", 0) // 2
+    while budget >= LEAST_BUDGET:
+        yield mode_need(modes.COMPARED, load, seen, made.context, share, changes={"budget": budget})
+        budget //= 2
 
 
 def mode_need(
-    name: str, load: Load, seen: _Observed, tokens: int, host_share: float = 1.0, room: int | None = None
+    name: str,
+    load: Load,
+    seen: _Observed,
+    tokens: int,
+    host_share: float = 1.0,
+    room: int | None = None,
+    changes: modes.Params | None = None,
 ) -> ModeNeed:
     """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``.
 
     ``room`` is what the device leaves for K/V, for modes that take less where it is short; None where it is not.
+    ``changes`` are parameters that replace those in force.
     """
     geometry = seen.geometry
     try:
         traits = ModelTraits(seen.longest, (None,) * geometry.layers)
-        mode = build(modes.in_force(name, load.mode_params, load.given), geometry, traits)
+        mode = build(modes.in_force(name, load.mode_params, load.given, changes), geometry, traits)
         if room is not None:
             mode.limit(geometry.grown(tokens + 1), room)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)
@@ -272,17 +254,3 @@ def _workspace(model: Any, geometry: Geometry, tokens: int, device: torch.device
     activations = CHUNK * widths * geometry.dtype.itemsize
     staged = staging_bytes(geometry, max(0, tokens - CHUNK), CHUNK) + PREFILL_WORKSPACE
     return activations + (staged if device.type == "cuda" else 0)
-
-
-def _given_up(plan: MemoryPlan, quantize: str, mode: str, spills: bool) -> Iterator[str]:
-    bits = quantization.BITS.get(quantize)
-    if bits and not 0 < plan.file_bits <= gguf_weights.AT_MOST.get(quantize, 0):
-        instead = f"the file's {plan.file_bits:.1f}" if plan.file_bits else plan.dtype
-        yield f"precision of the weights: {bits} bits instead of {instead}"
-    if spills:
-        yield f"speed: at the end {size(_spilled(plan, quantize))} are read over the link for every token"
-        return
-    if lost := modes.registered()[mode].gives_up:
-        yield lost
-    if tokens := plan.modes[mode].params.get("budget"):
-        yield f"more than {tokens:,} tokens read by a head for a token"

@@ -18,7 +18,8 @@ from kvchat.engine.model import quantization
 from kvchat.engine.model.description import describe
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
-from kvchat.engine.plan import fits_beside, memory_plan, mode_need, propose
+from kvchat.engine.plan import fits_beside, memory_plan, mode_need
+from kvchat.engine.proposal import propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry
@@ -89,46 +90,6 @@ def test_no_weight_file_is_read(folder):
     assert replace(planned(folder), host_free=0, device_free=0) == replace(before, host_free=0, device_free=0)
 
 
-def proposed(made, free):
-    chosen = propose(replace(made, host_free=free, device_free=free))
-    return chosen and (chosen.quantize, chosen.mode)
-
-
-def test_less_memory_gives_up_more():
-    made = replace(
-        planned("bundled"),
-        weights={"none": 1600, "int8": 800, "nf4": 500},
-        modes={"full": ModeNeed(1000, {}), "speculative": ModeNeed(300, {}), "streaming": ModeNeed(100, {})},
-        workspace=50,
-        host_pool=1000,
-        device="cuda:0",
-    )
-    assert proposed(made, 10_000) == ("none", "full")
-    assert propose(replace(made, device_free=2200, host_free=9999)).gave_up == (
-        "reading everything for every token: speculative chooses what to read",
-    )
-    spilled = propose(replace(made, device_free=2060, host_free=9999, context=100, token_bytes=3))
-    assert (spilled.quantize, spilled.mode) == ("none", "full")
-    left = 100 * 3 - (available.usable(2060) - 1650)
-    assert spilled.gave_up == (f"speed: at the end {left} B are read over the link for every token",)
-    rounded = propose(replace(made, device_free=2060, host_free=9999, context=100, token_bytes=3, host_share=0.5))
-    assert rounded.gave_up == (f"speed: at the end {left // 2} B are read over the link for every token",)
-    smallest = propose(replace(made, device_free=720, host_free=9999, token_bytes=3))
-    assert (smallest.quantize, smallest.mode, len(smallest.gave_up)) == ("nf4", "streaming", 2)
-    assert propose(replace(made, device_free=9999, host_free=900)) is None
-
-
-def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
-    made = replace(planned("bundled"), weights={"none": 1600, "nf4": 500}, host_pool=100, workspace=0, device="cuda:0")
-    made = replace(made, modes={**made.modes, "full": ModeNeed(1000, {})}, device_free=1700, host_free=9999)
-    assert propose(made).mode == "full"
-    for found, install in ((None, "pip install 'kvchat[bnb]'"), (object(), "")):
-        monkeypatch.setattr(quantization, "find_spec", lambda name, found=found: found)
-        assert propose(made).install == install
-        lines = list(plan_lines(replace(made, proposal=propose(made))))
-        assert [line for line in lines if "pip install" in line] == ([install] if install else [])
-
-
 def test_what_full_reads_over_the_link_is_counted():
     geometry = Geometry(2, 4, 2, 16, 16, torch.float32, headroom=128)
     seen = SimpleNamespace(geometry=geometry, longest=4096)
@@ -167,13 +128,6 @@ def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_lin
     assert small.proposal.mode != "full" or small.proposal.gave_up
     assert made(quantize="int8").modes["full"].params["resident"] > resident
     assert made(mode_params={"full": {"resident": 512}}).modes["full"].params["resident"] == 512
-
-
-def test_on_a_cpu_everything_shares_the_memory():
-    made = planned("bundled")
-    needed = made.weights["none"] + made.modes["full"].device_bytes + made.workspace + made.host_pool
-    assert proposed(made, int(needed / 0.93)) == ("none", "full")
-    assert proposed(made, needed) != ("none", "full")
 
 
 def test_the_floor_is_that_of_the_model_loaded_so():

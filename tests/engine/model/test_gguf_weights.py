@@ -17,7 +17,8 @@ from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
-from kvchat.engine.plan import memory_plan, propose
+from kvchat.engine.plan import memory_plan
+from kvchat.engine.proposal import propose
 from kvchat.errors import ModelError
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines

@@ -1,0 +1,85 @@
+"""Proposes weights and a mode for a planned model: the first combination that fits, the best first.
+
+In each mode bits of the weights are given up before the mode is. First all K/V is read, then what a mode retrieves,
+then less of that, then a window alone: none of these reads over the link. Full mode that does is last, because it
+reads so for every token what has no room on the device, gigabytes in a long conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvchat.config import modes
+from kvchat.config.modes import MIN_BUDGET
+from kvchat.engine.model import gguf_weights, quantization
+from kvchat.kv.memory import available
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
+from kvchat.units import size
+
+WEIGHTS = ("none", "int8", "nf4")  # 8 bits give up little, 4 bits more
+
+
+def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | None:
+    """The first combination that fits, None where none does. The modes of ``made`` have all that they want.
+
+    ``smaller`` is what the mode that retrieves needs with smaller budgets than the one in force, the largest first.
+    """
+    weights = [name for name in dict.fromkeys((made.by_default, *WEIGHTS, *made.weights)) if name in made.weights]
+    for mode, need, spills in _ways(made, smaller):
+        for quantize in weights:
+            if not need.refusal and _fits(made, quantize, need, spills):
+                absent = quantization.absent_packages(quantize, torch.device(made.device))
+                install = quantization.INSTALL[quantize] if absent else ""
+                lost = (*_lost_bits(made, quantize), *_lost_reading(made, quantize, mode, need, spills))
+                return Proposal(quantize, mode, need.params.get("budget"), lost, install)
+    return None
+
+
+def _ways(made: MemoryPlan, smaller: Sequence[ModeNeed]) -> Iterator[tuple[str, ModeNeed, bool]]:
+    """Modes and what they need, the best first, and whether what has no room is read over the link."""
+    yield modes.REFERENCE, made.modes[modes.REFERENCE], False
+    for need in (made.modes[modes.COMPARED], *smaller):
+        yield modes.COMPARED, need, False
+    yield modes.HOLDS_LEAST, made.modes[modes.HOLDS_LEAST], False
+    yield modes.REFERENCE, made.modes[modes.REFERENCE], True
+
+
+def _fits(made: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool:
+    """True if all of it fits the free memory, with the margin that is always left."""
+    read = MIN_BUDGET * made.token_bytes if spills else need.device_bytes
+    on_device, on_host = _beside_kv(made, quantize) + read, made.host_pool + made.snapshots
+    if made.device == "cpu":
+        return not spills and on_device + on_host <= available.usable(made.host_free)
+    return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
+
+
+def _beside_kv(made: MemoryPlan, quantize: str) -> int:
+    """Bytes on the device beside the K/V that are read."""
+    return made.weights[quantize] + made.state + made.workspace
+
+
+def _spilled(made: MemoryPlan, quantize: str) -> int:
+    """Bytes that full mode reads over the link for a token: what does not fit the device, at the end."""
+    room = available.usable(made.device_free) - _beside_kv(made, quantize)
+    return int(max(0, made.context * made.token_bytes - room) * made.host_share)
+
+
+def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
+    bits = quantization.BITS.get(quantize)
+    if bits and not 0 < made.file_bits <= gguf_weights.AT_MOST.get(quantize, 0):
+        instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
+        yield f"precision of the weights: {bits} bits instead of {instead}"
+
+
+def _lost_reading(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bool) -> Iterator[str]:
+    # Someone who chose how much stays on the device has it fit, and reads over the link all the same.
+    if link := _spilled(made, quantize) if spills else need.link_bytes:
+        yield f"speed: at the end {size(link)} are read over the link for every token"
+    if lost := modes.registered()[mode].gives_up:
+        yield lost
+    if budget := need.params.get("budget"):
+        in_force = made.modes[mode].params["budget"]
+        less = f"; the budget in force is {in_force:,}" if budget < in_force else ""
+        yield f"more than {budget:,} tokens read by a head for a token{less}"
