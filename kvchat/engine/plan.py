@@ -28,7 +28,7 @@ from kvchat.engine.model.weight_sizes import (
     weight_bytes,
     without_memory,
 )
-from kvchat.engine.proposal import propose
+from kvchat.engine.proposal import has_room, propose
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
@@ -69,7 +69,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         weights=weights,
         modes={name: mode_need(name, load, seen, tokens, share) for name in modes.mode_names()},
         state=seen.state.nbytes,
-        workspace=_workspace(seen.shapes, geometry, tokens, described.device),
+        workspace=_workspace(seen, tokens),
         host_pool=_host_pool(geometry, tokens, is_rounded),
         snapshots=SNAPSHOTS * seen.state.nbytes,
         device_free=budget.free_bytes(described.device) + device_given,
@@ -83,10 +83,12 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
     )
     made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen, share))))
-    room = available.usable(made.device_free - _asked_weights(made, load) - made.state)
-    made = replace(made, modes={name: mode_need(name, load, seen, tokens, share, room) for name in made.modes})
-    stored = None if in_use is None else _stored_need(in_use, load, seen, share, room)
-    return replace(made, stored=stored)
+    beside = made.proposal.quantize if made.proposal and load.quantize == "auto" else _asked_weights(made, load)
+    room = available.usable(made.device_free) - made.weights[beside] - made.state - _activations(seen)
+    limited = {name: mode_need(name, load, seen, tokens, share, room) for name in made.modes}
+    fitting = {name: need for name, need in limited.items() if has_room(made, beside, need)}
+    made = replace(made, beside=beside, modes=made.modes | fitting)
+    return replace(made, stored=None if in_use is None else _stored_need(made, in_use, load, seen))
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:
@@ -96,7 +98,7 @@ def fits_beside(load: Load, progress: Progress) -> bool:
         KvchatError: it cannot be loaded at all.
     """
     made = memory_plan(load, 1, progress)
-    return _asked_weights(made, load) + made.workspace <= available.usable(made.device_free)
+    return made.weights[_asked_weights(made, load)] + made.workspace <= available.usable(made.device_free)
 
 
 # ---- parts -----------------------------------------------------------------------------------------
@@ -165,9 +167,11 @@ def _packed_files(described: ModelDescription) -> int:
     return sum(tensor.nbytes for tensor in read_headers(described.location))
 
 
-def _stored_need(in_use: Snapshot, load: Load, seen: _Observed, share: float, room: int) -> StoredNeed:
+def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: _Observed) -> StoredNeed:
     """The need of the conversation that is stored now."""
-    read = mode_need(in_use.mode, load, seen, in_use.total, share, room).device_bytes
+    # As a loaded model does, which leaves the margin of what its weights left.
+    room = available.usable(made.device_free - made.weights[_asked_weights(made, load)] - made.state)
+    read = mode_need(in_use.mode, load, seen, in_use.total, made.host_share, room).device_bytes
     pool = _host_pool(seen.geometry, in_use.total, load.host_dtype == "int8")
     return StoredNeed(in_use.mode, in_use.total, read, pool)
 
@@ -198,10 +202,10 @@ def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dic
     return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
 
 
-def _asked_weights(made: MemoryPlan, load: Load) -> int:
-    """Bytes of the weights as ``load`` asks for them; the most where it is not known how they are kept."""
+def _asked_weights(made: MemoryPlan, load: Load) -> str:
+    """The weights as ``load`` asks for them; the largest where it is not known how they are kept."""
     quantize = made.by_default if load.quantize == "auto" else load.quantize
-    return made.weights.get(quantize, max(made.weights.values()))
+    return quantize if quantize in made.weights else max(made.weights, key=made.weights.__getitem__)
 
 
 def _host_share(geometry: Geometry) -> float:
@@ -247,10 +251,14 @@ def mode_need(
         return ModeNeed(0, {}, str(error))
 
 
-def _workspace(model: Any, geometry: Geometry, tokens: int, device: torch.device) -> int:
-    """Approximate bytes of one prefill forward: the outputs of one layer's Linears, and on a GPU a layer's K/V."""
-    count: int = model.config.get_text_config(decoder=True).num_hidden_layers
-    widths = sum(linear.out_features for linear in linears(model.get_decoder())) // count
-    activations = CHUNK * widths * geometry.dtype.itemsize
-    staged = staging_bytes(geometry, max(0, tokens - CHUNK), CHUNK) + PREFILL_WORKSPACE
-    return activations + (staged if device.type == "cuda" else 0)
+def _activations(seen: _Observed) -> int:
+    """Bytes of the outputs of one layer's Linears in one prefill forward."""
+    layers: int = seen.shapes.config.get_text_config(decoder=True).num_hidden_layers
+    widths = sum(linear.out_features for linear in linears(seen.shapes.get_decoder())) // layers
+    return CHUNK * widths * seen.geometry.dtype.itemsize
+
+
+def _workspace(seen: _Observed, tokens: int) -> int:
+    """Approximate bytes of one prefill forward: its activations, and on a GPU a layer's K/V."""
+    staged = staging_bytes(seen.geometry, max(0, tokens - CHUNK), CHUNK) + PREFILL_WORKSPACE
+    return _activations(seen) + (staged if seen.described.device.type == "cuda" else 0)

@@ -1,13 +1,14 @@
 """Proposes weights and a mode for a planned model: the first combination that fits, the best first.
 
 In each mode bits of the weights are given up before the mode is. First all K/V is read, then what a mode retrieves,
-then less of that, then a window alone: none of these reads over the link. Full mode that does is last, because it
-reads so for every token what has no room on the device, gigabytes in a long conversation.
+then less of that, then a window alone: none of these reads over the link. Full mode that does is last, because for
+every token it reads what has no room on the device, gigabytes in a long conversation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -37,6 +38,11 @@ def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | No
     return None
 
 
+def has_room(made: MemoryPlan, quantize: str, need: ModeNeed) -> bool:
+    """True if what the device holds fits it, with the margin that is always left."""
+    return _beside_kv(made, quantize) + need.device_bytes <= available.usable(made.device_free)
+
+
 def _ways(made: MemoryPlan, smaller: Sequence[ModeNeed]) -> Iterator[tuple[str, ModeNeed, bool]]:
     """Modes and what they need, the best first, and whether what has no room is read over the link."""
     yield modes.REFERENCE, made.modes[modes.REFERENCE], False
@@ -47,12 +53,13 @@ def _ways(made: MemoryPlan, smaller: Sequence[ModeNeed]) -> Iterator[tuple[str, 
 
 
 def _fits(made: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool:
-    """True if all of it fits the free memory, with the margin that is always left."""
-    read = MIN_BUDGET * made.token_bytes if spills else need.device_bytes
-    on_device, on_host = _beside_kv(made, quantize) + read, made.host_pool + made.snapshots
+    """True if all of it fits the free memory."""
+    read = replace(need, device_bytes=MIN_BUDGET * made.token_bytes) if spills else need
+    on_host = made.host_pool + made.snapshots
     if made.device == "cpu":
-        return not spills and on_device + on_host <= available.usable(made.host_free)
-    return on_device <= available.usable(made.device_free) and on_host <= available.usable(made.host_free)
+        everything = _beside_kv(made, quantize) + read.device_bytes + on_host
+        return not spills and everything <= available.usable(made.host_free)
+    return has_room(made, quantize, read) and on_host <= available.usable(made.host_free)
 
 
 def _beside_kv(made: MemoryPlan, quantize: str) -> int:

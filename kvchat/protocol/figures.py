@@ -122,7 +122,7 @@ class ModeNeed:
 
     In freeze and sync it is the most: what freezes and which heads retrieve turns out later. Full mode with
     ``resident`` reads ``link_bytes`` over the link for every token once the conversation is as long as planned; where
-    nobody chose it, it is what the device leaves beside the weights asked for.
+    nobody chose it, it is what the device leaves beside the weights that the plan names.
     """
 
     device_bytes: Count
@@ -162,11 +162,12 @@ class MemoryPlan:
     ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
     estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
     ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of a GGUF file that
-    none is asked for, else it is none; ``file_bits`` is what a weight of that file takes, else 0. ``proposal`` is None
-    where nothing fits. ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was
-    measured: no token takes less. A GGUF file's weights lie ``unpacked`` in host memory, all of them, before they are
-    packed again; ``packed`` is the size on disk of another checkpoint whose weights loading unpacks, else 0. Where a
-    model is in use, ``stored`` is set, and what that holds counts as free.
+    none is asked for, else it is none; ``file_bits`` is what a weight of that file takes, else 0. Full mode takes
+    what the weights ``beside`` it leave: those asked for, else proposed. ``proposal`` is None where nothing fits.
+    ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was measured: no token
+    takes less. A GGUF file's weights lie ``unpacked`` in host memory, all of them, before they are packed again;
+    ``packed`` is the size on disk of another checkpoint whose weights loading unpacks, else 0. Where a model is in use,
+    ``stored`` is set, and what that holds counts as free.
     """
 
     model: str
@@ -188,6 +189,7 @@ class MemoryPlan:
     packed: Count = 0
     by_default: str = "none"
     file_bits: float = 0.0
+    beside: str = "none"
     proposal: Proposal | None = None
     floor_ms: dict[str, float] = field(default_factory=dict)
     stored: StoredNeed | None = None

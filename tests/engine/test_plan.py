@@ -113,7 +113,7 @@ def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_lin
 
     def made(**asked):
         monkeypatch.setattr(budget, "free_bytes", lambda device: free)
-        return memory_plan(Load("bundled", "cuda", "bfloat16", **asked), None, silent)
+        return memory_plan(Load("bundled", "cuda", "bfloat16", **{"quantize": "none", **asked}), None, silent)
 
     large = made()
     assert large.modes["full"].link_bytes == 0
@@ -121,8 +121,8 @@ def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_lin
     small = made()
     need, token_bytes = small.modes["full"], small.token_bytes
     resident = need.params["resident"]
-    left = available.usable(free - small.weights["none"]) - small.workspace
-    assert need.device_bytes == pytest.approx(left, rel=0.1)
+    left = available.usable(free) - small.weights["none"] - small.workspace
+    assert 0.85 * left < need.device_bytes <= left  # reading a prompt takes a little more beside more tokens
     assert need.device_bytes == pytest.approx(resident * token_bytes, rel=WITHIN)
     assert need.link_bytes == (small.context - resident) * token_bytes
     assert small.proposal.mode != "full" or small.proposal.gave_up

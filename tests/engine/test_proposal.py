@@ -156,3 +156,17 @@ def test_what_reads_nothing_over_the_link_is_proposed_first(on_a_card, billions,
     assert not any("over the link" in lost for lost in proposal.gave_up)
     halved = f"{READS.format('1,024')}; the budget in force is 2,048"
     assert (halved in proposal.gave_up) == (chosen == 1024)
+
+
+def test_the_table_says_beside_which_weights_full_reads_over_the_link(on_a_card):
+    def rows(made):
+        return [line for line in plan_lines(made) if "K/V read, full" in line or "over the link" in line]
+
+    for asked, beside in (("auto", "int8"), ("none", "none")):
+        made = on_a_card(1, 4, 131072, quantize=asked)
+        taken = made.weights[beside] + made.workspace + made.modes["full"].device_bytes
+        assert 0.95 * available.usable(made.device_free) < taken <= available.usable(made.device_free)
+        assert f"over the link, a token, beside weights, {beside}" in rows(made)[1]
+    for asked in ("auto", "none"):  # has room, and not even without K/V
+        (full,) = rows(on_a_card(8, 12, 32768, quantize=asked))
+        assert full.endswith("4.25 GiB")

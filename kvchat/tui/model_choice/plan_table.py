@@ -20,7 +20,7 @@ PLANNED = {
     "weights": "the model's weights, by how they are quantized",
     "K/V read": "what each mode holds beside the weights to read K/V, once the conversation is as long as planned",
     "unpacked": "a GGUF file's weights, all of them in host memory while it is loaded, before they are packed again",
-    "over the link": "what full mode with resident reads from the host for every token",
+    "over the link": "what full mode with resident reads from the host for every token, beside the weights named",
     "recurrent state": "layers that keep a state of fixed size in place of K/V",
     "workspace": "what computing takes for a moment: an estimate",
     "K/V stored": "the K/V of all tokens in host memory, in every mode; on a CPU full mode reads it there",
@@ -91,7 +91,12 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
             f"read {name}", f"K/V read, {name}{''.join(given)}", where, need.refusal or size(need.device_bytes, 2)
         )
         if need.link_bytes:
-            yield Row(f"link {name}", "  over the link, a token", "host", size(need.link_bytes, 2))
+            yield Row(
+                f"link {name}",
+                f"  over the link, a token, beside weights, {made.beside}",
+                "host",
+                size(need.link_bytes, 2),
+            )
     if made.unpacked:
         yield Row("unpacked", "unpacked while it is loaded", "host", size(made.unpacked, 2))
     if made.state:
