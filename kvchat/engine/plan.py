@@ -37,6 +37,7 @@ from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
+from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
 
@@ -105,13 +106,13 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 
 
 class _Observed(NamedTuple):
-    """A model without memory for its weights, and what one token showed of it; ``longest`` is its context."""
+    """A model without memory for its weights, and what one token showed of it."""
 
     described: ModelDescription
     shapes: Any
     state: RecurrentState
     geometry: Geometry
-    longest: int
+    traits: ModelTraits
 
 
 def _observe(described: ModelDescription) -> _Observed:
@@ -122,17 +123,31 @@ def _observe(described: ModelDescription) -> _Observed:
     on = described.device.type
     geometry = Geometry(layers, *shape, described.dtype, headroom=GROWTH_HEADROOM[on], unified=on == "cpu")
     longest = int(shapes.config.get_text_config(decoder=True).max_position_embeddings)
-    return _Observed(described, shapes, state, geometry, longest)
+    heads = _any_heads(geometry, shapes.config.model_type)
+    traits = ModelTraits(longest, (None,) * layers, calibration=heads)
+    return _Observed(described, shapes, state, geometry, traits)
+
+
+def _any_heads(geometry: Geometry, architecture: str) -> Calibration:
+    """Some heads to represent as many others as measuring them will find by default, which is what memory depends on.
+
+    The heads that were measured are found by the weights, which need not be here yet.
+    """
+    heads, layers = range(geometry.kv_heads), geometry.layers
+    clusters = default_clusters(geometry.kv_heads, architecture)
+    alike = tuple(tuple(float((a - b) % clusters == 0) for b in heads) for a in heads)
+    return Calibration("", "", clusters, (alike,) * layers, ((0.0,) * geometry.kv_heads,) * layers)
 
 
 def _context(seen: _Observed, asked: int | None) -> int:
     """The tokens to plan for, by default as many as the model reads."""
-    if asked is None or 0 < asked <= seen.longest:
-        return asked or seen.longest
+    longest = seen.traits.context
+    if asked is None or 0 < asked <= longest:
+        return asked or longest
     name = seen.described.location.name
     raise UsageError(
         f"A context of {asked:,} tokens is refused.",
-        f"{name} was made for 1 to {seen.longest:,}.",
+        f"{name} was made for 1 to {longest:,}.",
         "Give a context in that range.",
     )
 
@@ -230,15 +245,14 @@ def mode_need(
     room: int | None = None,
     changes: modes.Params | None = None,
 ) -> ModeNeed:
-    """Without the rotations and head scores that only a loaded model tells; ``host_share`` as in ``MemoryPlan``.
+    """Without the rotations that only a loaded model tells; ``host_share`` as in ``MemoryPlan``.
 
     ``room`` is what the device leaves for K/V, for modes that take less where it is short; None where it is not.
     ``changes`` are parameters that replace those in force.
     """
     geometry = seen.geometry
     try:
-        traits = ModelTraits(seen.longest, (None,) * geometry.layers)
-        mode = build(modes.in_force(name, load.mode_params, load.given, changes), geometry, traits)
+        mode = build(modes.in_force(name, load.mode_params, load.given, changes), geometry, seen.traits)
         if room is not None:
             mode.limit(geometry.grown(tokens + 1), room)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)

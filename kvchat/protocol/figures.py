@@ -120,9 +120,10 @@ class Gpu:
 class ModeNeed:
     """A mode's K/V on the device, with the parameters in force; ``refusal`` says why it cannot be entered.
 
-    In freeze and sync it is the most: what freezes and which heads retrieve turns out later. Full mode with
-    ``resident`` reads ``link_bytes`` over the link for every token once the conversation is as long as planned; where
-    nobody chose it, it is what the device leaves beside the weights that the plan names.
+    In freeze it is the most: what freezes turns out later. In sync it is with the heads measured, as the first long
+    prompt leaves them; while that is read, all is held. Full mode with ``resident`` reads ``link_bytes`` over the link
+    for every token once the conversation is as long as planned; where nobody chose it, it is what the device leaves
+    beside the weights that the plan names.
     """
 
     device_bytes: Count

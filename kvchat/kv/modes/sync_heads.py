@@ -8,6 +8,7 @@ K-Means is written out here: scikit-learn would bring scipy and joblib into ever
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def roles(calibration: Calibration, clusters: int, rule: str) -> list[Roles]:
     nearest to the centroid (the paper's).
     """
     return [
-        _layer_roles(torch.tensor(similarity, dtype=torch.float64), retrieval, clusters, rule)
+        _layer_roles(similarity, retrieval, clusters, rule)
         for similarity, retrieval in zip(calibration.similarity, calibration.retrieval, strict=True)
     ]
 
@@ -84,8 +85,13 @@ def kmeans(points: Tensor, clusters: int, seed: int = 0) -> tuple[Tensor, Tensor
     return labels, _centroids(points, labels, clusters)
 
 
-def _layer_roles(similarity: Tensor, retrieval: tuple[float, ...], clusters: int, rule: str) -> Roles:
-    distance = similarity.max() - similarity
+# Milliseconds a layer, which each entering of the mode would cost again; as many as the layers of two large models.
+@lru_cache(maxsize=256)
+def _layer_roles(
+    similarity: tuple[tuple[float, ...], ...], retrieval: tuple[float, ...], clusters: int, rule: str
+) -> Roles:
+    alike = torch.tensor(similarity, dtype=torch.float64)
+    distance = alike.max() - alike
     labels, centroids = kmeans(distance, clusters)
     representatives = []
     for c in range(clusters):
