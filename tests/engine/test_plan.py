@@ -88,6 +88,16 @@ def test_sync_is_planned_for_as_the_first_long_prompt_leaves_it(folder):
     assert planned(folder).modes["sync"].device_bytes == pytest.approx(session._kv.device_bytes, rel=WITHIN)
 
 
+@pytest.mark.parametrize("host_dtype", ["model", "int8"])
+def test_what_is_stored_of_a_whole_context_has_no_room_ahead(tmp_path, host_dtype):
+    context = 4096
+    tiny_multimodal.save(tiny_models.fresh("llama", max_position_embeddings=context), tmp_path)
+    asked = Load(str(tmp_path), "cpu", "float32", host_dtype=host_dtype)
+    session = Session(load_model(asked, silent), asked)
+    session.prefill([5 + i % 90 for i in range(context)])
+    assert memory_plan(asked, context, silent).host_pool == pytest.approx(session._kv.state.host.nbytes, rel=WITHIN)
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4", "nf4"])
 def test_quantized_weights(quantize):
     if absent := quantization.absent_packages(quantize, torch.device("cpu")):
