@@ -68,7 +68,6 @@ TESTED_IN = {
     "engine/model/description": "engine/model/test_load",
     "engine/model/free_memory": "engine/model/test_load",
     "engine/model/gguf_file": "engine/model/test_load_gguf",
-    "engine/model/packed_quantizer": "engine/model/test_quantization",
     "engine/model/packed_rows": "engine/model/test_int4_rows",
     "engine/model/resumable": "engine/model/test_hub",
     "engine/synthetic_text": "engine/test_needle",
