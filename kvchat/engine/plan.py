@@ -33,7 +33,8 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.memory import available, budget, rounding
-from kvchat.kv.memory.arrangement import layer_bytes
+from kvchat.kv.memory.arrangement import RoundedByPage, arrangement_of, layer_bytes
+from kvchat.kv.memory.host_pool import pool_tokens, step_tokens
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
@@ -205,7 +206,9 @@ def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int
 def _host_pool(seen: _Observed, tokens: int, is_rounded: bool) -> int:
     """Bytes of the host pool once ``tokens`` and the next one were stored."""
     geometry, context = seen.geometry, seen.traits.context
-    room = geometry.grown(tokens + 1)
+    lies = RoundedByPage(geometry) if is_rounded else arrangement_of(geometry)
+    step = 0 if geometry.unified else step_tokens(geometry, lies.page_bytes)
+    room = pool_tokens(geometry, tokens + 1, step)
     if tokens <= context:  # room for more than that is made only where a conversation goes beyond it
         room = min(room, max(context + 1, geometry.grown(0)))
     return geometry.layers * layer_bytes(geometry, room, is_rounded)

@@ -1,8 +1,8 @@
 """Proposes weights and a mode for a planned model: the first combination that fits, the best first.
 
 In each mode bits of the weights are given up before the mode is. First all K/V is read, then what a mode retrieves,
-then less of that, then a window alone: none of these reads over the link. Full mode that does is last, because for
-every token it reads what has no room on the device, gigabytes in a long conversation.
+then less of that: none of these reads over the link. Then full mode does, and reads for every token what has no room on
+the device, gigabytes in a long conversation; last comes a window alone, which forgets most of what was said.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _ways(made: MemoryPlan, smaller: Sequence[ModeNeed]) -> Iterator[tuple[str, 
     yield modes.REFERENCE, made.modes[modes.REFERENCE], False
     for need in (made.modes[modes.COMPARED], *smaller):
         yield modes.COMPARED, need, False
-    yield modes.HOLDS_LEAST, made.modes[modes.HOLDS_LEAST], False
     yield modes.REFERENCE, made.modes[modes.REFERENCE], True
+    yield modes.HOLDS_LEAST, made.modes[modes.HOLDS_LEAST], False
 
 
 def _fits(made: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool:

@@ -81,6 +81,12 @@ def test_less_memory_gives_up_more(small, free, expected):
     assert propose(replace(small, device_free=free, host_free=900), [HALF]) is None
 
 
+def test_everything_over_the_link_comes_before_a_window_that_forgets(small):
+    chosen = propose(replace(small, device_free=740, token_bytes=1, context=1000), [HALF])
+    assert (chosen.quantize, chosen.mode) == ("nf4", "full")
+    assert chosen.gave_up[1].startswith("speed: at the end ")
+
+
 def test_what_does_not_fit_is_read_over_the_link_where_no_other_mode_can_be_entered(small):
     refused = {name: ModeNeed(0, {}, "no") for name in ("speculative", "streaming")}
     small = replace(small, modes=small.modes | refused, context=400, token_bytes=3, device_free=2060)

@@ -52,8 +52,7 @@ class HostPool:
         self.pageable_reason = ""
         self.registrar = CudaRegistrar(device) if registrar is None and device.type == "cuda" else registrar
         self._lies = arrangement or arrangement_of(geometry)
-        pages = STEP_BYTES // (geometry.layers * self._lies.page_bytes) if self.registrar else 0
-        self._step = pages * geometry.page
+        self._step = step_tokens(geometry, self._lies.page_bytes) if self.registrar else 0
         least = geometry.grown(0)
         # One more than the context: a full one still makes room for the next token.
         self._regions = self._reserved(max(least, context + 1), least)
@@ -101,7 +100,7 @@ class HostPool:
         if tokens <= self.capacity:
             return False
         was_pinned, moves = self.pinned, tokens > self.reserved
-        wanted = max(self.geometry.grown(tokens), self.capacity + min(self.capacity, self._step))
+        wanted = pool_tokens(self.geometry, tokens, self._step)
         if moves:
             self._move(tokens, wanted)
         else:
@@ -324,6 +323,19 @@ class HostPool:
             f"K/V of {self.geometry.round_up(tokens):,} tokens take {units.size(taken, 2)}; {reason}",
             "Shorten the conversation or free memory; what is stored is kept.",
         )
+
+
+def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:
+    """Tokens that a pool has room for once it holds ``tokens``: the same, whichever way it grew to them."""
+    room = geometry.round_up(geometry.grown(0))
+    while room < tokens:
+        room = geometry.round_up(max(geometry.grown(room), room + min(room, step)))
+    return room
+
+
+def step_tokens(geometry: Geometry, page_bytes: int) -> int:
+    """Tokens that a pinned pool grows by at least, whose pages have ``page_bytes`` in each layer."""
+    return STEP_BYTES // (geometry.layers * page_bytes) * geometry.page
 
 
 def gather(view: Tensor, index: Tensor) -> Tensor:

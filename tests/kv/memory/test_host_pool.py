@@ -17,7 +17,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory import host_pool as host_module
 from kvchat.kv.memory.arrangement import layer_bytes
-from kvchat.kv.memory.host_pool import HostPool, gather, scatter
+from kvchat.kv.memory.host_pool import HostPool, gather, pool_tokens, scatter
 from kvchat.kv.memory.pinned import Registrar
 
 CPU = torch.device("cpu")
@@ -69,6 +69,20 @@ def test_growth_within_the_context_moves_nothing():
     assert rows.shape == pool.rows(0).shape, "a view made at the start reaches the end"
     assert len(capacities) > 10
     assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=30), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_its_size_is_that_of_what_it_holds_whichever_way_it_grew(growths, is_pinned):
+    g = geometry(kv_heads=4, d=64, page=32)  # whose pages are whole pages of the system
+    pool = HostPool(g, CPU, 30_000, Pins() if is_pinned else None)
+    pool._step = min(pool._step, 512)
+    held = 0
+    for more in growths:
+        held += more
+        pool.reserve(held)
+        assert pool.capacity == pool_tokens(g, held, pool._step) >= held
+        assert pool.nbytes == g.layers * layer_bytes(g, pool.capacity)
 
 
 def test_beyond_the_context_the_pool_moves_with_what_is_stored():
