@@ -17,7 +17,7 @@ from kvchat.engine import plan
 from kvchat.engine.model import quantization
 from kvchat.engine.model.description import describe
 from kvchat.engine.model.load import load_model
-from kvchat.engine.model.recurrent_state import SNAPSHOTS, TAIL
+from kvchat.engine.model.recurrent_state import SNAPSHOTS
 from kvchat.engine.plan import fits_beside, memory_plan, mode_need
 from kvchat.engine.proposal import propose
 from kvchat.engine.session import Session
@@ -53,11 +53,7 @@ def test_what_is_planned_is_what_is_measured(folder):
     session.prefill([5 + i % 90 for i in range(TOKENS)])
     assert made.weights["none"] == pytest.approx(session.model.weight_bytes, rel=WITHIN)
     assert made.modes["full"].device_bytes == pytest.approx(runner.kv.device_bytes, rel=WITHIN)
-    pool = runner.kv.state.host
-    # The pool grows ahead: the end of a hybrid's prompt, read by itself, found room already.
-    grown_for = TOKENS - TAIL if made.state else TOKENS + 1
-    assert pool.nbytes == pytest.approx(planned(folder, grown_for - 1).host_pool, rel=WITHIN)
-    assert pool.nbytes <= made.host_pool
+    assert runner.kv.state.host.nbytes == pytest.approx(made.host_pool, rel=WITHIN)
     assert made.state == runner.recurrent.nbytes
     assert made.snapshots == SNAPSHOTS * made.state
 
@@ -89,13 +85,14 @@ def test_sync_is_planned_for_as_the_first_long_prompt_leaves_it(folder):
 
 
 @pytest.mark.parametrize("host_dtype", ["model", "int8"])
-def test_what_is_stored_of_a_whole_context_has_no_room_ahead(tmp_path, host_dtype):
-    context = 4096
+@pytest.mark.parametrize("tokens", [454, 1111, 3033, 4096])
+def test_what_is_stored_is_planned_at_every_length(tmp_path, host_dtype, tokens):
+    context = 4096  # a whole one has no room ahead
     tiny_multimodal.save(tiny_models.fresh("llama", max_position_embeddings=context), tmp_path)
     asked = Load(str(tmp_path), "cpu", "float32", host_dtype=host_dtype)
     session = Session(load_model(asked, silent), asked)
-    session.prefill([5 + i % 90 for i in range(context)])
-    assert memory_plan(asked, context, silent).host_pool == pytest.approx(session._kv.state.host.nbytes, rel=WITHIN)
+    session.prefill([5 + i % 90 for i in range(tokens)])
+    assert memory_plan(asked, tokens, silent).host_pool == pytest.approx(session._kv.state.host.nbytes, rel=WITHIN)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "nf4"])
@@ -182,9 +179,7 @@ def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkey
     made = memory_plan(asked, None, silent, seen)
     assert (made.stored.mode, made.stored.tokens) == (mode, TOKENS)
     assert made.stored.device_bytes == pytest.approx(seen.kv_device_bytes - seen.state_bytes, rel=WITHIN)
-    grown_for = TOKENS - TAIL - 1 if made.state else TOKENS  # as above
-    pool = memory_plan(asked, None, silent, replace(seen, total=grown_for)).stored.host_pool
-    assert pool == pytest.approx(seen.kv_host_bytes - seen.snapshot_bytes, rel=WITHIN)
+    assert made.stored.host_pool == pytest.approx(seen.kv_host_bytes - seen.snapshot_bytes, rel=WITHIN)
     assert made.state == seen.state_bytes
     held = seen.weight_bytes + seen.kv_device_bytes + seen.kv_host_bytes
     assert (made.host_free, made.device_free) == (2**30 + held, 2**30 + held)
