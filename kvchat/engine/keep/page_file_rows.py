@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from kvchat.engine.model.recurrent_state import is_recurrent
 from kvchat.kv.memory.page_file import TOKEN, Rows
 
 REDUCED, CONTROL = 1, 2  # flags
-DIGEST_BYTES = 16
 
 
 def identity(model: LoadedModel) -> dict[str, Any]:
@@ -44,7 +42,7 @@ def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
     for ids, chars in stored.marks:
         if ids > start:
             rows[ids - 1 - start]["chars"] = chars
-            rows[ids - 1 - start]["digest"] = np.void(_text_digest(stored.text[:chars]))
+            rows[ids - 1 - start]["digest"] = np.void(fingerprint.of_text(stored.text[:chars]))
     return rows
 
 
@@ -53,7 +51,7 @@ def stored_of(rows: Rows, text: str) -> Stored:
     stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
     for index in np.flatnonzero(rows["chars"] >= 0).tolist():
         chars = int(rows["chars"][index])
-        if chars <= len(text) and rows["digest"][index].tobytes() == _text_digest(text[:chars]):
+        if chars <= len(text) and rows["digest"][index].tobytes() == fingerprint.of_text(text[:chars]):
             stored.marks.append((index + 1, chars))
     stored.text = text[: stored.marks[-1][1]] if stored.marks else ""
     return stored
@@ -65,9 +63,5 @@ def control_positions(rows: Rows) -> list[int]:
     return found
 
 
-def _text_digest(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
-
-
 def _digest(value: str | dict[str, str]) -> str:
-    return _text_digest(str(value)).hex()
+    return fingerprint.of_text(str(value)).hex()

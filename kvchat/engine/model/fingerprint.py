@@ -1,4 +1,4 @@
-"""Digests of a loaded model's weights and of its tokenizer: what was computed by others is not taken for theirs.
+"""Digests of weights, tokenizers and texts: what was computed by others is not taken for theirs.
 
 A checkpoint's revision tells trainings apart by the sizes and ends of their files, and nothing of a tokenizer; a model
 that was tuned or merged in place may have both alike.
@@ -33,9 +33,14 @@ def of_tokenizer(tokenizer: Any) -> str:
     """A digest of all that turns text into ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return _digest(backend.to_str())
+        return of_text(backend.to_str()).hex()
     vocabulary = sorted(getattr(tokenizer, "get_vocab", dict)().items())
-    return _digest(f"{type(tokenizer).__name__} {vocabulary}")
+    return of_text(f"{type(tokenizer).__name__} {vocabulary}").hex()
+
+
+def of_text(text: str) -> bytes:
+    """A digest of ``text``, ``DIGEST_BYTES`` long."""
+    return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
 
 
 def _plain(weight: Tensor) -> Iterator[Tensor]:
@@ -53,7 +58,3 @@ def _sum(weight: Tensor) -> int:
     whole = stored.numel() // WORD * WORD
     words, rest = stored[:whole].view(torch.int64), stored[whole:]
     return int(words.sum()) + int(rest.sum())
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).hexdigest()
