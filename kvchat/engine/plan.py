@@ -33,8 +33,7 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.memory import available, budget, rounding
-from kvchat.kv.memory.arrangement import RoundedByPage, arrangement_of, layer_bytes
-from kvchat.kv.memory.host_pool import pool_tokens, step_tokens
+from kvchat.kv.memory.pool_size import pool_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
@@ -72,7 +71,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         modes={name: mode_need(name, load, seen, tokens, share) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen, tokens),
-        host_pool=_host_pool(seen, tokens, is_rounded),
+        host_pool=pool_bytes(geometry, tokens + 1, seen.traits.context, is_rounded),
         snapshots=SNAPSHOTS * seen.state.nbytes,
         device_free=budget.free_bytes(described.device) + device_given,
         host_free=available.host_free() + host_given,
@@ -188,7 +187,7 @@ def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: _Observed
     # As a loaded model does, which leaves the margin of what its weights left.
     room = available.usable(made.device_free - made.weights[_asked_weights(made, load)] - made.state)
     read = mode_need(in_use.mode, load, seen, in_use.total, made.host_share, room).device_bytes
-    pool = _host_pool(seen, in_use.total, load.host_dtype == "int8")
+    pool = pool_bytes(seen.geometry, in_use.total + 1, seen.traits.context, load.host_dtype == "int8")
     return StoredNeed(in_use.mode, in_use.total, read, pool)
 
 
@@ -201,17 +200,6 @@ def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int
         held = computed_with + in_use.kv_host_bytes
         return (held if device.type == "cpu" else 0), held
     return (in_use.kv_host_bytes if device.type == "cpu" else computed_with), in_use.kv_host_bytes
-
-
-def _host_pool(seen: _Observed, tokens: int, is_rounded: bool) -> int:
-    """Bytes of the host pool once ``tokens`` and the next one were stored."""
-    geometry, context = seen.geometry, seen.traits.context
-    lies = RoundedByPage(geometry) if is_rounded else arrangement_of(geometry)
-    step = 0 if geometry.unified else step_tokens(geometry, lies.page_bytes)
-    room = pool_tokens(geometry, tokens + 1, step)
-    if tokens <= context:  # room for more than that is made only where a conversation goes beyond it
-        room = min(room, max(context + 1, geometry.grown(0)))
-    return geometry.layers * layer_bytes(geometry, room, is_rounded)
 
 
 def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dict[str, float]:

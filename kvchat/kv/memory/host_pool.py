@@ -23,9 +23,7 @@ from kvchat.kv.memory import available, rounding
 from kvchat.kv.memory.arrangement import ByPage, arrangement_of
 from kvchat.kv.memory.pages import Pages
 from kvchat.kv.memory.pinned import CudaArray, CudaRegistrar, PinnedRegion, Registrar
-
-# Pinned in steps that double up to this many bytes over all layers: a step costs a call per layer and about 0.5 s/GiB.
-STEP_BYTES = 256 * 2**20
+from kvchat.kv.memory.pool_size import pool_tokens, step_tokens
 
 
 class HostPool:
@@ -323,19 +321,6 @@ class HostPool:
             f"K/V of {self.geometry.round_up(tokens):,} tokens take {units.size(taken, 2)}; {reason}",
             "Shorten the conversation or free memory; what is stored is kept.",
         )
-
-
-def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:
-    """Tokens that a pool has room for once it holds ``tokens``: the same, whichever way it grew to them."""
-    room = geometry.round_up(geometry.grown(0))
-    while room < tokens:
-        room = geometry.round_up(max(geometry.grown(room), room + min(room, step)))
-    return room
-
-
-def step_tokens(geometry: Geometry, page_bytes: int) -> int:
-    """Tokens that a pinned pool grows by at least, whose pages have ``page_bytes`` in each layer."""
-    return STEP_BYTES // (geometry.layers * page_bytes) * geometry.page
 
 
 def gather(view: Tensor, index: Tensor) -> Tensor:
