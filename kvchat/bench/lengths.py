@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from kvchat.bench.decoding import Decoding
 from kvchat.bench.environment import fingerprint
@@ -65,19 +66,28 @@ def _refuse_one(settings: Settings) -> None:
 
 
 class Places:
-    """A model after each of the contexts, with K/V of its own at each."""
+    """A model after each of the contexts, with K/V of its own at each; they are stored before the first measurement."""
 
     def __init__(self, settings: Settings, model: LoadedModel, report: Report) -> None:
-        self._rounds = settings.rounds
-        self._runs: dict[int, dict[str, ModeRun]] = {}
-        self._decoded: dict[int, list[int]] = {}
-        for context in sorted(set(settings.contexts)):
-            runner = ModelRunner(model, settings.smallest(model, 0))
-            heads = settings.calibration(model, settings.store(runner, context))
-            wanted = {text: parsed(text, settings.budget) for text in settings.modes}
-            self._runs[context] = {text: ModeRun(runner, text, chosen, None, heads) for text, chosen in wanted.items()}
-            self._decoded[context] = settings.decoded(model, context)
-            report(f"{context:,} tokens stored")
+        self._settings = settings
+        self._model = model
+        self._report = report
+
+    @cached_property
+    def _runs(self) -> dict[int, dict[str, ModeRun]]:
+        """The variants by their names, after each context, the shortest first."""
+        return {context: self._after(context) for context in sorted(set(self._settings.contexts))}
+
+    @cached_property
+    def _decoded(self) -> dict[int, list[int]]:
+        return {context: self._settings.decoded(self._model, context) for context in self._runs}
+
+    def _after(self, context: int) -> dict[str, ModeRun]:
+        settings, model = self._settings, self._model
+        runner = ModelRunner(model, settings.smallest(model, 0))
+        heads = settings.calibration(model, settings.store(runner, context))
+        self._report(f"{context:,} tokens stored")
+        return {text: ModeRun(runner, text, parsed(text, settings.budget), None, heads) for text in settings.modes}
 
     def rows(self, cell: Cell) -> list[Row]:
         """Measure one variant after all contexts; a row for each.
@@ -88,7 +98,7 @@ class Places:
         runs = {context: variants[cell["variant"]] for context, variants in self._runs.items()}
         rounds = [
             {context: run.measure(self._decoded[context]).ms for context, run in runs.items()}
-            for _ in range(self._rounds)
+            for _ in range(self._settings.rounds)
         ]
         shortest = min(runs)
         return [
