@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +26,6 @@ from kvchat.engine.model.weight_sizes import (
     packed_bytes,
     read_bytes,
     weight_bytes,
-    without_memory,
 )
 from kvchat.engine.proposal import has_room, propose
 from kvchat.errors import KvchatError, UsageError
@@ -109,14 +108,13 @@ class _Observed(NamedTuple):
     """A model without memory for its weights, and what one token showed of it."""
 
     described: ModelDescription
-    shapes: Any
     state: RecurrentState
     geometry: Geometry
     traits: ModelTraits
 
 
 def _observe(described: ModelDescription) -> _Observed:
-    shapes = without_memory(described.model_class, described.text_config, described.dtype)
+    shapes = described.shapes
     state = RecurrentState(shapes.config)
     shape = observe_shape(shapes, state)
     layers = len(attending_layers(shapes.config))
@@ -125,7 +123,7 @@ def _observe(described: ModelDescription) -> _Observed:
     longest = int(shapes.config.get_text_config(decoder=True).max_position_embeddings)
     heads = _any_heads(geometry, shapes.config.model_type)
     traits = ModelTraits(longest, (None,) * layers, calibration=heads)
-    return _Observed(described, shapes, state, geometry, traits)
+    return _Observed(described, state, geometry, traits)
 
 
 def _any_heads(geometry: Geometry, architecture: str) -> Calibration:
@@ -161,18 +159,18 @@ def _weights(seen: _Observed) -> dict[str, int]:
     choices = quantization.possible(described.device, described.dtype)
     if described.location.gguf:
         choices = [name for name in choices if name in gguf_weights.CHOICES]
-    return {name: weight_bytes(seen.shapes, name, described.device) for name in choices}
+    return {name: weight_bytes(seen.described.shapes, name, described.device) for name in choices}
 
 
 def _own_weights(seen: _Observed) -> int:
     """Bytes of the weights of a checkpoint that is quantized already."""
     config, device = seen.described.config, seen.described.device
     if quantization.is_unpacked(config, device):
-        return weight_bytes(seen.shapes, "none", device)
+        return weight_bytes(seen.described.shapes, "none", device)
     if device.type == "cpu" and quantization.kind_of(config) == "int8":
-        return weight_bytes(seen.shapes, "int8", device)  # and its head is packed too
+        return weight_bytes(seen.described.shapes, "int8", device)  # and its head is packed too
     packed = stored_tensors.packed(read_headers(seen.described.location), quantization.own_section(config))
-    return packed_bytes(seen.shapes, packed)
+    return packed_bytes(seen.described.shapes, packed)
 
 
 def _packed_files(described: ModelDescription) -> int:
@@ -204,10 +202,10 @@ def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int
 
 def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dict[str, float]:
     """Milliseconds to read the weights of one token by quantization; nothing without a ``rate`` or with experts."""
-    read = {name: read_bytes(seen.shapes, nbytes) for name, nbytes in weights.items()}
+    read = {name: read_bytes(seen.described.shapes, nbytes) for name, nbytes in weights.items()}
     if rate and "int8" in read and seen.described.device.type == "cpu":
         # The head is packed apart from the embeddings there, of which a row is read.
-        table = seen.shapes.get_input_embeddings().weight.nbytes
+        table = seen.described.shapes.get_input_embeddings().weight.nbytes
         read["int8"] = read["int8"] and weights["int8"] - table
     return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
 
@@ -262,8 +260,8 @@ def mode_need(
 
 def _activations(seen: _Observed) -> int:
     """Bytes of the outputs of one layer's Linears in one prefill forward."""
-    layers: int = seen.shapes.config.get_text_config(decoder=True).num_hidden_layers
-    widths = sum(linear.out_features for linear in linears(seen.shapes.get_decoder())) // layers
+    layers: int = seen.described.shapes.config.get_text_config(decoder=True).num_hidden_layers
+    widths = sum(linear.out_features for linear in linears(seen.described.shapes.get_decoder())) // layers
     return CHUNK * widths * seen.geometry.dtype.itemsize
 
 

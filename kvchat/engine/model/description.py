@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from logging import CRITICAL, getLogger
 from typing import Any
@@ -16,6 +17,7 @@ from kvchat.engine.model import gguf_file, supported
 from kvchat.engine.model.checkpoint import ModelLocation, locate, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.hub import Progress
+from kvchat.engine.model.weight_sizes import without_memory
 from kvchat.errors import ModelError
 
 LOUD = (
@@ -39,6 +41,11 @@ class ModelDescription:
     text_config: Any
     device: torch.device
     dtype: torch.dtype
+
+    @cached_property
+    def shapes(self) -> Any:
+        """The model without memory for its weights."""
+        return without_memory(self.model_class, self.text_config, self.dtype)
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDescription:

@@ -6,7 +6,7 @@ import torch
 
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.description import ModelDescription
-from kvchat.engine.model.weight_sizes import weight_bytes, without_memory
+from kvchat.engine.model.weight_sizes import weight_bytes
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
 from kvchat.units import size
@@ -44,8 +44,7 @@ def does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
 
 def _check_unpacked(found: Checkpoint, described: ModelDescription) -> None:
     """A GGUF file is read as a whole into this machine's memory, unpacked, before it is packed again."""
-    shapes = without_memory(described.model_class, described.text_config, described.dtype)
-    unpacked, free = weight_bytes(shapes, "none", described.device), available.host_free()
+    unpacked, free = weight_bytes(described.shapes, "none", described.device), available.host_free()
     if unpacked > free:
         raise DoesNotFitError(
             f"{found.name} does not fit this machine's memory while it is read.",

@@ -34,7 +34,7 @@ from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
-from kvchat.engine.model.weight_sizes import weight_bytes, without_memory
+from kvchat.engine.model.weight_sizes import weight_bytes
 from kvchat.engine.model.weights_memory import give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import KvchatError, ModelError
@@ -148,7 +148,7 @@ def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoi
     device, stage = described.device, "Loading the weights"
     if not (found.gguf or quantization.is_unpacked(described.config, device)):
         return stage
-    shapes = without_memory(described.model_class, described.text_config, described.dtype)
+    shapes = described.shapes
     files = f"{size(found.weight_bytes)} in the {'file' if len(found.weights) == 1 else 'files'}"
     unpacked = f"{size(weight_bytes(shapes, 'none', device))} unpacked"
     packed = "" if quantize == "none" else f", {size(weight_bytes(shapes, quantize, device))} in {quantize}"
