@@ -5,13 +5,26 @@ The ``gguf`` package reads a list entry by entry, past the end of the file for a
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 MAX_ENTRIES = 2**22  # of all tables and lists: three times those of the largest vocabulary, with its merges
 MAX_DIMENSIONS = 8
 LAYER = "blk."  # begins the names of what is in a layer, and is packed; a vocabulary's table and head are not
+# ggml's types by their numbers, and the bits of an element with its constants.
+TYPES: dict[int, tuple[str, float]] = {
+    0: ("F32", 32), 1: ("F16", 16), 2: ("Q4_0", 4.5), 3: ("Q4_1", 5), 6: ("Q5_0", 5.5), 7: ("Q5_1", 6),
+    8: ("Q8_0", 8.5), 9: ("Q8_1", 10), 10: ("Q2_K", 2.625), 11: ("Q3_K", 3.4375), 12: ("Q4_K", 4.5), 13: ("Q5_K", 5.5),
+    14: ("Q6_K", 6.5625), 15: ("Q8_K", 9.125), 16: ("IQ2_XXS", 2.0625), 17: ("IQ2_XS", 2.3125), 18: ("IQ3_XXS", 3.0625),
+    19: ("IQ1_S", 1.5625), 20: ("IQ4_NL", 4.5), 21: ("IQ3_S", 3.4375), 22: ("IQ2_S", 2.5625), 23: ("IQ4_XS", 4.25),
+    24: ("I8", 8), 25: ("I16", 16), 26: ("I32", 32), 27: ("I64", 64), 28: ("F64", 64), 29: ("IQ1_M", 1.75),
+    30: ("BF16", 16), 34: ("TQ1_0", 1.6875), 35: ("TQ2_0", 2.0625), 39: ("MXFP4", 4.25), 40: ("NVFP4", 4.5),
+    41: ("Q1_0", 1.125),
+}  # fmt: skip
+UNKNOWN_BITS = 32
 # Bytes of a value by its type; 8 is a text, 9 a list.
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 TEXT, LIST = 8, 9
@@ -23,6 +36,19 @@ class TensorEntry(NamedTuple):
     name: str
     kind: int
     shape: tuple[int, ...]
+
+
+def type_of(kind: int) -> tuple[str, float]:
+    """The name of a tensor's type, and the bits that an element takes; of an unknown one as many as of a float."""
+    return TYPES.get(kind, (f"type {kind}", UNKNOWN_BITS))
+
+
+def layer_bits(entries: Sequence[TensorEntry]) -> float:
+    """Bits that an element of the layers' matrices takes in the mean; 0 where there are none."""
+    matrices = [one for one in entries if len(one.shape) > 1 and one.name.startswith(LAYER)]
+    elements = [math.prod(one.shape) for one in matrices]
+    stored = sum(number * type_of(one.kind)[1] for number, one in zip(elements, matrices, strict=True))
+    return stored / max(1, sum(elements))
 
 
 def tensors(path: Path) -> list[TensorEntry]:

@@ -90,3 +90,10 @@ def test_what_is_not_refused_the_package_reads_to_an_end(tmp_path: Path) -> None
 
     mutate()
     assert () in taken
+
+
+def test_types_are_those_of_the_package():
+    gguf = pytest.importorskip("gguf")
+    sizes = {kind: gguf.GGML_QUANT_SIZES[kind] for kind in gguf.GGMLQuantizationType}
+    theirs = {int(kind): (kind.name, 8 * nbytes / elements) for kind, (elements, nbytes) in sizes.items()}
+    assert {kind: gguf_tables.type_of(kind) for kind in theirs} == theirs

@@ -21,15 +21,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKED = "packed"
 GGUF_MLP = "blk.0.ffn_up.weight"
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
-# ggml's types in the order of its enumeration, and the bits of an element with its constants; None are given up.
-GGML: tuple[tuple[str, float] | None, ...] = (
-    ("F32", 32), ("F16", 16), ("Q4_0", 4.5), ("Q4_1", 5), None, None, ("Q5_0", 5.5), ("Q5_1", 6), ("Q8_0", 8.5),
-    ("Q8_1", 10), ("Q2_K", 2.625), ("Q3_K", 3.4375), ("Q4_K", 4.5), ("Q5_K", 5.5), ("Q6_K", 6.5625), ("Q8_K", 9.125),
-    ("IQ2_XXS", 2.0625), ("IQ2_XS", 2.3125), ("IQ3_XXS", 3.0625), ("IQ1_S", 1.5625), ("IQ4_NL", 4.5),
-    ("IQ3_S", 3.4375), ("IQ2_S", 2.5625), ("IQ4_XS", 4.25), ("I8", 8), ("I16", 16), ("I32", 32), ("I64", 64),
-    ("F64", 64), ("IQ1_M", 1.75), ("BF16", 16),
-)  # fmt: skip
-UNKNOWN_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -96,20 +87,16 @@ def read_gguf(path: Path) -> Weights:
     nbytes = _regular(path)
     elements: Counter[str] = Counter()
     sizes: dict[str, int] = {}
-    of_layers: Counter[float] = Counter()  # their elements by the bits that each takes
     try:
-        for name, kind, shape in gguf_tables.tensors(path):
-            type_name, bits = (GGML[kind] if kind < len(GGML) else None) or (f"type {kind}", UNKNOWN_BITS)
+        entries = gguf_tables.tensors(path)
+        for name, kind, shape in entries:
             sizes[name] = math.prod(shape)
-            elements[type_name] += sizes[name]
-            if name.startswith(gguf_tables.LAYER) and len(shape) > 1:
-                of_layers[bits] += sizes[name]
-        stored = sum(bits * number for bits, number in of_layers.items())
+            elements[gguf_tables.type_of(kind)[0]] += sizes[name]
         return replace(
             _weights(nbytes, elements),
             plain=count(sizes.items()),
             mlp=sizes.get(GGUF_MLP, 0),
-            layer_bits=stored / max(1, of_layers.total()),
+            layer_bits=gguf_tables.layer_bits(entries),
         )
     except (OSError, ValueError) as error:
         raise _damaged(path) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.gguf_files import gguf_header
 
-from kvchat.catalog.headers import GGML, Weights, read_gguf, read_safetensors
+from kvchat.catalog.headers import Weights, read_gguf, read_safetensors
 from kvchat.catalog.tensor_kinds import Elements
 from kvchat.errors import ModelError
 from kvchat.paths import bundled_model_dir
@@ -35,16 +35,6 @@ def test_the_bits_of_layers_are_those_of_their_matrices(tmp_path: Path) -> None:
     tensors = [(name, (256, 8), kind) for name, kind in zip(names, (0, 12, 14), strict=True)]
     path.write_bytes(gguf_header(*tensors, ("blk.0.attn_norm.weight", (256,), 0), ("output.weight", (256, 8), 1)))
     assert read_gguf(path).layer_bits == (4.5 + 6.5625) / 2
-
-
-def test_the_bits_of_types_are_those_of_the_package() -> None:
-    gguf = pytest.importorskip("gguf")
-    for kind, known in enumerate(GGML):
-        if known is None:
-            continue
-        kind_ = gguf.GGMLQuantizationType(kind)
-        elements, nbytes = gguf.GGML_QUANT_SIZES[kind_]
-        assert known == (kind_.name, 8 * nbytes / elements)
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,14 @@ class GgufTensor(NamedTuple):
 
     name: str
     nbytes: int
-    elements: int
-    is_matrix: bool
 
 
 class GgufHeader(NamedTuple):
-    """The number of layers that a file names, and its tensors."""
+    """The number of layers that a file names, its tensors, and ``gguf_tables.layer_bits`` of them."""
 
     layers: int
     tensors: tuple[GgufTensor, ...]
+    layer_bits: float
 
 
 def header(file: Path) -> GgufHeader:
@@ -51,23 +50,21 @@ def header(file: Path) -> GgufHeader:
 @lru_cache(maxsize=1)
 def _header(file: Path, written: int) -> GgufHeader:
     """The package also reads the vocabulary, in Python, for seconds, and believes every length it finds."""
-    _check_tables(file)
+    tables = _tables(file)
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
     layers = (field for name, field in reader.fields.items() if name.endswith(".block_count"))
     return GgufHeader(
         max((int(field.parts[field.data[0]][0]) for field in layers), default=0),
-        tuple(
-            GgufTensor(each.name, int(each.n_bytes), int(each.n_elements), len(each.shape) > 1)
-            for each in reader.tensors
-        ),
+        tuple(GgufTensor(each.name, int(each.n_bytes)) for each in reader.tensors),
+        gguf_tables.layer_bits(tables),
     )
 
 
-def _check_tables(file: Path) -> None:
+def _tables(file: Path) -> list[gguf_tables.TensorEntry]:
     try:
-        gguf_tables.tensors(file)
+        return gguf_tables.tensors(file)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{file} is damaged.", f"The GGUF file's header cannot be read: {error}.", "Download the model again."

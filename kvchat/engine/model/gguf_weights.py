@@ -16,7 +16,6 @@ from kvchat.engine.model import gguf_file, int4_rows, int8_rows, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
-from kvchat.gguf_tables import LAYER
 
 AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the layers, with its constants: those of Q4_K_M, of Q8_0
 CHOICES = ("none", *AT_MOST)
@@ -107,6 +106,4 @@ def bits(location: ModelLocation) -> float:
     """
     if not location.gguf:
         return 0.0
-    tensors = gguf_file.header(location.folder / location.gguf).tensors
-    matrices = [tensor for tensor in tensors if tensor.is_matrix and tensor.name.startswith(LAYER)]
-    return 8 * sum(one.nbytes for one in matrices) / max(1, sum(one.elements for one in matrices))
+    return gguf_file.header(location.folder / location.gguf).layer_bits
