@@ -111,17 +111,7 @@ def beside(name: str = "decode-load") -> str:
 
 def lengths(name: str = "lengths") -> str:
     """Time per token by the length of the conversation, and how many times that after the shortest."""
-    result = _read(name)
-    cells = {(row["variant"], row["context"]): row for row in _rows(result)}
-    shortest, *longer = sorted({context for _, context in cells})
-    rows = []
-    for variant in dict.fromkeys(variant for variant, _ in cells):
-        row = [variant, f"{cells[variant, shortest]['ms']:.1f} ms"]
-        for found in (cells[variant, context] for context in longer):
-            row += [f"{found['ms']:.1f} ms", f"{found['times_shortest']:.2f}"]
-        rows.append(row)
-    heads = [text for context in longer for text in (f"{context:,} tokens", "times as long")]
-    return _table(["mode", f"{shortest:,} tokens", *heads], rows) + "\n\n" + _environment(result)
+    return _times(name, lambda row: f"{row['times_shortest']:.2f}", "times as long")
 
 
 def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str:
