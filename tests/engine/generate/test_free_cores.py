@@ -54,6 +54,15 @@ def eight_threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def eight(machine, eight_threads):
+    """A machine of eight cores, and its free ones, which were looked at once."""
+    here = machine(8)
+    free = here.free_cores()
+    threads_in(free)
+    return here, free
+
+
 def threads_in(free):
     with free:
         found = torch.get_num_threads()
@@ -85,11 +94,8 @@ def test_there_is_a_thread_for_each_core_that_others_leave(machine, cores, own, 
     assert threads_in(free) == threads
 
 
-@pytest.mark.usefixtures("eight_threads")
-def test_they_come_back_when_the_others_have_gone(machine):
-    here = machine(8)
-    free = here.free_cores()
-    threads_in(free)
+def test_they_come_back_when_the_others_have_gone(eight):
+    here, free = eight
     seen = []
     for others in (0, 3, 3, 0, 0):
         here.passed(2 * LOOK_S, 8 - others, others)
@@ -97,22 +103,16 @@ def test_they_come_back_when_the_others_have_gone(machine):
     assert seen == [8, 5, 5, 8, 8]
 
 
-@pytest.mark.usefixtures("eight_threads")
-def test_what_others_did_in_a_pause_says_nothing(machine):
-    here = machine(8)
-    free = here.free_cores()
-    threads_in(free)
+def test_what_others_did_in_a_pause_says_nothing(eight):
+    here, free = eight
     here.passed(PAUSE_S + 0.1, 0, 8)
     assert threads_in(free) == 8
     here.passed(2 * LOOK_S, 4, 4)
     assert threads_in(free) == 4
 
 
-@pytest.mark.usefixtures("eight_threads")
-def test_a_look_is_not_taken_for_every_token(machine):
-    here = machine(8)
-    free = here.free_cores()
-    threads_in(free)
+def test_a_look_is_not_taken_for_every_token(eight):
+    here, free = eight
     for _ in range(3):
         here.passed(LOOK_S / 4, 4, 4)
         assert threads_in(free) == 8
@@ -120,11 +120,8 @@ def test_a_look_is_not_taken_for_every_token(machine):
     assert threads_in(free) == 4
 
 
-@pytest.mark.usefixtures("eight_threads")
-def test_a_step_that_fails_gives_the_threads_back(machine):
-    here = machine(8)
-    free = here.free_cores()
-    threads_in(free)
+def test_a_step_that_fails_gives_the_threads_back(eight):
+    here, free = eight
     here.passed(2 * LOOK_S, 4, 4)
     seen = []
 

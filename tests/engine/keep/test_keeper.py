@@ -13,6 +13,7 @@ from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, to
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.keep.write_behind import WriteBehind
 from kvchat.kv.inspect import check_integrity
+from kvchat.kv.memory.page_file import HEADER_BYTES
 from kvchat.protocol.messages import Turn
 
 
@@ -129,27 +130,25 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):
     assert "it is no file" in note
 
 
-def test_a_damaged_first_page_is_told(tmp_path):
+def after_damage(tmp_path, records, at):
+    """What is told of a conversation whose file has another byte ``at`` after so many records."""
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.written()
     path = tmp_path / "kv" / "a.kv"
     data = bytearray(path.read_bytes())
-    data[4100] ^= 1
+    data[HEADER_BYTES + records * chat.keeper._file(path).record_bytes(False) + at] ^= 1
     path.write_bytes(data)
-    (note,) = notes(chat.restarted(tmp_path).say("a", TALE))
+    return chat.restarted(tmp_path).say("a", TALE)
+
+
+def test_a_damaged_first_page_is_told(tmp_path):
+    (note,) = notes(after_damage(tmp_path, 0, 4))
     assert "its first page is damaged" in note
 
 
 def test_a_damaged_page_gives_back_what_is_before_it(tmp_path):
-    chat = Chat(tmp_path)
-    chat.say("a", TALE)
-    chat.written()
-    path = tmp_path / "kv" / "a.kv"
-    data = bytearray(path.read_bytes())
-    data[4096 + 3 * chat.keeper._file(path).record_bytes(False) - 1] ^= 1
-    path.write_bytes(data)
-    events = chat.restarted(tmp_path).say("a", TALE)
+    events = after_damage(tmp_path, 3, -1)
     assert "damaged" in notes(events)[0]
     assert came_back(events) == (64, "disk")
 
