@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvchat import files, paths
+from kvchat.cli.checks import check_all
 from kvchat.cli.output import echo, note
-from kvchat.cli.profile import check_all, load_settings, own_files
+from kvchat.cli.profile import check_files, load_settings, own_files
 from kvchat.config import profiles, schema, sources
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
@@ -41,10 +41,10 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
     if file and (profiles.is_profile(source) or _is_among_profiles(file)):
         profiles.read_file(file, None)
     else:
-        _check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
+        check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
     if not file:
-        check_all(own_files())
+        check_files(own_files())
 
 
 @app.command()
@@ -64,22 +64,6 @@ def init() -> None:
 def print_schema() -> None:
     """Print the JSON schema of the settings file."""
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
-
-
-def _check_all(*checks: Callable[[], object]) -> None:
-    """Run all checks.
-
-    Raises:
-        UsageError: what any of them refused.
-    """
-    refusals = []
-    for check in checks:
-        try:
-            check()
-        except UsageError as refused:
-            refusals.append(str(refused))
-    if refusals:
-        raise UsageError("\n".join(refusals))
 
 
 def _check_theme(source: SettingsSource) -> None:

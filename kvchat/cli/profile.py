@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvchat import paths
+from kvchat.cli.checks import check_all
 from kvchat.cli.completion import complete_profile
 from kvchat.cli.options import NamedDevice
 from kvchat.cli.output import echo, note
@@ -70,7 +72,7 @@ def match(device: NamedDevice = "auto") -> None:
 @app.command()
 def validate(files: Annotated[list[Path] | None, typer.Argument(help="instead of your own profiles")] = None) -> None:
     """Check profiles and tell of each what is wrong; exit code 2 if one is."""
-    check_all(files or own_files())
+    check_files(files or own_files())
     if not files and (problems := profiles.find("auto").problems):
         note("\n".join(problems))
 
@@ -80,28 +82,20 @@ def own_files() -> list[Path]:
     return sorted(paths.user_profiles_dir().glob("*.toml"))
 
 
-def check_all(files: Iterable[Path]) -> None:
+def check_files(files: Iterable[Path]) -> None:
     """Say which profiles are good.
 
     Raises:
         UsageError: what is wrong with any of the others.
     """
-    refusals = []
-    for file in files:
-        try:
-            _check(file)
-        except UsageError as refused:
-            refusals.append(str(refused))
-        else:
-            echo(f"{file}: good")
-    if refusals:
-        raise UsageError("\n".join(refusals))
+    check_all(*(partial(_check, file) for file in files))
 
 
 def _check(file: Path) -> None:
     if not file.exists():
         raise UsageError(f"There is no file {file}.", hint="Check the path.")
     profiles.read_file(file, None)
+    echo(f"{file}: good")
 
 
 def _whose(file: ProfileFile) -> str:
