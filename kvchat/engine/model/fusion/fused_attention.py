@@ -15,7 +15,7 @@ from kvchat.engine.model import attention_hook, tolerances
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations
 from kvchat.engine.model.fusion.recognize import numbers
-from kvchat.engine.model.packed_rows import weight_of
+from kvchat.engine.model.packed_rows import PackedRows, weight_of
 
 CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 TOKENS = 3  # of the check
@@ -55,19 +55,20 @@ class FusedAttention:
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
 
 
-def fused_attention(module: Any, merged: MergedLinear, operations: Operations) -> FusedAttention | None:
-    """The same as one function; None where the module computes something else."""
+def fused_attention(
+    module: Any, merged: MergedLinear, operations: Operations, dtype: torch.dtype
+) -> FusedAttention | None:
+    """The same as one function, checked with states in ``dtype``; None where the module computes something else."""
     if module._modules.keys() != CHILDREN or not isinstance(getattr(module, "head_dim", None), int):
         return None
     fused = FusedAttention(module, merged, operations)
-    return fused if _agrees(module, fused) else None
+    return fused if _agrees(module, fused, dtype) else None
 
 
-def _agrees(module: Any, fused: FusedAttention) -> bool:
+def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
     """True if both compute the same for a few tokens."""
-    weight: Tensor = module.o_proj.weight
     sizes = module.q_proj.in_features, module.head_dim
-    where: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}  # new_empty is not int8 weights'
+    where: dict[str, Any] = {"dtype": dtype, "device": module.o_proj.weight.device}
     hidden, angle = (numbers(torch.empty(1, TOKENS, size, **where)) for size in sizes)
     angles = angle.cos(), angle.sin()
     given = {"hidden_states": hidden, "position_embeddings": angles, "attention_mask": None}
@@ -82,4 +83,5 @@ def _agrees(module: Any, fused: FusedAttention) -> bool:
     if measured.shape != expected.shape:
         return False
     error = tolerances.relative_error(measured.float(), expected.float())
-    return error < tolerances.LOGITS.get(weight.dtype, tolerances.LOGITS[torch.bfloat16])
+    packed = isinstance(weight_of(module.o_proj), PackedRows)
+    return error < tolerances.LOGITS[torch.bfloat16 if packed else dtype]

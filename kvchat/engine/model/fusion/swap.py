@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from kvchat.engine.model import attention_hook
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.fusion import one_row
-from kvchat.engine.model.fusion.fused_attention import fused_attention
+from kvchat.engine.model.fusion.fused_attention import FusedAttention, fused_attention
 from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations, Output, merge_weights
 from kvchat.engine.model.fusion.recognize import (
     ROTATION,
@@ -134,7 +134,8 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
         if rotates_halves(type(module).forward):
             swaps.replace(module, _rebound(type(module).forward, operations).__get__(module), ROPE)
     for layer in layers:
-        _fuse_layer(layer, norms, merged[layer.self_attn], operations, swaps)
+        attention = fused_attention(layer.self_attn, merged[layer.self_attn], operations, model.dtype)
+        _fuse_layer(layer, norms, merged[layer.self_attn], attention, operations, swaps)
     head = model.get_output_embeddings()
     if is_plain(head) and LAYERS in swaps.kinds:
         swaps.replace(head, partial(operations.project, weight=weight_of(head), bias=head.bias), LAYERS)
@@ -144,14 +145,18 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
 
 
 def _fuse_layer(
-    layer: Any, norms: dict[nn.Module, Norm], merged: MergedLinear, operations: Operations, swaps: Swaps
+    layer: Any,
+    norms: dict[nn.Module, Norm],
+    merged: MergedLinear,
+    fused: FusedAttention | None,
+    operations: Operations,
+    swaps: Swaps,
 ) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     first, second = norms[layer.input_layernorm], norms[layer.post_attention_layernorm]
     output = Output(attention.o_proj, operations)
     gate_up = merge_weights([mlp.gate_proj, mlp.up_proj])
     down = mlp.down_proj
-    fused = fused_attention(attention, merged, operations)
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if fused and fused.suits(hidden_states, kwargs):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 
-from kvchat.engine.model import attention_hook
+from kvchat.engine.model import attention_hook, int4_rows, int8_rows
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.fusion.fused_attention import fused_attention
 from kvchat.engine.model.fusion.operations import MergedLinear, Norm, Operations
@@ -14,15 +14,15 @@ from kvchat.engine.model.fusion.recognize import projections
 from kvchat.engine.model.fusion.swap import sample_logits
 
 
-def first_attention(name):
-    model = tiny_models.fresh(name)
+def first_attention(name, **sizes):
+    model = tiny_models.fresh(name, **sizes)
     sample_logits(model)  # every layer has been met
     return next(module for module in model.modules() if hasattr(module, "q_proj"))
 
 
 def fused(attention):
     operations = Operations(None)
-    return fused_attention(attention, MergedLinear(projections(attention), operations), operations)
+    return fused_attention(attention, MergedLinear(projections(attention), operations), operations, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,14 @@ def fused(attention):
 )
 def test_found_by_what_they_compute(name, found):
     assert (fused(first_attention(name)) is not None) == found
+
+
+@pytest.mark.parametrize("pack", [int8_rows.pack, int4_rows.pack], ids=["int8", "int4"])
+def test_found_with_packed_weights(pack):
+    attention = first_attention("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    for linear in (*projections(attention), attention.o_proj):
+        pack(linear)
+    assert fused(attention) is not None
 
 
 def test_a_layer_that_does_not_rotate_is_left_alone():
