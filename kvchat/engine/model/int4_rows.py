@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model.merging import merge
-from kvchat.engine.model.packed_rows import CHUNK, ROWS, PackedRows, attach, body
+from kvchat.engine.model.packed_rows import BLOCK, CHUNK, ROWS, PackedRows, attach, body, in_chunks
 
 METHOD = "int4"  # transformers' name of it
 GROUP = 32
 WEIGHT_BYTES = 0.5 + 4 / GROUP
 MULTIPLE = 16  # the kernel's: of rows
-BLOCK = 64  # rows that are interleaved where they are packed, on some processors fewer: what follows begins a new one
 LEVELS = 15  # and 0
 FEWEST_LEVELS = 8  # that 32 weights of a 4-bit file span
 NEAR_LEVEL = 0.1  # of a step: what bfloat16 rounds. 30 values lie so near to one by chance never
@@ -71,7 +70,7 @@ def fits(linear: nn.Linear) -> bool:
 
 def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
     """Quantize a Linear that ``fits``. Weights that had ``of_4_bits`` already keep their values where that is seen."""
-    chunks = [_packed(rows, of_4_bits) for rows in torch.split(linear.weight.detach(), CHUNK)]
+    chunks = [_packed(rows, of_4_bits) for rows in in_chunks(linear.weight.detach(), CHUNK)]
     data, scales = torch.cat([data for data, _ in chunks]), torch.cat([scales for _, scales in chunks], 1)
     linear.weight = nn.Parameter(data, requires_grad=False)
     linear.register_buffer("scales", scales, persistent=False)

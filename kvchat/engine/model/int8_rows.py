@@ -6,7 +6,7 @@ weights first: that takes longer than float weights do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvchat.engine.model.merging import merge
-from kvchat.engine.model.packed_rows import CHUNK, ROWS, PackedRows, attach
+from kvchat.engine.model.packed_rows import CHUNK, ROWS, PackedRows, attach, in_chunks
 
 METHOD = "int8"  # transformers' name of it
 SCALE_BYTES = 4  # a row
 MOST = 127
 MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, and past the end of a row
+UNPACKED = 2**22  # weights that several tokens are multiplied by at once: more would be new pages every time
 ALIGNED = 64  # bytes: of rows that are no multiple of four the kernel reads the last ones so, or ends the process
 
 
@@ -37,7 +38,15 @@ class Int8Rows(PackedRows):
             product = torch._weight_int8pack_mm(x.reshape(1, -1).bfloat16(), self.data, self._rounded)
             product = product.to(x.dtype).view(*x.shape[:-1], -1)
             return product if bias is None else product + bias
-        return F.linear(x, self.data.to(x.dtype) * self.scale.to(x.dtype)[:, None], bias)
+        products = [F.linear(x, *rows) for rows in self._unpacked(x.dtype, bias)]
+        return torch.cat(products, -1) if len(products) > 1 else products[0]
+
+    def _unpacked(self, dtype: torch.dtype, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Runs of rows in ``dtype``, each with its part of ``bias [N]``."""
+        at = 0
+        for rows in in_chunks(self.data, UNPACKED):
+            here = slice(at, at := at + len(rows))
+            yield rows.to(dtype).mul_(self.scale[here, None].to(dtype)), None if bias is None else bias[here]
 
     @property
     def mergeable(self) -> bool:
@@ -53,8 +62,11 @@ class Int8Rows(PackedRows):
 
 def pack(linear: nn.Linear) -> None:
     """Quantize a Linear."""
-    chunks = [_packed(rows) for rows in torch.split(linear.weight.detach(), CHUNK)]
-    install(linear, torch.cat([data for data, _ in chunks]), torch.cat([scale for _, scale in chunks]))
+    weight = linear.weight.detach()
+    data = torch.empty(weight.shape, dtype=torch.int8)
+    pairs = zip(in_chunks(weight, CHUNK), in_chunks(data, CHUNK), strict=True)
+    scale = torch.cat([_quantize(rows, place) for rows, place in pairs])
+    install(linear, data, scale)
 
 
 def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
@@ -66,8 +78,9 @@ def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
     attach(linear, Int8Rows(linear.weight, scale, linear.bias))
 
 
-def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The ``data`` and ``scale`` of ``weight [N, K]``."""
+def _quantize(weight: Tensor, data: Tensor) -> Tensor:
+    """Write the ``data [N, K]`` of ``weight [N, K]``; the ``scale [N]`` of each row."""
     weight = weight.float()
     scale = (weight.abs().amax(1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weight / scale[:, None]).round().to(torch.int8), scale
+    data.copy_((weight / scale[:, None]).round())
+    return scale

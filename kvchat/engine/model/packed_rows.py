@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 ROWS = "packed_rows"  # the attribute of a Linear
-CHUNK = 1024  # rows quantized at once, in float32
+CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
+BLOCK = 64  # rows that int4 interleaves where they are packed, on some processors fewer: what follows begins a new one
 
 
 class PackedRows(ABC):
@@ -49,6 +51,11 @@ def weight_of(linear: Any) -> Weight:
 def attach(linear: Any, rows: PackedRows) -> None:
     """Let a Linear multiply by ``rows``."""
     linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
+
+
+def in_chunks(matrix: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Runs of rows of ``matrix [N, K]``, of about so many ``elements`` each."""
+    return torch.split(matrix, max(1, elements // (BLOCK * matrix.shape[1])) * BLOCK)
 
 
 def body(model: Any) -> Iterator[nn.Linear]:

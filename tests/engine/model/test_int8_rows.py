@@ -85,9 +85,18 @@ def test_a_weight_is_off_by_half_a_step_at_most_and_zeros_stay():
 
 def test_more_rows_than_are_quantized_at_once(monkeypatch):
     whole = packed(100, 64)
-    monkeypatch.setattr(int8_rows, "CHUNK", 48)
+    monkeypatch.setattr(int8_rows, "CHUNK", 64 * 64)
     assert torch.equal(packed(100, 64).weight, whole.weight)
     assert torch.equal(packed(100, 64).scale, whole.scale)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_more_rows_than_are_unpacked_at_once(monkeypatch, bias):
+    linear, x = packed(200, 70, bias=bias), torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(1))
+    whole = linear(x)
+    monkeypatch.setattr(int8_rows, "UNPACKED", 64 * 70)
+    assert linear(x).shape == (2, 3, 200)
+    torch.testing.assert_close(linear(x), whole)
 
 
 def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it():
