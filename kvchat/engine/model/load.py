@@ -35,7 +35,7 @@ from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weight_sizes import weight_bytes
-from kvchat.engine.model.weights_memory import give_back, lay_out
+from kvchat.engine.model.weights_memory import freed_at_once, give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import KvchatError, ModelError
 from kvchat.kv.ops.first_compile import compile_loops
@@ -108,7 +108,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         with _explained(checkpoint, described.device):
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
-            with weights_progress.reported(checkpoint, stage, progress):
+            packing = freed_at_once() if quantized.method else contextlib.nullcontext()
+            with weights_progress.reported(checkpoint, stage, progress), packing:
                 model = _model(described, checkpoint, quantized)
             progress("Testing the model")
             supported.check_values(model, checkpoint.folder)

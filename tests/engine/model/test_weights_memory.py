@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ from torch import nn
 from kvchat.engine.model import weights_memory
 from kvchat.engine.model.weights_memory import lay_out
 from kvchat.kv.memory.huge_pages import HUGE_PAGE
+
+STATUS = Path("/proc/self/status")
+
+
+def taken() -> int:
+    """Bytes of the process's own memory."""
+    return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -62,3 +70,19 @@ def test_tied_weights_stay_tied():
     tied[1].weight = tied[0].weight
     lay_out(tied)
     assert tied[1].weight is tied[0].weight
+
+
+def test_tensors_freed_meanwhile_are_the_systems_again():
+    """Each is larger than the room of the one before, which a small tensor closes."""
+    if not STATUS.exists():
+        pytest.skip("the system does not tell")
+    torch.ones(31 * 2**20, dtype=torch.uint8)  # once this is freed, glibc keeps what is smaller
+    small, grown = [], []
+    with weights_memory.freed_at_once():
+        before = taken()
+        for size in range(8, 16):
+            large = torch.ones(size * 2**20, dtype=torch.uint8)
+            small.append(torch.ones(2**10))
+            del large
+            grown.append(taken() - before)
+    assert max(grown) < 24 * 2**20
