@@ -64,7 +64,7 @@ class ModeRun:
                 "Take a longer context, or run `kvchat calibrate` first.",
             )
         state, geometry = kv.state, kv.state.geometry
-        held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total)).device_bytes(geometry)
+        held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total + 1)).device_bytes(geometry)
         before = state.transfer.totals
         timing = time_steps(self._runner.step, tokens, state.device)
         moved, wanted, corrected, moved_bytes = (b - a for a, b in zip(before, state.transfer.totals, strict=True))

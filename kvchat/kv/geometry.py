@@ -56,17 +56,21 @@ class Geometry:
         return -(-tokens // self.page)
 
     def grown(self, tokens: int) -> int:
-        """Capacity to reserve for a conversation of ``tokens`` tokens that goes on growing."""
-        return grown(tokens, self.headroom)
+        """Capacity to reserve for a conversation of ``tokens`` tokens that goes on growing, in whole pages."""
+        return grown(tokens, self.headroom, self.page)
 
     def round_up(self, tokens: int) -> int:
         """``tokens`` rounded up to whole pages."""
         return self.pages(tokens) * self.page
 
 
-def grown(tokens: int, headroom: int = GROWTH_HEADROOM["cpu"]) -> int:
-    """Capacity to reserve for a conversation of ``tokens`` tokens that goes on growing.
+def grown(tokens: int, headroom: int = GROWTH_HEADROOM["cpu"], page: int = PAGE) -> int:
+    """Capacity to reserve for a conversation of ``tokens`` tokens: the same, whichever way it grew to them.
 
-    A sixteenth ahead: full mode's attention reads the unused slots too, so more would cost every step.
+    It grows by a sixteenth, ``headroom`` at least, in whole pages: full mode's attention reads the unused slots too, so
+    more would cost every step.
     """
-    return tokens + max(headroom, tokens // 16)
+    capacity = 0
+    while capacity < max(tokens, 1):
+        capacity = -(-(capacity + max(headroom, capacity // 16)) // page) * page
+    return capacity

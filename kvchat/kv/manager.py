@@ -193,7 +193,7 @@ class KVManager:
             DoesNotFitError: its slots do not fit the device.
         """
         state = self.state
-        capacity = state.geometry.grown(self.total)
+        capacity = state.geometry.grown(self.total + 1)
         mode.pin(state.pins)
         self._limit(mode, capacity, released=self.device_bytes)
         plan = mode.plan(capacity)
@@ -313,7 +313,7 @@ class KVManager:
 
     def _allocate(self) -> None:
         """Make the mode's slots; if memory runs out the next refill tries again."""
-        capacity = self.state.geometry.grown(self.total)
+        capacity = self.state.geometry.grown(self.total + 1)
         self._limit(self.mode, capacity, released=self.state.slot_bytes)
         self.state.allocate(self.mode.plan(capacity).layouts, capacity)
         self.mode.attach(self.state)

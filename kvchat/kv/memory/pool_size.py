@@ -23,9 +23,9 @@ def pool_bytes(geometry: Geometry, tokens: int, context: int, rounds: bool = Fal
 
 def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:
     """Tokens that a pool has room for once it holds ``tokens``: the same, whichever way it grew to them."""
-    room = geometry.round_up(geometry.grown(0))
+    room = geometry.grown(0)
     while room < tokens:
-        room = geometry.round_up(max(geometry.grown(room), room + min(room, step)))
+        room = geometry.round_up(max(geometry.grown(room + 1), room + min(room, step)))
     return room
 
 

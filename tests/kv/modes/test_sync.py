@@ -125,7 +125,7 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
         for layer in range(3):
             assert torch.equal(*(attended(run.kv.state, layer) for run in runs))
     assert runs[1].kv.state.transfer.totals.moved == 0
-    assert runs[1].kv.device_bytes > 2 * runs[0].kv.device_bytes
+    assert runs[1].kv.device_bytes > 1.5 * runs[0].kv.device_bytes
     assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"
     assert [run.kv.mode.report().badges for run in runs] == [
         (),
