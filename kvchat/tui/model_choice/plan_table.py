@@ -24,7 +24,7 @@ PLANNED = {
     "recurrent state": "layers that keep a state of fixed size in place of K/V",
     "workspace": "what computing takes for a moment: an estimate",
     "K/V stored": "the K/V of all tokens in host memory, in every mode; on a CPU full mode reads it there",
-    "snapshots": "copies of the recurrent state, to go back to",
+    "snapshots": "copies of the recurrent state to go back to, at most",
     "free": "memory that nothing uses now",
     "measured": "what the loaded model takes at this moment, beside what was planned",
 }
