@@ -107,6 +107,14 @@ def test_quantized_weights(quantize):
     assert planned("bundled").weights[quantize] == pytest.approx(measured, rel=WITHIN)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_head_of_its_own_is_quantized_too(folder, quantize):
+    model = load_model(Load(str(folder), "cpu", "float32", quantize=quantize), silent)
+    assert model.model.get_output_embeddings().weight.dtype == torch.int8
+    assert planned(folder).weights[quantize] == pytest.approx(model.weight_bytes, rel=WITHIN)
+
+
 @pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
 def test_no_weight_file_is_read(folder):
     before = planned(folder)

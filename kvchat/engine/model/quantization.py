@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kvchat import stored_tensors
 from kvchat.engine.model import int8_rows
-from kvchat.engine.model.packed_rows import body
+from kvchat.engine.model.packed_rows import body, packs_head
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.hub_kernels import import_bitsandbytes
 from kvchat.protocol.messages import Quantize
@@ -166,7 +166,7 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Let int8 weights on a CPU multiply as ``int8_rows`` does, the head too, and nf4 weights in the model's dtype.
+    """Let int8 weights on a CPU multiply as ``int8_rows`` does, the head often too, and nf4 weights in the model's dtype.
 
     bitsandbytes would round nf4 to bfloat16 where the CPU multiplies it, and fail at rows that are no multiple of 32.
     """
@@ -174,14 +174,14 @@ def multiply_on_cpu(model: Any) -> None:
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
-    if describe(model) != "int8":
-        return
-    for linear in body(model):
+    kind = describe(model)
+    for linear in body(model) if kind == "int8" else ():
         weight: Any = linear.weight
         if hasattr(weight, "qdata"):  # of a checkpoint that torchao made
             int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
+    packed_here = kind == "int8" or own_method(model.config) == "int4"
+    if packed_here and type(head) is nn.Linear and type(head.weight) is nn.Parameter and packs_head(model, kind):
         int8_rows.pack(head)
 
 

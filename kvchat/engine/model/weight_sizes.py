@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvchat import stored_tensors
 from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows
 from kvchat.engine.model.checkpoint import Checkpoint
+from kvchat.engine.model.packed_rows import packs_head
 from kvchat.stored_tensors import Packed, StoredTensor
 
 # Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
@@ -35,16 +36,17 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
-    """Bytes of the weights and buffers; only Linears are quantized, the head on a CPU in int8 too."""
+    """Bytes of the weights and buffers; only Linears are quantized, the head on a CPU alone."""
     total: int = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if quantize == "none":
         return total
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
     for linear in linears(model):
-        if linear is not head or (quantize == "int8" and device.type == "cpu"):
-            total += _packed_bytes(linear, quantize, device)
-            total -= 0 if linear is head and tied else linear.weight.nbytes
+        if linear is not head:
+            total += _packed_bytes(linear, quantize, device) - linear.weight.nbytes
+        elif device.type == "cpu" and packs_head(model, quantize):
+            total += _packed_bytes(linear, "int8", device) - (0 if tied else linear.weight.nbytes)
     return total
 
 
