@@ -166,7 +166,7 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Let int8 weights on a CPU multiply as ``int8_rows`` does, the head often too, and nf4 weights in the model's dtype.
+    """Let int8 weights on a CPU multiply as ``int8_rows`` does, most heads too, and nf4 ones in the model's dtype.
 
     bitsandbytes would round nf4 to bfloat16 where the CPU multiplies it, and fail at rows that are no multiple of 32.
     """
