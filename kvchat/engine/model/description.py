@@ -57,6 +57,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDes
     on = resolve_device(device)
     location = locate(name, progress)
     config = _read_config(location)
+    supported.check_quantization(config, location.name)
     model_class, text_config = supported.model_class(config)
     return ModelDescription(location, config, model_class, text_config, on, resolve_dtype(dtype, config, on))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model import text_part
-from kvchat.engine.model.quantization import own_method
+from kvchat.engine.model.quantization import own_method, own_section
 from kvchat.engine.model.recurrent_state import ATTENTION, BOTH, RECURRENT, attending_layers, is_recurrent, layer_types
 from kvchat.errors import ModelError
 
@@ -63,6 +63,25 @@ def refusal(config: Any, model_class: Any) -> str | None:
     if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
         return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     return None
+
+
+def check_quantization(config: Any, name: str) -> None:
+    """Refuse a checkpoint that transformers would read as if it were not quantized, and find its weights missing.
+
+    Raises:
+        ModelError: its configuration names a method that transformers does not know, or none.
+    """
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    section, method = own_section(config), own_method(config)
+    of_bitsandbytes = section.get("load_in_4bit") or section.get("load_in_8bit")  # without a name, in its first years
+    if not section or of_bitsandbytes or method in {str(known.value) for known in QuantizationMethod}:
+        return
+    raise ModelError(
+        f"{name} is quantized in a way that transformers does not read.",
+        f"Its config.json names the method {method}." if method else "Its config.json names no method.",
+        "Choose a GGUF file of it, or the model that is not quantized, with --quantize int4 or int8.",
+    )
 
 
 def check_counts(config: dict[str, Any], name: str) -> None:

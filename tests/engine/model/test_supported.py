@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from support import tiny_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from kvchat.engine.model.supported import check_counts, check_tensors, unreadable
+from kvchat.engine.model.supported import check_counts, check_quantization, check_tensors, unreadable
 from kvchat.errors import ModelError
 
 VALID = [
@@ -47,6 +47,32 @@ def test_no_kind_of_model_counts_too_much_in_its_own_configuration():
         except (TypeError, ValueError, StrictDataclassError):  # it has no values of its own
             continue
         check_counts(json.loads(config.to_json_string(use_diff=False)), kind.__name__)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "said"),
+    [
+        ({"quant_method": "exl3", "bits": 4.0}, "names the method exl3"),
+        ({"group_size": 64, "bits": 4, "mode": "affine"}, "names no method"),  # as MLX writes it
+    ],
+    ids=["exl3", "mlx"],
+)
+def test_what_transformers_would_read_as_not_quantized(quantized, said):
+    config = tiny_models.config("llama")
+    config.quantization_config = quantized
+    with pytest.raises(ModelError, match=rf"a/model is quantized in a way that .*{said}.*GGUF"):
+        check_quantization(config, "a/model")
+
+
+@pytest.mark.parametrize(
+    "quantized",
+    [None, {}, {"load_in_4bit": True}, {"quant_method": "awq"}, {"quant_method": "bitsandbytes", "load_in_8bit": True}],
+    ids=str,
+)
+def test_what_transformers_reads(quantized):
+    config = tiny_models.config("llama")
+    config.quantization_config = quantized
+    check_quantization(config, "a/model")
 
 
 @pytest.mark.parametrize("name", VALID)
