@@ -44,7 +44,13 @@ class DenseManager:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """``query [H_q, n, d_k]`` against everything stored and the new ``key``, ``value [H, n, d]``."""
+        """``query [H_q, n, d_k]`` against everything stored and the new ``key``, ``value [H, n, d]``.
+
+        Raises:
+            TypeError: keys and values differ in their dtypes; where K/V are stored they have one.
+        """
+        if key.dtype != value.dtype:
+            raise TypeError(f"keys are {key.dtype}, values {value.dtype}")
         if layer in self._stored:
             keys, values = self._stored[layer]
             key, value = torch.cat([keys, key], 1), torch.cat([values, value], 1)

@@ -42,8 +42,8 @@ class Operations:
             # torch's own takes 20 to 60 us for one token. A CPU may ask for the sum.
             row = x.float().view(-1)
             scale = (float(torch.dot(row, row)) / row.shape[0] + norm.eps) ** -0.5
-            return torch.mul(x, norm.weight).mul_(scale)
-        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+            return torch.mul(row * scale, norm.weight).view(x.shape).to(x.dtype)
+        return F.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
 
     def project(
         self,
@@ -89,7 +89,8 @@ class Operations:
         if sin is not self._sin:  # all layers of a forward get the same
             self._sin, self._signed_sin = sin, torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
         assert self._signed_sin is not None
-        return torch.addcmul(heads * cos[:, None], heads.roll(half, -1), self._signed_sin)
+        rotated = torch.addcmul(heads * cos[:, None], heads.roll(half, -1), self._signed_sin)
+        return rotated.to(heads.dtype)  # some models' angles are float32 whatever they run in
 
 
 class MergedLinear:

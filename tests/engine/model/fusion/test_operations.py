@@ -47,6 +47,15 @@ def test_a_projection_with_norm_and_residual(norm, with_residual):
     torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_norm_in_float16_with_weights_in_float32(tokens):
+    """transformers keeps some models' norms in float32; and 60,000 times a weight is more than float16 holds."""
+    x, norm = torch.full((1, tokens, 16), 60_000.0, dtype=torch.float16), Norm(torch.full((16,), 2.0), 1e-5)
+    normed = Operations(None).normed(x, norm)
+    assert normed.dtype == x.dtype
+    torch.testing.assert_close(normed, torch.full_like(x, 2.0))
+
+
 def test_gate_and_up():
     x, gate, up = random(1, 2, 16), random(24, 16), random(24, 16) + 1
     normed = Operations(None).normed(x, NORM)
@@ -64,6 +73,11 @@ def test_the_rotation_follows_new_angles():
             low, high = x.chunk(2, -1)
             expected = torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], -1)
             torch.testing.assert_close(rotated, expected)
+
+
+def test_angles_in_float32_leave_heads_in_their_own_dtype():
+    heads, cos, sin = random(1, 6, 3, 8).bfloat16(), random(1, 3, 8), random(1, 3, 8)
+    assert {part.dtype for part in Operations(None).rotate(heads[:, :4], heads[:, 4:], cos, sin)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

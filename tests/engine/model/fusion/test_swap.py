@@ -94,6 +94,15 @@ def test_recognized_by_structure_and_the_same_afterwards(name, fused):
     assert bool(forwards(model)) == bool(fused)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt_oss", "mixtral"])
+def test_half_precision_takes_the_same_path(name, dtype):
+    """OLMo's angles are float32 in any dtype, as are the norms of gpt-oss; a mixture's tokens change experts."""
+    in_float32 = fuse(tiny_models.fresh(name), None)
+    assert in_float32.fused
+    assert fuse(tiny_models.fresh(name, dtype), None) == in_float32
+
+
 @pytest.mark.parametrize("name", ["gemma", "cohere", "qwen3_moe"])
 def test_every_linear_takes_one_row_by_blocks_where_that_is_faster(monkeypatch, name):
     monkeypatch.setattr(one_row, "in_blocks", lambda: True)
