@@ -43,10 +43,15 @@ def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
     return torch.bfloat16 if half < CLEARLY * exact else torch.float32
 
 
-def note(dtype: str, chosen: torch.dtype, config: Any) -> str:
-    """A sentence about the dtype chosen for the setting ``dtype``; "" where nothing was chosen."""
+def note(dtype: str, chosen: torch.dtype, config: Any, packs: bool = False) -> str:
+    """A sentence about the dtype chosen for the setting ``dtype``; "" where nothing was chosen.
+
+    Where loading ``packs`` the weights its matrices are multiplied as neither.
+    """
     if dtype != "auto" or chosen != torch.bfloat16 or quantization.own_dtype(config, CPU):
         return ""
+    if packs:
+        return "It runs in bfloat16, in which K/V take half as much as in float32 (model.dtype = float32 overrules)."
     exact, half = milliseconds(*_largest(config))
     return (
         f"It runs in bfloat16: its largest matrix takes {figure(half, 'ms', 1)} a token here, in float32 "

@@ -6,26 +6,26 @@ that was tuned or merged in place may have both alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvchat.engine.model.quantization import weights
+
 DIGEST_BYTES = 16
 WORD = 8
 
 
 def of_weights(model: Any) -> str:
-    """A digest of names, shapes and bit patterns of all parameters, at the memory's speed.
+    """A digest of names, shapes and bit patterns of all weights, at the memory's speed.
 
     The patterns of one tensor are added up: a change of any bit changes the sum, an exchange of values does not.
     """
     found = blake2b(digest_size=DIGEST_BYTES)
-    for name, weight in model.named_parameters():
-        sums = [_sum(part) for part in _plain(weight.data)]
-        found.update(f"{name} {tuple(weight.shape)} {sums}\n".encode())
+    for name, tensor in weights(model):
+        found.update(f"{name} {tuple(tensor.shape)} {_sum(tensor)}\n".encode())
     return found.hexdigest()
 
 
@@ -41,15 +41,6 @@ def of_tokenizer(tokenizer: Any) -> str:
 def of_text(text: str) -> bytes:
     """A digest of ``text``, ``DIGEST_BYTES`` long."""
     return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
-
-
-def _plain(weight: Tensor) -> Iterator[Tensor]:
-    """The tensors that a weight is made of: a quantized one is several."""
-    if type(weight) is Tensor or not hasattr(weight, "__tensor_flatten__"):
-        yield weight
-        return
-    for name in weight.__tensor_flatten__()[0]:
-        yield from _plain(getattr(weight, name))
 
 
 def _sum(weight: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model.merging import merge
-from kvchat.engine.model.packed_rows import BLOCK, CHUNK, ROWS, PackedRows, attach, body, in_chunks
+from kvchat.engine.model.packed_rows import BLOCK, CHUNK, ROWS, PackedRows, all_rows, attach, body, in_chunks
 
 METHOD = "int4"  # transformers' name of it
 GROUP = 32
@@ -43,6 +43,11 @@ class Int4Rows(PackedRows):
         return product if bias is None else product + bias
 
     @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """The scales and zero points."""
+        return (self.scales,)
+
+    @property
     def mergeable(self) -> bool:
         """True if rows of another matrix can follow these."""
         return len(self.data) % BLOCK == 0
@@ -53,8 +58,8 @@ class Int4Rows(PackedRows):
         parts: list[Int4Rows] = [linear.__dict__[ROWS] for linear in linears]
         merged = cls(merge([part.data for part in parts]), torch.cat([part.scales for part in parts], 1))
         views = torch.split(merged.scales, [len(part.data) for part in parts], 1)
-        for linear, part, view in zip(linears, parts, views, strict=True):
-            part.scales = linear.scales = view
+        for part, view in zip(parts, views, strict=True):
+            part.scales = view
         return merged
 
 
@@ -73,14 +78,13 @@ def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
     chunks = [_packed(rows, of_4_bits) for rows in in_chunks(linear.weight.detach(), CHUNK)]
     data, scales = torch.cat([data for data, _ in chunks]), torch.cat([scales for _, scales in chunks], 1)
     linear.weight = nn.Parameter(data, requires_grad=False)
-    linear.register_buffer("scales", scales, persistent=False)
     attach(linear, Int4Rows(linear.weight, scales, linear.bias))
 
 
 def unpacked_elements(model: Any) -> int:
     """The weights of ``model``, packed ones counted each."""
-    rows = [module.__dict__[ROWS] for module in model.modules() if ROWS in module.__dict__]
-    return int(model.num_parameters()) + sum(each.data.numel() for each in rows if isinstance(each, Int4Rows))
+    packed = (rows.data.numel() for _, rows in all_rows(model) if isinstance(rows, Int4Rows))
+    return int(model.num_parameters()) + sum(packed)
 
 
 def _packed(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from kvchat.engine.model.merging import merge
 from kvchat.engine.model.packed_rows import CHUNK, ROWS, PackedRows, attach, in_chunks
 
 METHOD = "int8"  # transformers' name of it
-SCALE_BYTES = 4  # a row
+SCALE_BYTES = 4 + 2  # a row: in float32, and in bfloat16 for the kernel
 MOST = 127
 MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, and past the end of a row
 UNPACKED = 2**22  # weights that several tokens are multiplied by at once: more would be new pages every time
@@ -28,14 +28,15 @@ class Int8Rows(PackedRows):
     """A matrix ``data [N, K]`` of 8 bits, each row with its ``scale [N]``; ``bias [N]`` is its Linear's."""
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
-        self.data, self.scale, self.bias = data, scale, bias
-        self._rounded = scale.bfloat16()
+        self.data, self.bias = data, bias
+        self._set_scale(scale, scale.bfloat16())
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
         if x.numel() == x.shape[-1] and x.shape[-1] % MULTIPLE == 0:
             # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
-            product = torch._weight_int8pack_mm(x.reshape(1, -1).bfloat16(), self.data, self._rounded)
+            row = x.reshape(1, -1).bfloat16().contiguous()
+            product = torch._weight_int8pack_mm(row, self.data, self._rounded)
             product = product.to(x.dtype).view(*x.shape[:-1], -1)
             return product if bias is None else product + bias
         products = [F.linear(x, *rows) for rows in self._unpacked(x.dtype, bias)]
@@ -49,6 +50,14 @@ class Int8Rows(PackedRows):
             yield rows.to(dtype).mul_(self.scale[here, None].to(dtype)), None if bias is None else bias[here]
 
     @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """The scales, and those rounded for the kernel."""
+        return self.scale, self._rounded
+
+    def _set_scale(self, scale: Tensor, rounded: Tensor) -> None:
+        self.scale, self._rounded = scale, rounded
+
+    @property
     def mergeable(self) -> bool:
         """True if rows of another matrix can follow these."""
         return self.data.nbytes % ALIGNED == 0
@@ -57,7 +66,11 @@ class Int8Rows(PackedRows):
     def merged(cls, linears: Sequence[Any]) -> Self:
         """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
         parts: list[Int8Rows] = [linear.__dict__[ROWS] for linear in linears]
-        return cls(merge([part.data for part in parts]), torch.cat([part.scale for part in parts]))
+        merged = cls(merge([part.data for part in parts]), torch.cat([part.scale for part in parts]))
+        views = (torch.split(constant, [len(part.data) for part in parts]) for constant in merged.constants)
+        for part, *own in zip(parts, *views, strict=True):
+            part._set_scale(*own)
+        return merged
 
 
 def pack(linear: nn.Linear) -> None:
@@ -74,7 +87,6 @@ def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
     if data.data_ptr() % ALIGNED:  # as it lies in a file
         data = data.clone()
     linear.weight = nn.Parameter(data, requires_grad=False)
-    linear.register_buffer("scale", scale, persistent=False)
     attach(linear, Int8Rows(linear.weight, scale, linear.bias))
 
 

@@ -34,7 +34,7 @@ from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
-from kvchat.engine.model.weight_sizes import weight_bytes
+from kvchat.engine.model.weight_sizes import unpackable_share, weight_bytes
 from kvchat.engine.model.weights_memory import freed_at_once, give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import KvchatError, ModelError
@@ -43,6 +43,7 @@ from kvchat.protocol.messages import TEMPERATURE, Load
 from kvchat.units import size
 
 MAX_TEMPERATURE = 2.0  # a model's own; more is a mistake in its file
+NAMED_SHARE = 0.05
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
 
 
@@ -117,7 +118,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
     if described.device.type == "cpu":
         compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
     give_back()
-    return replace(loaded, notes=(*loaded.notes, *_notes_on(described, asked.dtype, chosen.note)))
+    return replace(loaded, notes=(*loaded.notes, *_notes_on(described, asked.dtype, chosen)))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
@@ -156,11 +157,24 @@ def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoi
     return f"{stage}: {files}, {unpacked}{packed}"
 
 
-def _notes_on(described: ModelDescription, dtype: str, quantized: str) -> list[str]:
-    """Notes for people: the part of the model that is run, how it is ``quantized``, and the dtype that "auto" took."""
-    on_cpu = described.device.type == "cpu"
-    taken = cpu_dtype.note(dtype, described.dtype, described.config) if on_cpu else ""
-    return [*filter(None, [text_part.note(described.config), quantized, taken])]
+def _notes_on(described: ModelDescription, dtype: str, chosen: gguf_weights.Choice) -> list[str]:
+    """Notes for people: the part of the model that is run, how it is quantized, and the dtype that "auto" took."""
+    packs, on_cpu = chosen.quantize != "none", described.device.type == "cpu"
+    taken = cpu_dtype.note(dtype, described.dtype, described.config, packs) if on_cpu else ""
+    plain = _stays_plain(described, chosen.quantize) if packs else ""
+    return [*filter(None, [text_part.note(described.config), chosen.note, plain, taken])]
+
+
+def _stays_plain(described: ModelDescription, quantize: str) -> str:
+    """A sentence about the weights that cannot be packed, where they are many."""
+    share = unpackable_share(described.shapes, quantize, described.device)
+    if share < NAMED_SHARE:
+        return ""
+    dtype = str(described.dtype).removeprefix("torch.")
+    return (
+        f"{share:.0%} of its layers' weights stay in {dtype}: {quantize} packs Linears only, "
+        "neither experts nor convolutions."
+    )
 
 
 @contextlib.contextmanager

@@ -29,6 +29,11 @@ class PackedRows(ABC):
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
 
     @property
+    @abstractmethod
+    def constants(self) -> tuple[Tensor, ...]:
+        """What lies beside ``data``; a parameter of the Linear it is, and they are not."""
+
+    @property
     def mergeable(self) -> bool:
         """True if rows of another matrix can follow these."""
         return True
@@ -56,6 +61,11 @@ def attach(linear: Any, rows: PackedRows) -> None:
 def in_chunks(matrix: Tensor, elements: int) -> tuple[Tensor, ...]:
     """Runs of rows of ``matrix [N, K]``, of about so many ``elements`` each."""
     return torch.split(matrix, max(1, elements // (BLOCK * matrix.shape[1])) * BLOCK)
+
+
+def all_rows(model: Any) -> Iterator[tuple[str, PackedRows]]:
+    """The packed rows of the Linears of ``model``, with the Linears' names."""
+    return ((name, module.__dict__[ROWS]) for name, module in model.named_modules() if ROWS in module.__dict__)
 
 
 def body(model: Any) -> Iterator[nn.Linear]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kvchat import stored_tensors
 from kvchat.engine.model import int8_rows
-from kvchat.engine.model.packed_rows import body, packs_head
+from kvchat.engine.model.packed_rows import all_rows, body, packs_head
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.hub_kernels import import_bitsandbytes
 from kvchat.protocol.messages import Quantize
@@ -96,15 +96,38 @@ def weight_bytes(model: Any) -> int:
     return sum(tensor.nbytes for tensor in _tensors(model))
 
 
+def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model's weights that lie in memory, quantization constants included, with a name each."""
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)  # bitsandbytes keeps its constants beside the parameter
+        constants = [value for value in vars(state).values() if isinstance(value, Tensor)] if state else []
+        yield from ((name, tensor) for tensor in (*_parts(parameter.data), *constants))
+    for name, rows in all_rows(model):
+        yield from ((name, constant) for constant in rows.constants)
+    for name, module in model.named_modules():
+        scales = getattr(getattr(module, "state", None), "SCB", None)  # bitsandbytes', of 8 bits
+        yield from ((name, scales),) if isinstance(scales, Tensor) else ()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a weight is made of: those of torchao wrap several, and say the size of what they stand for."""
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
 def is_packed(model: Any) -> bool:
     """Some weights are in a form that only their quantizer multiplies; those of a GGUF file are usually unpacked."""
     return bool(own_method(model.config)) and any(tensor.dtype not in PLAIN for tensor in _tensors(model))
 
 
 def notes(model: Any) -> list[str]:
-    """Notes to the user about a loaded model's weights."""
+    """Notes to the user about a loaded model's weights, of a checkpoint that was quantized before."""
     method, dtype = own_method(model.config), str(model.dtype).removeprefix("torch.")
-    return [f"The {method} weights were unpacked to {dtype}."] if method and not is_packed(model) else []
+    unpacked = method not in ("", *PACKED_HERE) and not is_packed(model)
+    return [f"The {method} weights were unpacked to {dtype}."] if unpacked else []
 
 
 def describe(model: Any) -> str:
@@ -281,20 +304,6 @@ def _no_int4(device: torch.device, dtype: torch.dtype) -> UsageError | None:
 
 
 def _tensors(model: Any) -> Iterator[Tensor]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield from _parts(tensor)
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)  # bitsandbytes keeps its constants beside the parameter
-        yield from (value for value in vars(state).values() if isinstance(value, Tensor)) if state else ()
-    for module in model.modules():
-        scales = getattr(getattr(module, "state", None), "SCB", None)  # bitsandbytes', of 8 bits
-        yield from (scales,) if isinstance(scales, Tensor) else ()
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that lie in memory: those of torchao wrap several, and say the size of what they stand for."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+    yield from (tensor for _, tensor in weights(model))
+    for buffer in model.buffers():
+        yield from _parts(buffer)

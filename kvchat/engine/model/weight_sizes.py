@@ -92,12 +92,27 @@ def read_bytes(model: Any, nbytes: int) -> int | None:
 
     Of the embeddings one row is read; tied to the head, all of them.
     """
-    config = model.config.get_text_config(decoder=True)
-    if any(getattr(config, name, None) for name in EXPERTS):
+    if has_experts(model):
         return None
     table = model.get_input_embeddings().weight
     is_tied = table is model.get_output_embeddings().weight
     return nbytes - (0 if is_tied else int(table.nbytes))
+
+
+def has_experts(model: Any) -> bool:
+    """True for a mixture of experts, of which a token goes through some."""
+    config = model.config.get_text_config(decoder=True)
+    return any(getattr(config, name, None) for name in EXPERTS)
+
+
+def unpackable_share(model: Any, quantize: str, device: torch.device) -> float:
+    """The share of the layers' weights that stays as it is where the others are packed: experts and convolutions."""
+    decoder, table = model.get_decoder(), model.get_input_embeddings().weight
+    matrices = (weight for weight in decoder.parameters() if weight.dim() > 1 and weight is not table)
+    all_of_them: int = sum(weight.numel() for weight in matrices)
+    fitting = (linear.weight for linear in linears(decoder) if _fits(linear, quantize, device))
+    packed: int = sum(weight.numel() for weight in fitting)
+    return 1 - packed / max(1, all_of_them)
 
 
 def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int:
@@ -105,12 +120,19 @@ def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int
     rows, columns = linear.weight.shape
     if quantize != "int4":
         return rows * (columns + ROW_BYTES[device.type]) if quantize == "int8" else int(rows * columns * NF4_BYTES)
-    if device.type == "cpu":
-        return int(rows * columns * int4_rows.WEIGHT_BYTES) if int4_rows.fits(linear) else linear.weight.nbytes
-    if columns % INT4_GROUP:
+    if not _fits(linear, quantize, device):
         return linear.weight.nbytes
+    if device.type == "cpu":
+        return int(rows * columns * int4_rows.WEIGHT_BYTES)
     padded = [-(-size // to) * to for size, to in zip((rows, columns), INT4_PADDED, strict=True)]
     return int(padded[0] * padded[1] * INT4_BYTES)
+
+
+def _fits(linear: nn.Linear, quantize: str, device: torch.device) -> bool:
+    """True if a Linear of this shape can be packed."""
+    if quantize != "int4":
+        return True
+    return int4_rows.fits(linear) if device.type == "cpu" else linear.in_features % INT4_GROUP == 0
 
 
 def linears(model: Any) -> Iterator[nn.Linear]:

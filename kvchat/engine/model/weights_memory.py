@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,17 +69,34 @@ def _room(weight: Tensor) -> int:
 
 
 def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
-    """The small weights in runs of at most ``PIECE`` bytes; large ones are left where they are."""
+    """The small weights in runs of at most ``PIECE`` bytes; large ones are left where they are.
+
+    Those of one module's children follow each other, matrices first, as they are merged: else merging would copy them
+    and the run, which others need, would keep them too.
+    """
     piece: list[nn.Parameter] = []
-    for weight in model.parameters():
-        if type(weight) is not nn.Parameter or not weight.is_contiguous():
-            continue
-        if weight.nbytes > PIECE:
-            use_huge_pages(weight.data)
-            continue
-        if sum(map(_room, piece)) + _room(weight) > PIECE:
+    for weights in _families(model):
+        if piece and sum(map(_room, [*piece, *weights])) > PIECE:
             yield piece
             piece = []
-        piece.append(weight)
+        if sum(map(_room, weights)) <= PIECE:
+            piece += weights
+        else:
+            yield from ([weight] for weight in weights)
     if piece:
         yield piece
+
+
+def _families(model: Any) -> Iterator[list[nn.Parameter]]:
+    """The small weights of each module's children; large ones get huge pages where they are."""
+    named = ((name.split("."), weight) for name, weight in model.named_parameters())
+    for _, family in itertools.groupby(named, key=lambda each: each[0][:-2]):
+        small = []
+        for _, weight in family:
+            if type(weight) is not nn.Parameter or not weight.is_contiguous():
+                continue
+            if weight.nbytes > PIECE:
+                use_huge_pages(weight.data)
+            else:
+                small.append(weight)
+        yield sorted(small, key=Tensor.dim, reverse=True)

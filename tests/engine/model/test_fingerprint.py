@@ -13,7 +13,7 @@ from support.tiny_runner import Wordless
 from tokenizers import normalizers
 from torch import nn
 
-from kvchat.engine.model import fingerprint
+from kvchat.engine.model import fingerprint, int4_rows, int8_rows
 from kvchat.engine.model.load import wrap
 
 
@@ -55,6 +55,15 @@ def test_a_packed_weight_counts_with_its_scales():
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
     before = fingerprint.of_weights(linear)
     linear.weight.scale.data[0] *= 2
+    assert fingerprint.of_weights(linear) != before
+
+
+@pytest.mark.parametrize(("pack", "constant"), [(int8_rows.pack, "scale"), (int4_rows.pack, "scales")])
+def test_rows_packed_here_count_with_their_scales(pack, constant):
+    linear = nn.Linear(64, 64)
+    pack(linear)
+    before = fingerprint.of_weights(linear)
+    getattr(linear.packed_rows, constant)[0] *= 2
     assert fingerprint.of_weights(linear) != before
 
 

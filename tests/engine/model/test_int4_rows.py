@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import tiny_models
 from torch import nn
 
-from kvchat.engine.model import int4_rows, int8_rows
+from kvchat.engine.model import int4_rows, int8_rows, quantization
 from kvchat.engine.model.fusion.operations import merge_weights
 from kvchat.engine.model.fusion.recognize import is_attention
 from kvchat.engine.model.fusion.swap import sample_logits
@@ -107,7 +107,7 @@ def test_more_rows_than_are_quantized_at_once(monkeypatch):
     whole = packed(192, 64)
     monkeypatch.setattr(int4_rows, "CHUNK", 64 * 64)
     assert torch.equal(packed(192, 64).weight, whole.weight)
-    assert torch.equal(packed(192, 64).scales, whole.scales)
+    assert torch.equal(packed(192, 64).packed_rows.scales, whole.packed_rows.scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -146,7 +146,7 @@ def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it():
     for linear, product in zip(linears, before, strict=True):
         assert torch.equal(linear(x), product)
         assert linear.weight.untyped_storage().data_ptr() == merged.data.untyped_storage().data_ptr()
-        assert linear.scales.untyped_storage().data_ptr() == merged.scales.untyped_storage().data_ptr()
+        assert linear.packed_rows.scales.untyped_storage().data_ptr() == merged.scales.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(("rows", "mergeable"), [(64, True), (48, False)])
@@ -166,7 +166,7 @@ def test_a_linear_that_does_not_fit_stays_and_its_bytes_are_counted():
         int4_rows.pack(linear)
     int8_rows.pack(model.get_output_embeddings())
     assert layer.mlp.up_proj.weight.dtype == layer.mlp.down_proj.weight.dtype == torch.float32
-    assert sum(t.nbytes for t in (*model.parameters(), *model.buffers())) == expected
+    assert quantization.weight_bytes(model) == expected
 
 
 def test_a_packed_model_computes_what_one_of_the_same_weights_does():

@@ -26,7 +26,7 @@ def packed(rows: int, columns: int, dtype: torch.dtype = torch.float32, bias: bo
 
 def unpacked(linear: nn.Linear) -> Tensor:
     """The weights that a packed Linear stands for."""
-    return linear.weight.double() * linear.scale.double()[:, None]
+    return linear.weight.double() * linear.packed_rows.scale.double()[:, None]
 
 
 @settings(max_examples=30, deadline=None)
@@ -47,6 +47,11 @@ def test_products_are_those_of_the_weights_they_stand_for(rows, columns, tokens,
         torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=8 * BFLOAT16)
 
 
+def test_a_token_that_does_not_lie_in_one_piece():
+    linear, x = packed(8, 64), torch.randn(1, 1, 128).bfloat16()
+    assert torch.equal(linear(x[..., ::2]), linear(x[..., ::2].contiguous()))
+
+
 @pytest.mark.parametrize("rows", [1, 5, 8])
 def test_rows_that_lie_anywhere_in_a_file(rows):
     linear, x = packed(rows, 64), torch.randn(1, 1, 64)
@@ -54,7 +59,7 @@ def test_rows_that_lie_anywhere_in_a_file(rows):
     start = 8 - memory.data_ptr() % 64 + 64
     data = memory[start : start + linear.weight.numel()].view(rows, 64).copy_(linear.weight)
     mapped = nn.Linear(64, rows, bias=False)
-    int8_rows.install(mapped, data, linear.scale)
+    int8_rows.install(mapped, data, linear.packed_rows.scale)
     assert mapped.weight.data_ptr() % 64 == 0, "the kernel would end the process"
     assert torch.equal(mapped(x), linear(x))
 
@@ -87,7 +92,7 @@ def test_more_rows_than_are_quantized_at_once(monkeypatch):
     whole = packed(100, 64)
     monkeypatch.setattr(int8_rows, "CHUNK", 64 * 64)
     assert torch.equal(packed(100, 64).weight, whole.weight)
-    assert torch.equal(packed(100, 64).scale, whole.scale)
+    assert torch.equal(packed(100, 64).packed_rows.scale, whole.packed_rows.scale)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -105,6 +110,7 @@ def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it():
     before = [linear(x) for linear in linears]
     merged = merge_weights(linears)
     torch.testing.assert_close(merged.multiply(x), torch.cat(before, -1))
+    assert merged.scale.untyped_storage().data_ptr() == linears[0].packed_rows.scale.untyped_storage().data_ptr()
     for linear, product in zip(linears, before, strict=True):
         assert torch.equal(linear(x), product)
         assert linear.weight.untyped_storage().data_ptr() == merged.data.untyped_storage().data_ptr()

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import tiny_models
 from torch import nn
 
 from kvchat.engine.model import weights_memory
+from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.weights_memory import lay_out
 from kvchat.kv.memory.huge_pages import HUGE_PAGE
 
@@ -27,7 +29,9 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def addresses(module: nn.Module) -> list[tuple[int, int]]:
-    return [(weight.data_ptr(), weight.nbytes) for weight in module.parameters()]
+    """Of matrices first, as they are laid out."""
+    weights = sorted(module.parameters(), key=torch.Tensor.dim, reverse=True)
+    return [(weight.data_ptr(), weight.nbytes) for weight in weights]
 
 
 def room(size: int) -> int:
@@ -59,10 +63,21 @@ def test_no_more_than_a_piece_is_there_twice(monkeypatch):
 def test_what_is_larger_than_a_piece_stays(monkeypatch):
     laid_out = model()
     monkeypatch.setattr(weights_memory, "PIECE", 100)
-    before = dict(zip(laid_out.parameters(), addresses(laid_out), strict=True))
+    before = {weight: weight.data_ptr() for weight in laid_out.parameters()}
     lay_out(laid_out)
-    for weight, (address, size) in before.items():
-        assert (weight.data_ptr() == address) == (size > 100)
+    for weight, address in before.items():
+        assert (weight.data_ptr() == address) == (weight.nbytes > 100)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_what_is_merged_lies_together_and_is_not_kept_twice(monkeypatch, name):
+    """Projections of Qwen2 have biases; pieces end anywhere."""
+    monkeypatch.setattr(weights_memory, "PIECE", 80_000)
+    merged = tiny_models.fresh(name)
+    lay_out(merged)
+    before = {weight.untyped_storage().data_ptr() for weight in merged.parameters()}
+    swap.fuse(merged, None)
+    assert {weight.untyped_storage().data_ptr() for weight in merged.parameters() if weight.dim() > 1} <= before
 
 
 def test_tied_weights_stay_tied():
