@@ -137,8 +137,8 @@ class KVState:
         Raises:
             DoesNotFitError: the host has no memory for them; what is stored is unchanged.
         """
-        if isinstance(self.host, EightBitPool) and not (self.rounds or self.total):
-            self._use_pool(HostPool(self.geometry, self.device, self.host.reserved - 1, self.host.registrar))
+        if isinstance(self.host, EightBitPool) and not (self.rounds or self.host.holds_rounded):
+            self._use_pool(self.host.exact_pool())
         if self.host.reserve(tokens) and not self.host.pinned:
             self._use_pool(self.host)
         if tokens > len(self.control):

@@ -37,7 +37,8 @@ class EightBitPool(HostPool):
         self.rounded = HostPool(g, pool.device, pool.reserved - 1, pool.registrar, RoundedByPage(g))
         self.rounds = rounds
         self._total = pool.total
-        vars(self).update({name: value for name, value in vars(pool).items() if name != "total"})
+        self._taken_over = tuple(name for name in vars(pool) if name != "total")
+        vars(self).update({name: getattr(pool, name) for name in self._taken_over})
         self._pages = list(range(g.pages(pool.total)))
         self._cut_off: set[int] = set()
         self._free = FreeList(len(self._pages))
@@ -84,6 +85,21 @@ class EightBitPool(HostPool):
     def kinds(self) -> list[bool]:
         """Of each page, whether it is an 8-bit one."""
         return [place < 0 for place in self._pages]
+
+    @property
+    def holds_rounded(self) -> bool:
+        """True if a page is an 8-bit one, or was before it was cut off."""
+        return bool(self._cut_off) or any(place < 0 for place in self._pages)
+
+    def exact_pool(self) -> HostPool:
+        """A pool of what is stored, of which nothing is in 8 bits, that takes over this one's memory.
+
+        Exact pages before all 8-bit ones lie in order: each took the first free place, and only later ones left theirs.
+        """
+        pool = object.__new__(HostPool)
+        vars(pool).update({name: getattr(self, name) for name in self._taken_over})
+        pool.total = self._total
+        return pool
 
     @property
     def cut_off(self) -> Set[int]:

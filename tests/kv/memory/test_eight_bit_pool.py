@@ -36,7 +36,11 @@ def store(pool: EightBitPool, tokens: int, seed: int) -> None:
 def test_no_page_lies_where_another_does_whatever_comes_and_goes():
     dice, pool = random.Random(0), EightBitPool(HostPool(G, torch.device("cpu"), 400))
     kept = [torch.zeros(2, 0, 24) for _ in range(2)]
-    for turn in range(120):
+    exact_again = 0
+    for turn in range(300):
+        if not (pool.holds_rounded or pool.rounds):
+            exact_again += pool.total > 8
+            pool = EightBitPool(pool.exact_pool())
         if dice.random() < 0.7 or not pool.total:
             pool.rounds = dice.random() < 0.6
             count, first = dice.choice([1, 1, 3, 8, 21]), pool.total // 8
@@ -52,8 +56,23 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
         else:
             pool.truncate(dice.randrange(pool.total))
         assert len(set(pool._pages)) == len(pool._pages) == G.pages(pool.total)
+        assert pool.holds_rounded == bool(pool.rounded_pages)
         for layer in range(2):
             assert torch.equal(pool.dense(layer, pool.total)[0], kept[layer][:, : pool.total])
+    assert exact_again > 5
+
+
+def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
+    run = EightBitRun(toy(page=8), "full")
+    run.prefill(10)
+    state = run.kv.state
+    run.set(False)
+    run.prefill(20)
+    assert isinstance(state.host, EightBitPool)
+    run.truncate(0)
+    run.prefill(20)
+    assert not isinstance(state.host, EightBitPool)
+    assert not run.kv.mode.report().badges
 
 
 def test_pages_stay_where_more_is_stored_than_the_context():
