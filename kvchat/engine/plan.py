@@ -54,6 +54,8 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     """
     with quiet():
         seen = _observe(describe(load.model, load.device, load.dtype, progress))
+        if in_use is not None:
+            seen = seen._replace(preamble=in_use.preamble, pins=in_use.pins)
         weights, packed = _weights(seen), _packed_files(seen.described)
     tokens = _context(seen, context)
     described, geometry = seen.described, seen.geometry
@@ -105,12 +107,18 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 
 
 class _Observed(NamedTuple):
-    """A model without memory for its weights, and what one token showed of it."""
+    """A model without memory for its weights, and what one token showed of it.
+
+    ``preamble`` and ``pins`` are the tokens that the conversation in use has of its system prompt and of pinned
+    messages, as in its ``Snapshot``.
+    """
 
     described: ModelDescription
     state: RecurrentState
     geometry: Geometry
     traits: ModelTraits
+    preamble: int = 0
+    pins: int = 0
 
 
 def _observe(described: ModelDescription) -> _Observed:
@@ -245,7 +253,8 @@ def mode_need(
     """
     geometry = seen.geometry
     try:
-        mode = build(modes.in_force(name, load.mode_params, load.given, changes), geometry, seen.traits)
+        mode = build(modes.in_force(name, load.mode_params, load.given, changes), geometry, seen.traits, seen.preamble)
+        mode.pin(range(mode.sink, mode.sink + min(seen.pins, tokens)))
         if room is not None:
             mode.limit(geometry.grown(tokens + 1), room)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)

@@ -26,7 +26,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.protocol.figures import ModeNeed, Snapshot
-from kvchat.protocol.messages import Load
+from kvchat.protocol.messages import Load, Sampling, Turn
 from kvchat.tui.model_choice.plan_table import plan_lines
 
 TOKENS = 300
@@ -125,7 +125,7 @@ def test_no_weight_file_is_read(folder):
 
 def test_what_full_reads_over_the_link_is_counted():
     geometry = Geometry(2, 4, 2, 16, 16, torch.float32, headroom=128)
-    seen = SimpleNamespace(geometry=geometry, traits=ModelTraits(4096, (None,) * 2))
+    seen = SimpleNamespace(geometry=geometry, traits=ModelTraits(4096, (None,) * 2), preamble=0, pins=0)
     need = mode_need("full", entering("full", {"resident": 512}), seen, 4000)
     assert need.link_bytes == (4000 - 512) * geometry.token_bytes
     halved = mode_need("full", entering("full", {"resident": 512}), seen, 4000, host_share=0.5)
@@ -195,6 +195,19 @@ def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkey
     assert made.state == seen.state_bytes
     held = seen.weight_bytes + seen.kv_device_bytes + seen.kv_host_bytes
     assert (made.host_free, made.device_free) == (2**30 + held, 2**30 + held)
+
+
+@pytest.mark.parametrize("mode", ["freeze", "streaming", "sync", "speculative"])
+@pytest.mark.parametrize("pin_system", [False, True])
+def test_what_is_pinned_is_planned_with_what_is_stored(model, mode, pin_system):
+    asked = entering(mode, {"pin_system": pin_system} | ({"budget": 64} if mode in ("streaming", "speculative") else {}))
+    session = Session(model, asked)
+    turns = [Turn("system", "You know it all. " * 20), Turn("user", "It is so, and " * 100, pinned=True)]
+    for _ in session.answer(turns, Sampling(max_new_tokens=2)):
+        pass
+    seen = session.snapshot()
+    assert seen.pins > 200
+    assert memory_plan(asked, None, silent, seen).stored.device_bytes == pytest.approx(seen.kv_device_bytes, rel=WITHIN)
 
 
 def test_on_a_gpu_the_model_in_use_gives_back_each_memory_its_own():

@@ -188,6 +188,8 @@ class MetricsCollector:
             kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
             kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             state_bytes=self._recurrent.nbytes,
+            preamble=self._kv.mode.preamble,
+            pins=len(self._kv.mode.pins),
             snapshot_bytes=self._recurrent.snapshot_bytes,
             weight_bytes=self._weight_bytes,
             process_bytes=resident_bytes(),
