@@ -200,7 +200,8 @@ def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkey
 @pytest.mark.parametrize("mode", ["freeze", "streaming", "sync", "speculative"])
 @pytest.mark.parametrize("pin_system", [False, True])
 def test_what_is_pinned_is_planned_with_what_is_stored(model, mode, pin_system):
-    asked = entering(mode, {"pin_system": pin_system} | ({"budget": 64} if mode in ("streaming", "speculative") else {}))
+    budget = {"budget": 64} if mode in ("streaming", "speculative") else {}
+    asked = entering(mode, {"pin_system": pin_system, **budget})
     session = Session(model, asked)
     turns = [Turn("system", "You know it all. " * 20), Turn("user", "It is so, and " * 100, pinned=True)]
     for _ in session.answer(turns, Sampling(max_new_tokens=2)):
