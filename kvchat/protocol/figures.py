@@ -230,8 +230,8 @@ class Snapshot:
     snapshot. ``extras`` are figures of the current mode only, in display order. ``kv_parked_bytes`` are those of other
     conversations in host memory. ``state_bytes`` and ``snapshot_bytes`` are those of the recurrent state and its
     snapshots, which the K/V's bytes hold too. ``preamble`` are the tokens of the system prompt, ``pins`` those of
-    pinned messages that are read beyond the budget. ``process_bytes`` is the engine's memory on the host. ``prices`` are the
-    other modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
+    pinned messages that are read beyond the budget. ``process_bytes`` is the engine's memory on the host. ``prices``
+    are the other modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
     """
 
     mode: str

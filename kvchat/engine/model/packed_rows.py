@@ -31,7 +31,7 @@ class PackedRows(ABC):
     @property
     @abstractmethod
     def constants(self) -> tuple[Tensor, ...]:
-        """What lies beside ``data``; a parameter of the Linear it is, and they are not."""
+        """The tensors beside ``data``; unlike it they are no parameters of the Linear."""
 
     @property
     def mergeable(self) -> bool:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import huggingface_hub
@@ -9,7 +8,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import errors
-from support import tiny_models, tiny_multimodal
+from support import tiny_models
 from support.memory_faults import HostMemoryError
 from support.model_folders import edit_json
 from support.progress import silent
@@ -83,22 +82,6 @@ def test_notes_name_what_a_person_should_know(tmp_path):
     assert (loaded.d_k, loaded.d_v) == (24, 16)
     assert "7 times the memory" in loaded.notes[0]
     assert "no chat template" in loaded.notes[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "quantize", "said"),
-    [
-        ("qwen3_moe", "int8", "[1-9][0-9]% of its layers' weights stay in float32: int8 packs Linears only"),
-        ("gpt2", "int4", "100% of its layers' weights stay in float32: int4 packs"),
-        ("llama", "int8", None),
-    ],
-)
-def test_weights_that_stay_as_they_are_are_noted(tmp_path, name, quantize, said):
-    tiny_multimodal.save(tiny_models.fresh(name), tmp_path)
-    notes = load_model(Load(str(tmp_path), "cpu", "float32", quantize=quantize), silent).notes
-    assert bool(said) == any("packs Linears only" in note for note in notes)
-    assert said is None or re.search(said, " ".join(notes))
-    assert not any("unpacked" in note for note in notes)
 
 
 def test_absolute_positions_are_noted(tmp_path):

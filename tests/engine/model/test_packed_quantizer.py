@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support import tiny_models, tiny_multimodal
 from support.progress import silent
@@ -22,3 +24,19 @@ def test_what_an_architecture_initializes_itself_is_as_it_was_read(tmp_path, qua
     plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
     assert ROWS in packed.model.layers[0].mixer.out_proj.__dict__
     assert relative_error(sample_logits(packed), sample_logits(plain)) < CLOSE[quantize]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize", "said"),
+    [
+        ("qwen3_moe", "int8", "[1-9][0-9]% of its layers' weights stay in float32: int8 packs Linears only"),
+        ("gpt2", "int4", "100% of its layers' weights stay in float32: int4 packs"),
+        ("llama", "int8", None),
+    ],
+)
+def test_weights_that_stay_as_they_are_are_noted(tmp_path, name, quantize, said):
+    tiny_multimodal.save(tiny_models.fresh(name), tmp_path)
+    notes = load_model(Load(str(tmp_path), "cpu", "float32", quantize=quantize), silent).notes
+    assert bool(said) == any("packs Linears only" in note for note in notes)
+    assert said is None or re.search(said, " ".join(notes))
+    assert not any("unpacked" in note for note in notes)
