@@ -40,6 +40,7 @@ from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
 
+GIVEN = ("device", "dtype", "host_dtype")
 LEAST_BUDGET = AUTO_BUDGET["least"]  # what no smaller budget is proposed than
 
 
@@ -83,6 +84,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         unpacked=weights["none"] if described.location.gguf else 0,
         packed=packed,
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
+        given=_given(load),
     )
     made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen, share))))
     beside = made.proposal.quantize if made.proposal and load.quantize == "auto" else _asked_weights(made, load)
@@ -143,6 +145,11 @@ def _any_heads(geometry: Geometry, architecture: str) -> Calibration:
     clusters = default_clusters(geometry.kv_heads, architecture)
     alike = tuple(tuple(float((a - b) % clusters == 0) for b in heads) for a in heads)
     return Calibration("", "", clusters, (alike,) * layers, ((0.0,) * geometry.kv_heads,) * layers)
+
+
+def _given(load: Load) -> dict[str, str]:
+    """The options of ``load`` that a plan depends on and that are not the default, by their names."""
+    return {name: chosen for name in GIVEN if (chosen := getattr(load, name)) != getattr(Load, name)}
 
 
 def _context(seen: _Observed, asked: int | None) -> int:

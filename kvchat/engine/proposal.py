@@ -33,7 +33,8 @@ def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | No
             if not need.refusal and _fits(made, quantize, need, spills):
                 absent = quantization.absent_packages(quantize, torch.device(made.device))
                 install = quantization.INSTALL[quantize] if absent else ""
-                lost = (*_lost_bits(made, quantize), *_lost_reading(made, quantize, mode, need, spills))
+                bits = (*_lost_bits(made, quantize), *_lost_pages(made))
+                lost = (*bits, *_lost_reading(made, quantize, mode, need, spills))
                 return Proposal(quantize, mode, need.params.get("budget"), lost, install)
     return None
 
@@ -78,6 +79,11 @@ def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
     if bits and not 0 < made.file_bits <= gguf_weights.AT_MOST.get(quantize, 0):
         instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
         yield f"precision of the weights: {bits} bits instead of {instead}"
+
+
+def _lost_pages(made: MemoryPlan) -> Iterator[str]:
+    if made.given.get("host_dtype") == "int8":
+        yield f"precision of the K/V: full pages are stored in 8 bits instead of {made.dtype}, nearly exact"
 
 
 def _lost_reading(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bool) -> Iterator[str]:

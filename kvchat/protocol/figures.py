@@ -168,7 +168,8 @@ class MemoryPlan:
     ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was measured: no token
     takes less. A GGUF file's weights lie ``unpacked`` in host memory, all of them, before they are packed again;
     ``packed`` is the size on disk of another checkpoint whose weights loading unpacks, else 0. Where a model is in use,
-    ``stored`` is set, and what that holds counts as free.
+    ``stored`` is set, and what that holds counts as free. ``given`` are the options, by name, that were not left to
+    kvchat and that the plan depends on.
     """
 
     model: str
@@ -194,6 +195,7 @@ class MemoryPlan:
     proposal: Proposal | None = None
     floor_ms: dict[str, float] = field(default_factory=dict)
     stored: StoredNeed | None = None
+    given: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def test_the_table_names_what_fits(capsys):
     out = capsys.readouterr().out
     assert "bundled (LlamaForCausalLM) in float32 on cpu, 1,000 tokens" in out
     assert "K/V read, speculative, budget 256" in out
-    assert out.endswith("kvchat -m bundled --mode full\n  gives up nothing\n")
+    assert out.endswith("kvchat -m bundled --device cpu --dtype float32 --mode full\n  gives up nothing\n")
 
 
 def test_json(capsys):
@@ -27,6 +27,15 @@ def test_json(capsys):
     assert made["modes"]["full"]["device_bytes"] == 0, "on a CPU it reads the host pool itself"
     assert made["modes"]["speculative"]["device_bytes"] > 0
     assert made["proposal"] == {"quantize": "none", "mode": "full", "budget": None, "gave_up": [], "install": ""}
+
+
+def test_the_proposed_command_is_what_was_planned_and_8_bit_pages_are_given_up(capsys):
+    asked, lost = Load("bundled", host_dtype="int8"), "full pages are stored in 8 bits instead of float32, nearly exact"
+    assert plan(asked, 1000, as_json=False) == plan(asked, 1000, as_json=True) == 0
+    table, _, made = capsys.readouterr().out.partition("{")
+    assert table.endswith(f"kvchat -m bundled --host-dtype int8 --mode full\n  gives up precision of the K/V: {lost}\n")
+    made = json.loads("{" + made)
+    assert (made["given"], made["proposal"]["gave_up"]) == ({"host_dtype": "int8"}, [f"precision of the K/V: {lost}"])
 
 
 @pytest.mark.parametrize("as_json", [False, True])

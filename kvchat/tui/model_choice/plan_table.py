@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args
 
@@ -54,11 +55,16 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
     yield from _proposed(made)
 
 
-def command_line(model: str, proposal: Proposal) -> str:
-    """The command that starts kvchat as proposed."""
+def command_line(made: MemoryPlan, proposal: Proposal) -> str:
+    """The command that starts kvchat as planned and proposed."""
     quantize = f" --quantize {proposal.quantize}" if proposal.quantize in CHOICES else ""
     budget = "" if proposal.budget is None else f" --budget {proposal.budget}"
-    return f"kvchat -m {model} --mode {proposal.mode}{budget}{quantize}"
+    return f"{_started(made)} --mode {proposal.mode}{budget}{quantize}"
+
+
+def _started(made: MemoryPlan) -> str:
+    options = (word for name, value in made.given.items() for word in (f"--{name.replace('_', '-')}", value))
+    return shlex.join(["kvchat", "-m", made.model, *options])
 
 
 def _table(title: str, rows: list[Row], measured: Mapping[str, int] | None) -> Iterator[str]:
@@ -114,9 +120,9 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
 def _proposed(made: MemoryPlan) -> Iterator[str]:
     if made.proposal is None:
         yield "Nothing fits: take a smaller model or a shorter context."
-        yield f"kvchat -m {made.model} --force loads it anyway."
+        yield f"{_started(made)} --force loads it anyway."
         return
     if made.proposal.install:
         yield made.proposal.install
-    yield command_line(made.model, made.proposal)
+    yield command_line(made, made.proposal)
     yield from (f"  gives up {each}" for each in made.proposal.gave_up or ("nothing",))

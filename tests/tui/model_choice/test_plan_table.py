@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
+
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
 from kvchat.tui.model_choice.plan_table import PLANNED, plan_lines
 
@@ -17,3 +20,12 @@ def test_every_row_is_explained():
     assert heading.split()[-1] in PLANNED
     assert [row for row in rows if not row.startswith(tuple(PLANNED))] == []
     assert [word for word in PLANNED if not any(row.startswith(word) for row in (*rows, "measured"))] == []
+
+
+def test_the_commands_quote_a_folder_and_repeat_what_was_given():
+    made = replace(MADE, model="/my models/it's", given={"dtype": "float16", "host_dtype": "int8"})
+    start = ["kvchat", "-m", made.model, "--dtype", "float16", "--host-dtype", "int8"]
+    *_, proposed, _ = plan_lines(made)
+    assert shlex.split(proposed) == [*start, "--mode", "full"]
+    *_, anyway = plan_lines(replace(made, proposal=None))
+    assert shlex.split(anyway)[: len(start) + 1] == [*start, "--force"]
