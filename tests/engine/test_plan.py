@@ -59,6 +59,19 @@ def test_what_is_planned_is_what_is_measured(folder):
 
 
 @pytest.mark.parametrize(
+    ("name", "reason"),
+    [("recurrent_gemma", "It keeps recurrent state in its layers"), ("minimax", "MiniMax uses cache of its own")],
+)
+def test_a_state_that_cannot_be_copied_is_refused_as_by_loading(tmp_path, name, reason):
+    tiny_multimodal.save(tiny_models.fresh(name), tmp_path)
+    with pytest.raises(ModelError, match=reason) as loading:
+        load_model(Load(str(tmp_path), "cpu", "float32"), silent)
+    with pytest.raises(ModelError, match=reason) as planning:
+        planned(tmp_path)
+    assert str(planning.value) == str(loading.value)
+
+
+@pytest.mark.parametrize(
     ("mode", "params"),
     [
         ("full", {}),

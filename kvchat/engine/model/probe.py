@@ -19,7 +19,7 @@ from torch import Tensor
 from kvchat.engine.model import attention_hook, tolerances
 from kvchat.engine.model.attention_hook import Shape
 from kvchat.engine.model.recurrent_state import RecurrentState, attending_layers
-from kvchat.engine.model.supported import cannot_run
+from kvchat.engine.model.supported import cannot_run, keeping_state
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 
@@ -69,9 +69,10 @@ def observe_shape(model: Any, state: RecurrentState) -> Shape:
     """The shape of every layer's heads, from one token that also gives ``state`` its size; works on the meta device.
 
     Raises:
-        ModelError: the layers cannot be given one shape.
+        ModelError: the layers cannot be given one shape, or keep state where it cannot be copied.
     """
-    observer = _observe(model, 0, state)
+    with keeping_state(model, state):
+        observer = _observe(model, 0, state)
     shapes = set(observer.shapes.values())
     return _common(model, shapes) or shapes.pop()
 

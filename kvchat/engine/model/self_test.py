@@ -18,7 +18,7 @@ from kvchat.engine.model import attention_hook
 from kvchat.engine.model.attention_hook import AttentionBackend
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.recurrent_state import RecurrentState
-from kvchat.engine.model.supported import cannot_run
+from kvchat.engine.model.supported import keeping_state
 from kvchat.engine.model.tolerances import logits_tolerance, relative_error
 from kvchat.errors import ModelError
 
@@ -36,12 +36,8 @@ def reads_chunks(model: Any) -> bool:
     chunks, state = _chunks(model), RecurrentState(model.config)
     if not state.exists:
         return True
-    try:
+    with keeping_state(model, state):
         last = _stepwise(model, chunks[:2], DenseManager(), state)[-1]
-    except ValueError as error:
-        raise cannot_run(model, f"transformers says: {error}") from error
-    if not state.is_kept:
-        raise cannot_run(model, "It keeps recurrent state in its layers, not in a cache.")
     expected = _reference(model, torch.cat(chunks[:2]))[-1]
     return relative_error(last, expected) <= logits_tolerance(model)
 

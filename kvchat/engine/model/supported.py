@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,18 @@ from torch import Tensor, nn
 
 from kvchat.engine.model import text_part
 from kvchat.engine.model.quantization import own_method, own_section
-from kvchat.engine.model.recurrent_state import ATTENTION, BOTH, RECURRENT, attending_layers, is_recurrent, layer_types
+from kvchat.engine.model.recurrent_state import (
+    ATTENTION,
+    BOTH,
+    RECURRENT,
+    RecurrentState,
+    attending_layers,
+    is_recurrent,
+    layer_types,
+)
 from kvchat.errors import ModelError
 
+IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
 MOST_COUNTED, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; positions are int32
 # Beside keys with "layer" in them: what transformers makes as many entries for, of any kind of model, when it reads a
@@ -54,6 +64,8 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return "transformers does not let its attention be replaced"
     if model_class._is_stateful and not is_recurrent(config):
         return "It keeps a recurrent state in a way of its own, which cannot be rolled back to an earlier token"
+    if hasattr(model_class, "_setup_cache"):  # makes room for the state in the layers
+        return IN_LAYERS
     if not attending_layers(config):
         return "No layer of it attends, so there are no K/V to keep"
     if not (context := getattr(text, "max_position_embeddings", None)):
@@ -148,6 +160,21 @@ def check_values(model: Any, folder: Path) -> None:
                 f"{name} has values that are NaN or infinite.",
                 "Download the model again.",
             )
+
+
+@contextmanager
+def keeping_state(model: Any, state: RecurrentState) -> Iterator[None]:
+    """A forward of ``model`` inside this block has to leave its recurrent state in ``state``, where it can be copied.
+
+    Raises:
+        ModelError: it does not, or transformers refuses.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise cannot_run(model, f"transformers says: {error}") from error
+    if not state.is_kept:
+        raise cannot_run(model, f"{IN_LAYERS}.")
 
 
 def cannot_run(model: Any, reason: str) -> ModelError:
