@@ -16,6 +16,7 @@ from kvchat.engine.model import gguf_file, int4_rows, int8_rows, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
+from kvchat.errors import ModelError
 
 AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the layers, with its constants: those of Q4_K_M, of Q8_0
 CHOICES = ("none", *AT_MOST)
@@ -34,8 +35,14 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
     For what is no GGUF file "auto" is "none".
 
     Raises:
-        ModelError: the GGUF file is damaged.
+        ModelError: the GGUF file is damaged, or its weights cannot be packed so.
     """
+    if described.location.gguf and quantize in {*quantization.CHOICES} - {"auto", *CHOICES}:
+        raise ModelError(
+            f"{described.location.name} is a GGUF file.",
+            f"Its weights cannot be made {quantize}.",
+            f"Give --quantize {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, or leave it out.",
+        )
     if quantize != "auto":
         return Choice(quantize)
     small = by_default(described.location, described.dtype, described.device)

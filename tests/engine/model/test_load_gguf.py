@@ -18,7 +18,7 @@ from kvchat.engine.model import checkpoint, description
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.tolerances import relative_error
-from kvchat.errors import DoesNotFitError, ModelError
+from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.kv.memory import available
 from kvchat.protocol.messages import Load
 
@@ -82,10 +82,11 @@ def test_no_gguf_file_at_all(tmp_path):
 
 
 @needs_gguf
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_a_gguf_file_is_not_quantized_again(file):
-    with pytest.raises(ModelError):
+def test_a_gguf_file_is_packed_in_int8_and_int4_only(file):
+    with pytest.raises(ModelError, match=r"GGUF file\. Its weights cannot be made nf4\. Give --quantize none, int"):
         load_model(Load(str(file), "cpu", quantize="nf4"), silent)
+    with pytest.raises(UsageError, match="no quantization"):
+        load_model(Load(str(file), "cpu", quantize="nf5"), silent)
 
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch):
