@@ -27,15 +27,20 @@ TYPES: dict[int, tuple[str, float]] = {
 UNKNOWN_BITS = 32
 # Bytes of a value by its type; 8 is a text, 9 a list.
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-TEXT, LIST = 8, 9
+UINT32, TEXT, LIST = 4, 8, 9
+ALIGNMENT, ALIGNED = b"general.alignment", 32  # of the first tensor, and what it is where a file does not say
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: its name, its type, a number of ggml's enumeration, and its shape."""
+    """A tensor: its name, its type, a number of ggml's enumeration, and its shape.
+
+    ``end`` is how many bytes a file has to the tensor's end; to its beginning if the type is unknown.
+    """
 
     name: str
     kind: int
     shape: tuple[int, ...]
+    end: int
 
 
 def type_of(kind: int) -> tuple[str, float]:
@@ -70,7 +75,7 @@ class _Walk:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
-        self._order, self._entries = "<", 0
+        self._order, self._entries, self._aligned = "<", 0, ALIGNED
 
     def tensors(self) -> list[TensorEntry]:
         magic, version = self._read("4sI")
@@ -81,17 +86,26 @@ class _Walk:
         tensors, values = self._read("QQ")
         self._count(tensors + values)
         for _ in range(values):
-            self._skip_text()
-            self._skip_value(*self._read("I"))
-        return [self._tensor() for _ in range(tensors)]
+            self._value(self._text(), *self._read("I"))
+        found = [self._tensor() for _ in range(tensors)]
+        begin = math.ceil(self._file.tell() / self._aligned) * self._aligned
+        return [one._replace(end=begin + one.end) for one in found]
 
     def _tensor(self) -> TensorEntry:
-        name = self._file.read(self._length_of_text())
+        """A tensor, whose ``end`` counts from where the first one begins."""
+        name = self._text()
         (dimensions,) = self._read("I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {dimensions:,} dimensions")
-        *shape, kind, _offset = self._read(f"{dimensions}QIQ")
-        return TensorEntry(name.decode(errors="replace"), kind, tuple(shape))
+        *shape, kind, offset = self._read(f"{dimensions}QIQ")
+        nbytes = int(math.prod(shape) * type_of(kind)[1] / 8) if kind in TYPES else 0
+        return TensorEntry(name.decode(errors="replace"), kind, tuple(shape), offset + nbytes)
+
+    def _value(self, key: bytes, kind: int) -> None:
+        if key == ALIGNMENT and kind == UINT32:
+            self._aligned = max(1, *self._read("I"))
+        else:
+            self._skip_value(kind)
 
     def _skip_value(self, kind: int) -> None:
         length = 1
@@ -105,6 +119,9 @@ class _Walk:
             self._skip(length * VALUE_BYTES[kind])
         else:  # also a list of lists, which the format allows and nobody writes
             raise ValueError(f"a value has the type {kind:,}")
+
+    def _text(self) -> bytes:
+        return self._file.read(self._length_of_text())
 
     def _skip_text(self) -> None:
         self._file.seek(self._length_of_text(), 1)

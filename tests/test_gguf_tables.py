@@ -52,11 +52,17 @@ def test_what_lies_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_the_tensors_of_either_byte_order(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(HEADER)
-    assert gguf_tables.tensors(tmp_path / "x.gguf") == [("output_norm", 0, (64,)), ("blk.0", 0, (64, 32))]
+    begin = len(HEADER) - 9000 + -(len(HEADER) - 9000) % 32
+    table = ("blk.0", 0, (64, 32), begin + 64 * 32 * 4)
+    assert gguf_tables.tensors(tmp_path / "x.gguf") == [("output_norm", 0, (64,), begin + 64 * 4), table]
     name = struct.pack(">Q", 1) + b"a"
-    tensor = name + struct.pack(">IQIQ", 1, 7, 8, 0)
-    (tmp_path / "x.gguf").write_bytes(struct.pack(">4sIQQ", b"GGUF", 3, 1, 0) + tensor)
-    assert gguf_tables.tensors(tmp_path / "x.gguf") == [("a", 8, (7,))]
+    tensor = name + struct.pack(">IQIQ", 1, 64, 8, 96)
+    key = struct.pack(">Q", 17) + b"general.alignment"
+    for aligned in (64, 1024):
+        start = struct.pack(">4sIQQ", b"GGUF", 3, 1, 1) + key + struct.pack(">II", 4, aligned) + tensor
+        (tmp_path / "x.gguf").write_bytes(start)
+        begin = -(-len(start) // aligned) * aligned
+        assert gguf_tables.tensors(tmp_path / "x.gguf") == [("a", 8, (64,), begin + 96 + 2 * 34)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")

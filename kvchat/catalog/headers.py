@@ -89,9 +89,9 @@ def read_gguf(path: Path) -> Weights:
     sizes: dict[str, int] = {}
     try:
         entries = gguf_tables.tensors(path)
-        for name, kind, shape in entries:
-            sizes[name] = math.prod(shape)
-            elements[gguf_tables.type_of(kind)[0]] += sizes[name]
+        for one in entries:
+            sizes[one.name] = math.prod(one.shape)
+            elements[gguf_tables.type_of(one.kind)[0]] += sizes[one.name]
         return replace(
             _weights(nbytes, elements),
             plain=count(sizes.items()),

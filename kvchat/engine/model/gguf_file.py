@@ -64,8 +64,16 @@ def _header(file: Path, written: int) -> GgufHeader:
 
 def _tables(file: Path) -> list[gguf_tables.TensorEntry]:
     try:
-        return gguf_tables.tensors(file)
+        found = gguf_tables.tensors(file)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{file} is damaged.", f"The GGUF file's header cannot be read: {error}.", "Download the model again."
         ) from error
+    absent = max((one.end for one in found), default=0) - file.stat().st_size
+    if absent > 0:
+        raise ModelError(
+            f"{file} is damaged or incomplete.",
+            f"By its header its tensors take {absent:,} bytes more than there are.",
+            "Download the model again.",
+        )
+    return found

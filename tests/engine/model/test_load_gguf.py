@@ -65,6 +65,14 @@ def test_a_damaged_file_is_refused(file, tmp_path):
 
 
 @needs_gguf
+@pytest.mark.parametrize("left", [500_000, -1])
+def test_a_file_that_was_not_downloaded_to_its_end_is_called_so(file, tmp_path, left):
+    (tmp_path / "cut.gguf").write_bytes(file.read_bytes().rstrip(b"\0")[:left])
+    with pytest.raises(ModelError, match=r"is damaged or incomplete\. .* bytes more than there are\. Download"):
+        load_model(Load(str(tmp_path / "cut.gguf"), "cpu"), silent)
+
+
+@needs_gguf
 def test_layers_that_the_file_does_not_hold_are_refused_before_they_are_listed(file, tmp_path):
     path, key = tmp_path / "deep.gguf", b"llama.block_count" + struct.pack("<I", 4)
     before, after = file.read_bytes().split(key)
