@@ -38,6 +38,7 @@ def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], 
 @app.command("list")
 def list_profiles(device: NamedDevice = "auto") -> None:
     """List all profiles; those in force are marked."""
+    _read_gpu(device)
     in_force = profiles.find(device).in_force
     for file in profiles.all_files(device, lambda error: note(str(error))):
         used = any(file.path == one.path for one in in_force)
@@ -60,7 +61,7 @@ def show(
 @app.command()
 def match(device: NamedDevice = "auto") -> None:
     """Say which profiles are in force for this device and why, and where each value they give comes from."""
-    gpu, found = profiles.read_gpu(device), profiles.find(device)
+    gpu, found = _read_gpu(device), profiles.find(device)
     echo("no GPU" if gpu is None else ", ".join(_readings(vars(gpu))))
     for file in found.in_force:
         echo(f"{file.name} ({file.why}){_without_settings(file)}")
@@ -96,6 +97,19 @@ def _check(file: Path) -> None:
         raise UsageError(f"There is no file {file}.", hint="Check the path.")
     profiles.read_file(file, None)
     echo(f"{file}: good")
+
+
+def _read_gpu(device: str) -> profiles.Device | None:
+    """The GPU of ``device``, None for a CPU.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    gpu = profiles.read_gpu(device)
+    if gpu is None and device.startswith("cuda"):
+        why = "No GPU has this number." if profiles.read_gpu() else "There is no GPU that torch uses."
+        raise UsageError(f'There is no device "{device}".', why, "Give auto or cpu.")
+    return gpu
 
 
 def _whose(file: ProfileFile) -> str:

@@ -223,7 +223,13 @@ def is_profile(source: SettingsSource) -> bool:
 
 
 def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
-    """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU."""
+    """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if not re.fullmatch(schema.DEVICES, device):
+        raise UsageError(f'There is no device "{device}".', hint="Give auto, cpu, cuda or cuda:N.")
     if device == "cpu" or _torch_without_cuda():
         return None
     gpu = nvml.visible_gpu(int(device.partition(":")[2] or 0), environ)

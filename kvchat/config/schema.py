@@ -13,6 +13,7 @@ from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling
 
 DEFAULTS = Sampling()
+DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"
 
 
 class Section(BaseModel):
@@ -35,7 +36,7 @@ class ModelSettings(Section):
 
     name: str = Field(Load.model, min_length=1, serialization_alias="model")
     """bundled, a folder, or a model's id on the hub"""
-    device: str = Field(Load.device, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own on a GPU, on a CPU the faster of that and float32)"""

@@ -329,3 +329,17 @@ def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Insta
     assert 'mode = "speculative"' in "\n".join(run("show", "8gb"))
     assert len([line for line in run("show") if line.startswith("# /")]) == 3
     assert "Did you mean" in str(CliRunner().invoke(main.app, ["profile", "show", "8bg"]).exception)
+
+
+def test_a_device_that_is_none_is_refused(nvml: Install) -> None:
+    def refusal(*words: str) -> str:
+        return str(CliRunner().invoke(main.app, ["profile", *words]).exception)
+
+    for group in ("match", "list"):
+        for name in ("xyz", "cuda:", "cuda:x", "cpu:0"):
+            assert refusal(group, "--device", name).startswith(f'There is no device "{name}". Give auto, cpu, cuda')
+        for name in ("cuda", "cuda:0"):
+            assert f'no device "{name}". There is no GPU that torch uses.' in refusal(group, "--device", name)
+    nvml(RTX)
+    assert "No GPU has this number." in refusal("match", "--device", "cuda:77")
+    assert run("match", "--device", "cuda") == run("match", "--device", "cuda:0") == run("match")
