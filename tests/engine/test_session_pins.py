@@ -100,6 +100,16 @@ def assert_system_is_read(session: Session, pinned: int) -> None:
     assert bool(session.attended(0)[:, :pinned].all())
 
 
+def test_a_pinned_system_prompt_of_less_than_half_a_cell_is_marked_in_the_ribbon(model):
+    session = Session(model, entering("streaming", {"budget": 64, "pin_system": True}))
+    finished(session, (Turn("system", "Be brief."), Turn("user", "Hello")))
+    snapshot = session.snapshot()
+    assert 0 < session._kv.mode.pinned < snapshot.cell_tokens // 2
+    assert snapshot.ribbon.startswith("P")
+    assert "P" not in snapshot.ribbon[1:]
+    session.close()
+
+
 LINE = "The river runs by the old mill and nobody knows where the boats have gone. "
 
 

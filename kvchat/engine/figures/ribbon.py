@@ -37,7 +37,7 @@ class Ribbon:
         cell = g.page * max(1, -(-g.pages(total) // MAX_RIBBON_CELLS))
         shares = _shares(counts.double() / (g.layers * g.kv_heads), cell)
         recalled = self._recalled_cells(counts, cell)
-        pinned = {position // cell for position in self._kv.state.pins}
+        pinned = {position // cell for position in (*range(self._kv.mode.pinned), *self._kv.state.pins)}
         states = (
             TokenState.PINNED
             if i in pinned
@@ -52,8 +52,6 @@ class Ribbon:
     def _state(self, position: int, share: float, report: ModeReport) -> TokenState:
         """The state of a cell in whose middle ``position`` lies and of which a ``share`` was read."""
         mode = self._kv.mode
-        if mode.pinned > position:
-            return TokenState.PINNED
         if mode.sink > position:
             return TokenState.SINK
         if mode.window and position >= self._kv.total - mode.window:
