@@ -148,8 +148,9 @@ def _verdict(name: str, run: Run, first: str) -> str:
     chosen = (
         f"given {first}'s text it finds the same next token likeliest in {percent(a.same_choice)} of {count(a.tokens)}"
     )
-    everything = "" if run.stats.read_share != 1 else " It read everything: a smaller budget would tell them apart."
-    return f"{name} {course}; {chosen}{divergence}.{everything}"
+    may_be_smaller = "budget" in run.params and run.stats.read_share == 1
+    advice = " It read everything: a smaller budget would tell them apart." if may_be_smaller else ""
+    return f"{name} {course}; {chosen}{divergence}.{advice}"
 
 
 def _markdown_table(comparison: Comparison) -> str:

@@ -100,7 +100,7 @@ class Comparison:
         for index, parameters in enumerate(chosen):
             if self._loop.is_canceled:
                 return
-            params = parameters.model_dump(exclude_none=True, exclude={"recovery"})
+            params = parameters.model_dump(exclude={"recovery"})
             try:
                 logits = self._enter(prompt, parameters)
             except KvchatError as refused:

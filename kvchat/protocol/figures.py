@@ -69,7 +69,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Run:
-    """One answer of a comparison: in ``mode``, with the text of each token.
+    """One answer of a comparison: in ``mode`` with all its ``params``, with the text of each token.
 
     ``reason`` is why it ended, as in ``Finished``. ``refusal`` says why the mode cannot be entered; then there is no
     answer. ``agreement`` is None for the run that the others are compared with.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ VARIANTS = (Variant("full"), Variant("speculative", {"budget": 256}), Variant("s
 RUNS = (
     Run("full", {}, ("A", " b"), "eos", Stats(read_share=1.0)),
     Run("speculative", {"budget": 256}, ("A", " c"), "eos", STATS, Agreement(1, 1000, 0.875, 0.04, 1.5)),
-    Run("sync", {}, ("A", " b"), "eos", Stats(read_share=1.0), Agreement(None, 9, 1.0, None, None)),
+    Run("sync", {"budget": None}, ("A", " b"), "eos", Stats(read_share=1.0), Agreement(None, 9, 1.0, None, None)),
     Run("freeze", {}, refusal="It does not fit."),
 )
 DONE = Comparison("What?", "bundled", Sampling(seed=3), 1234, VARIANTS, RUNS)
@@ -45,6 +46,12 @@ def test_the_verdict_says_where_each_leaves_the_first_and_how_far_it_is():
     assert "It does not fit." in freeze
     assert first_difference(RUNS) == 1
     assert first_difference(RUNS[:1]) is None
+
+
+def test_a_mode_without_a_budget_is_given_no_advice_on_a_smaller_one():
+    full = Run("full", {"resident": 128}, ("A", " b"), "eos", Stats(read_share=1.0), Agreement(None, 9, 1.0, 0.0, 0.0))
+    again = replace(DONE, variants=(Variant("full"), Variant("full", {"resident": 128})), runs=(RUNS[0], full))
+    assert verdicts(again)[0].endswith("at most).")
 
 
 def test_files_hold_every_figure_and_none_is_replaced(tmp_path):

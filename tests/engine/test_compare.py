@@ -60,6 +60,7 @@ def test_modes_are_told_apart_and_the_same_mode_is_not(session):
     assert isinstance(events[0], Started)
     full, streaming, speculative, again = events[-1].runs
     assert full.agreement is None
+    assert ["budget" in run.params for run in (full, streaming, speculative)] == [False, True, True]
     assert again.pieces == full.pieces
     assert again.agreement.first_difference is None
     assert (again.agreement.same_choice, again.agreement.kl_max) == (1.0, 0.0)
