@@ -190,7 +190,12 @@ def find(device: str) -> Found:
     own = [file for file in matching if file.path.parent == paths.user_profiles_dir()]
     bundled = sorted((file for file in matching if file not in own), key=_keys)
     own = sorted(own, key=_keys, reverse=True)[::-1]  # of equal ones the first by name is the strongest
-    return Found((*bundled, *own), (*(f"{error} It is left out." for error in refused), *_undecided(own)))
+    return Found((*bundled, *own), (*map(_left_out, refused), *_undecided(own)))
+
+
+def _left_out(refusal: UsageError) -> str:
+    said = str(refusal)
+    return f"{said}\nIt is left out." if "\n" in said else f"{said} It is left out."
 
 
 def all_files(device: str, problem: Callable[[UsageError], None]) -> Iterator[ProfileFile]:
