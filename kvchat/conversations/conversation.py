@@ -149,12 +149,12 @@ class Conversation:
 
     # ---- adding ----------------------------------------------------------------------------------
 
-    def ask(self, text: str) -> Message:
+    def ask(self, text: str, pinned: bool = False) -> Message:
         """Add a question below the last answer; a question without one is left as a sibling."""
         parent = self._leaf if self._ends_with("assistant") else self.leaf.parent if self.leaf else None
         if not self.title:
             self.title = shorten(attachments.folded(text))
-        return self.add(Message(parent=parent, role="user", text=text))
+        return self.add(Message(parent=parent, role="user", text=text, pinned=pinned))
 
     def answer(
         self,

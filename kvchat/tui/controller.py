@@ -120,17 +120,17 @@ class ChatController(KeptConversations):
         if self.state.edits_answer:
             await self.branches.resume_edited(text)
             return
-        await self.branches.leave_edited()
+        pinned = await self.branches.leave_edited()
         phase, is_free = self.state.phase, self.answers.is_free
         if is_free:
             self.answers.expect()
         question = await self.view.add_question(text, queued=not is_free)
         # The phase may have changed while the question was mounted.
         if self.answers.is_free:
-            await self.answers.send(question)
+            await self.answers.send(question, pinned)
             return
         self.answers.is_asking = False
-        self.answers.enqueue(question)
+        self.answers.enqueue(question, pinned)
         if phase is Phase.DOWN:
             await self.restart()
         elif self.state.phase is Phase.DOWN:

@@ -36,7 +36,8 @@ class Pins:
 
     def take_back(self) -> None:
         """Unpin the message that was pinned last: the engine has refused it."""
-        last, self._last = self.state.conversation.messages.get(self._last), ""
+        last = next((one for one in self.state.conversation.path if one.id == self._last), None)
+        self._last = ""
         if last is not None and last.pinned:
             self._mark(last, False)
             self.view.toast("The message pinned last is unpinned again.")

@@ -191,9 +191,9 @@ class Answers:
         while self.state.phase is Phase.READY and (waiting := self.queue.take_next()) is not None:
             await waiting.run()
 
-    def enqueue(self, question: QuestionView) -> None:
+    def enqueue(self, question: QuestionView, pinned: bool) -> None:
         """Let a question wait behind what is queued."""
-        self.queue.add(Waiting(question, partial(self.send, question)))
+        self.queue.add(Waiting(question, partial(self.send, question, pinned)))
 
     def defer(self, command: QuestionView, run: Callable[[], Awaitable[None]]) -> None:
         """Let a command wait behind what is queued; it leaves the transcript when it is run."""
@@ -205,11 +205,11 @@ class Answers:
 
         self.queue.add(Waiting(command, leave_and_run, is_question=False))
 
-    async def send(self, question: QuestionView) -> None:
+    async def send(self, question: QuestionView, pinned: bool = False) -> None:
         """Put a question into the conversation and ask for its answer."""
         self._question = question
         conversation = self.state.conversation
-        message = conversation.ask(question.text)
+        message = conversation.ask(question.text, pinned)
         question.send(message, self.state.footer(message))
         self._begin_asking()
         await self._save()

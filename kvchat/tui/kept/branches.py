@@ -66,7 +66,7 @@ class Branches:
         edited = self.state.conversation.messages[self.state.edited or ""]
         self.state.edited = None
         self.state.conversation.go_to(edited.parent)
-        answer = self.state.conversation.answer(text)
+        answer = self.state.conversation.pin(self.state.conversation.answer(text).id, edited.pinned)
         await self.view.show_messages((), below=edited.parent)
         await self.answers.begin(answer)
 
@@ -75,11 +75,17 @@ class Branches:
         self.state.edited = None
         self.view.show_state(self.state)
 
-    async def leave_edited(self) -> None:
-        """End the path before the edited question, if there is one: the next question is its sibling."""
-        edited, self.state.edited = self.state.edited, None
-        if edited is not None:
-            await self._end_before(self.state.conversation.messages[edited])
+    async def leave_edited(self) -> bool:
+        """End the path before the edited question, if there is one: the next question is its sibling.
+
+        Whether it was pinned, which its sibling then is too.
+        """
+        edited = self.state.conversation.messages.get(self.state.edited or "")
+        self.state.edited = None
+        if edited is None:
+            return False
+        await self._end_before(edited)
+        return edited.pinned
 
     async def undo(self) -> None:
         """End the path before the last question, which is given back to the prompt; it stays as a branch.

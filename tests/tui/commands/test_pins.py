@@ -108,6 +108,16 @@ async def test_what_the_engine_refuses_to_pin_is_unmarked_so_that_the_chat_goes_
     assert [message.pinned for message in talk.controller.state.conversation.path] == [True, False, False, False]
 
 
+async def test_what_was_pinned_on_another_branch_stays_so_when_the_engine_refuses(talk):
+    chat = talk.controller
+    await pin(chat, "2")
+    before = chat.state.conversation.path[2]
+    chat.branches.edit()
+    await talk.ask("a longer two")
+    await chat.handle(Failed("Too much is pinned.", "", "", TooMuchPinnedError.__name__, False))
+    assert chat.state.conversation.messages[before.id].pinned
+
+
 @pytest.mark.parametrize("argument", ["0", "3", "-1", "cat"])
 async def test_a_question_that_is_not_there_is_refused(talk, argument):
     with pytest.raises(UsageError, match="2 are asked"):

@@ -94,6 +94,38 @@ async def test_an_edited_question_is_asked_on_a_branch_of_its_own(talk, branches
     assert talk.view.shown[-1] == (["one", "1", "two", "2"], ["1 of 2", *["1 tok · full", "", "1 tok · full"]], None)
 
 
+async def test_what_is_edited_stays_pinned(talk, branches):
+    conversation = talk.controller.state.conversation
+    first, answer = conversation.path[:2]
+    conversation.pin(first.id, True)
+    talk.view.chosen = first.id
+    branches.edit()
+    talk.view.prompt = ""
+    await talk.ask("uno")
+    assert talk.client.sent[-1].turns == (Turn("user", "uno", pinned=True),)
+    assert talk.view.questions[-1].footer.endswith("◆ pinned")
+    await talk.controller.handle(done("I"))
+    conversation.pin(conversation.path[1].id, True)
+    talk.view.chosen = conversation.path[1].id
+    branches.edit()
+    talk.view.prompt = ""
+    await talk.ask("II")
+    await talk.controller.handle(done(" and III"))
+    assert conversation.turns == [Turn("user", "uno", pinned=True), Turn("assistant", "II and III", pinned=True)]
+    await talk.ask("due")
+    assert not conversation.path[-1].pinned
+
+
+async def test_what_is_edited_stays_pinned_also_where_it_waits(talk, branches):
+    conversation = talk.controller.state.conversation
+    conversation.pin(conversation.path[2].id, True)
+    branches.edit()
+    talk.controller.rebuild()
+    await talk.ask("due")
+    await talk.controller.answers.ready()
+    assert talk.client.sent[-1].turns[-1] == Turn("user", "due", pinned=True)
+
+
 async def test_editing_ends_without_a_trace(talk, branches):
     talk.view.prompt = "a draft"
     with pytest.raises(UsageError, match="another text"):
