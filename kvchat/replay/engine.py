@@ -17,7 +17,7 @@ from typing import BinaryIO
 from kvchat.errors import KvchatError
 from kvchat.protocol import recording, wire
 from kvchat.protocol.comparing import HideNeedle
-from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -25,6 +25,7 @@ from kvchat.protocol.messages import (
     Event,
     Failed,
     Loaded,
+    Plan,
     Rebuild,
     Switch,
     Switched,
@@ -84,6 +85,8 @@ class Player:
                 self._send(SwitchRefused(self._mode, " ".join(REFUSAL)))
             case Chat() | Compare() | HideNeedle() | Rebuild():
                 self._send(Failed(*REFUSAL))
+            case Plan(load):
+                self._send(Planned(load.model, None, " ".join(REFUSAL)))
 
     def _note(self, event: Event) -> None:
         match event:

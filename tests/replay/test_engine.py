@@ -11,8 +11,20 @@ from support.streams import read_event
 
 from kvchat.protocol import wire
 from kvchat.protocol.comparing import Variant
-from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Chat, Compare, Failed, Finished, Switch, Switched, SwitchRefused, Text, Turn
+from kvchat.protocol.figures import Planned, Stats
+from kvchat.protocol.messages import (
+    Chat,
+    Compare,
+    Failed,
+    Finished,
+    Load,
+    Plan,
+    Switch,
+    Switched,
+    SwitchRefused,
+    Text,
+    Turn,
+)
 from kvchat.protocol.recording import Entry
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 from kvchat.replay.engine import Player
@@ -48,9 +60,9 @@ def test_events_come_in_order_and_long_gaps_are_cut():
 
 def test_what_needs_a_model_is_refused():
     entries = [Entry(0.0, Switched("full", "sync", {}, 5, 0, 0.0))]
-    refused = [Switch("full"), CHAT, Compare(CHAT.turns, (Variant("full"),))]
+    refused = [Switch("full"), CHAT, Compare(CHAT.turns, (Variant("full"),)), Plan(Load())]
     sent = played(entries, refused)
-    assert [type(event) for event in sent] == [SwitchRefused, Failed, Failed, Switched, Replayed]
+    assert [type(event) for event in sent] == [SwitchRefused, Failed, Failed, Planned, Switched, Replayed]
 
 
 def test_a_paused_recording_waits():

@@ -22,7 +22,7 @@ from kvchat.config import modes
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import Compared, Comparing, HideNeedle
 from kvchat.protocol.details import Details, RecallBin, Watch
-from kvchat.protocol.figures import Agreement, Gpu, Run, Snapshot, Stats
+from kvchat.protocol.figures import Agreement, Gpu, Planned, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
     Command,
@@ -36,6 +36,7 @@ from kvchat.protocol.messages import (
     Noted,
     Peek,
     Peeked,
+    Plan,
     Prefilled,
     Rebuild,
     Rebuilt,
@@ -224,6 +225,15 @@ class FakeEngine:
             self.tell_details()
         elif isinstance(command, Peek):
             send(Peeked(command.start, command.end, " ".join(self.stored[command.start : command.end])))
+        elif isinstance(command, Plan):
+            self.plan(command)
+
+    def plan(self, command: Plan) -> None:
+        """It takes a while; what is closed meanwhile tells nothing."""
+        time.sleep(0.2)
+        if None in self.commands.queue:
+            sys.exit(0)
+        send(Planned(command.load.model, None, "It has no weights."))
 
     def switch(self, command: Switch) -> None:
         mode = command.mode or self.mode

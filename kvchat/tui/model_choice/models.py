@@ -42,8 +42,14 @@ class Models:
         self._asked: Load | None = None
         self._is_kept = False
         self._stops = 0
+        self._plans = 0  # asked for, and not told yet
         self._download = Download(config.download_command)
         self._downloading: asyncio.Task[None] | None = None
+
+    @property
+    def is_working(self) -> bool:
+        """True while a model is downloaded or planned for; the engine's phase shows neither."""
+        return self._downloading is not None or (self._plans > 0 and self._state.phase is not Phase.DOWN)
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -65,7 +71,8 @@ class Models:
             self._downloading = asyncio.create_task(self._fetch(load))
 
     def load_in_use(self) -> None:
-        """Have a fresh engine load the model in use, in the present mode."""
+        """Have a fresh engine load the model in use, in the present mode; of plans it knows nothing."""
+        self._plans = 0
         self._send(self.in_use)
 
     def take(self) -> bool:
@@ -178,9 +185,11 @@ class Models:
         load = replace(load, given=self._state.given)
         self._view.toast(f"What {load.model} takes is being worked out.")
         self._client.send(Plan(load, context))
+        self._plans += 1
 
     def show_plan(self, planned: Planned) -> None:
         """Show a plan as a table, with what was measured beside it for the model in use."""
+        self._plans = max(0, self._plans - 1)  # a recording tells plans that nobody has asked for
         if planned.plan is None:
             hint = "/model lists those on this machine."
             self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal, hint))

@@ -144,7 +144,7 @@ class PlainChat:
         try:
             async for line, piped in self._given(reader):
                 if not self._is_typed:
-                    await self._until(self._is_idle)
+                    await self._until(self._is_through)
                 self._is_taking = True
                 await self._take(line, piped)
                 self._is_taking = False
@@ -152,7 +152,7 @@ class PlainChat:
                 if self._left.is_set():
                     return
                 if not self._is_typed:
-                    await self._until(self._is_idle)
+                    await self._until(self._is_through)
         finally:
             if asking:
                 asking.cancel()
@@ -200,6 +200,9 @@ class PlainChat:
     def _is_idle(self) -> bool:
         queue = self.chat.answers.queue
         return self.chat.state.phase in (Phase.READY, Phase.DOWN) and (queue.is_held or not queue)
+
+    def _is_through(self) -> bool:
+        return self._is_idle() and not self.chat.models.is_working
 
     async def _ask_when_idle(self) -> None:
         """Show the prompt whenever nothing is being said."""

@@ -96,7 +96,7 @@ async def test_an_edited_question_is_asked_on_a_branch_of_its_own(talk, branches
 
 async def test_what_is_edited_stays_pinned(talk, branches):
     conversation = talk.controller.state.conversation
-    first, answer = conversation.path[:2]
+    first = conversation.path[0]
     conversation.pin(first.id, True)
     talk.view.chosen = first.id
     branches.edit()

@@ -146,6 +146,19 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
             await models.plan(chat.controller, wrong)
 
 
+async def test_a_plan_is_being_made_until_it_is_told_or_its_engine_is_gone(chat):
+    await chat.load()
+    working = chat.controller.models
+    for end in (lambda: chat.controller.handle(Planned("bundled", None, "No.")), chat.controller.answers.down):
+        assert not working.is_working
+        await models.plan(chat.controller, "")
+        assert working.is_working
+        await end()
+    assert not working.is_working
+    await chat.controller.start()
+    assert not working.is_working
+
+
 # ---- downloads -------------------------------------------------------------------------------------
 
 

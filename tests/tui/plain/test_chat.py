@@ -155,6 +155,19 @@ async def test_details_are_lines(config, monkeypatch):
     assert session.said.endswith("Title: hello\n")  # said after the details
 
 
+@pytest.mark.parametrize("after", ["", "/quit\n", "hello\n"])
+async def test_a_plan_is_waited_for(config, after):
+    code, session = await piped(config, f"/plan\n{after}")
+    assert code == 1
+    assert "bundled cannot be planned for.\nIt has no weights.\n" in session.errors.getvalue()
+
+
+async def test_a_download_is_waited_for(config):
+    code = """import time; time.sleep(0.5); print('{"error": ["org/gone is gated.", "", ""]}')"""
+    _, session = await piped(replace(config, download_command=(sys.executable, "-c", code)), "/model org/gone\n")
+    assert "org/gone is gated." in session.errors.getvalue()
+
+
 async def test_there_are_no_details_before_the_first_answer(config):
     code, session = await piped(config, "/details\n")
     assert (code, session.errors.getvalue()) == (1, "Error: Nothing is stored yet.\nAsk something first.\n")
