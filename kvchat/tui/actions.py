@@ -98,8 +98,8 @@ ACTIONS = (
            doc="answer the last question again; the answers so far stay as branches"),
     Action(id="continue", command="continue", run=conversations.resume_answer, waits="always",
            doc="go on with the last answer"),
-    Action(id="edit", command="edit", run=conversations.edit,
-           doc="edit the last question and ask it again on a branch of its own"),
+    Action(id="edit", command="edit", usage="TEXT", run=conversations.edit,
+           doc="ask TEXT in place of the last question, on a branch of its own; alone: edit that question"),
     Action(id="undo", command="undo", run=conversations.undo,
            doc="take back the last question; it stays as a branch"),
     Action(id="branch", command="branch", usage="previous", values=arguments.one_of("previous", "next"),
@@ -261,10 +261,14 @@ def parse_command(line: str) -> tuple[Action, str]:
     The beginning of a name will do where no other name has it.
 
     Raises:
-        UsageError: there is no such command, or several begin so; names the nearest. Or a number is too long.
+        UsageError: there is no such command, or several begin so; names the nearest. Or it takes no argument, or a
+            number is too long.
     """
     name, _, argument = line.removeprefix("/").partition(" ")
     action, argument = find_command(name.strip().lower()), argument.strip()
+    if argument and not action.usage:
+        line = f"/{action.command}"
+        raise UsageError(f'{line} "{argument}" is refused.', "It takes no argument.", f"Send {line} alone.")
     if argument.isdecimal() and len(argument) > MAX_DIGITS:
         raise UsageError(f"/{name} is refused.", f"The number has {len(argument):,} digits.", "Give a smaller one.")
     return action, argument

@@ -86,7 +86,14 @@ def test_a_number_that_python_does_not_read_is_refused(command):
     [("mo", "mode"), ("bu", "budget"), ("exit", "quit"), ("ex", "export"), ("cle", "new"), ("?", "help")],
 )
 def test_the_beginning_of_a_name_or_an_alias_will_do(typed, id):
-    assert parse_command(f"/{typed} x") == (BY_ID[id], "x")
+    argument = "x" if BY_ID[id].usage else ""
+    assert parse_command(f"/{typed} {argument}") == (BY_ID[id], argument)
+
+
+@pytest.mark.parametrize("line", ["/new foo", "/undo 3", "/retry x", "/rebuild y", "/panels off"])
+def test_a_command_that_takes_no_argument_refuses_one(line):
+    with pytest.raises(UsageError, match=r'^/\w+ "\w+" is refused\. It takes no argument\. Send /\w+ alone\.$'):
+        parse_command(line)
 
 
 def test_a_beginning_of_several_names_them():
@@ -103,6 +110,6 @@ async def test_what_is_refused_is_a_toast(running):
     async with running() as (app, _pilot, until):
         press(app, "f5")
         await until(lambda: "There is no question yet" in toasts(app))
-        typed(app, "/undo x")
+        typed(app, "/undo")
         await until(lambda: toasts(app).count("There is no question yet") == 2)
         assert not app.chat.query("Problem")

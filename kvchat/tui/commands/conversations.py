@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 from kvchat.conversations import export
-from kvchat.errors import UsageError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.tui.controller import ChatController
+from kvchat.tui.prompt import questions
+from kvchat.tui.prompt.mentions import Part
 
 STEPS = {"next": 1, "previous": -1}  # of ``/branch``
 
@@ -78,8 +80,19 @@ async def resume_answer(chat: ChatController, argument: str) -> None:
 
 
 async def edit(chat: ChatController, argument: str) -> None:
-    """``/edit``"""
-    chat.branches.edit()
+    """``/edit TEXT``: ask it in place of the message chosen in the transcript, else of the last question.
+
+    Alone it puts that message into the prompt.
+    """
+    if not argument:
+        chat.branches.edit()
+        return
+    chat.branches.begin_editing()
+    try:
+        await chat.ask(questions.compose((Part(argument),), chat.state))
+    except KvchatError:
+        chat.branches.stop_editing()
+        raise
 
 
 async def undo(chat: ChatController, argument: str) -> None:

@@ -48,13 +48,24 @@ class Branches:
         Raises:
             UsageError: the engine is busy, there is no question, or another text is in the prompt.
         """
-        self.require_ready()
-        chosen = self.state.conversation.messages.get(self.view.chosen or "")
-        message = chosen or self.chosen("user")
+        message = self._editable()
         if not self.view.restore_prompt(message.text):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
         self.state.edited = message.id
         self.view.show_state(self.state)
+
+    def begin_editing(self) -> None:
+        """Let the next text sent take the place of the chosen message or the last question.
+
+        Raises:
+            UsageError: the engine is busy, or there is no question.
+        """
+        self.state.edited = self._editable().id
+        self.view.show_state(self.state)
+
+    def _editable(self) -> Message:
+        self.require_ready()
+        return self.state.conversation.messages.get(self.view.chosen or "") or self.chosen("user")
 
     async def resume_edited(self, text: str) -> None:
         """Go on with ``text`` in place of the answer that is edited.

@@ -105,6 +105,15 @@ async def test_the_conversation_is_kept_listed_and_gone_on_with(config):
     assert "you: My dog is Rex." in session.said
 
 
+async def test_an_edited_question_is_asked_in_place_of_the_last(config, tmp_path):
+    _, session = await piped(config, f"one\ntwo\n/edit due\n/edit @{tmp_path}\nthree\n/new foo\n")
+    turns = session.plain.chat.state.conversation.turns
+    assert [turn.content for turn in turns if turn.role == "user"] == ["one", "due", "three"]
+    assert "you: due\nmodel: " in session.said
+    assert "is a folder" in session.errors.getvalue()
+    assert '/new "foo" is refused.\nIt takes no argument.\nSend /new alone.\n' in session.errors.getvalue()
+
+
 async def test_the_question_of_the_command_line_is_asked_before_what_is_piped(config):
     await piped(config, "My cat is Biscuit.\n")
     _, session = await piped(replace(config, prompt="What is its name?", resume=True), "And its age?\n")
