@@ -13,6 +13,7 @@ from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.kept_tokens import KeptTokens
+from kvchat.kv.memory.pages import has_rounded
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer
 
@@ -137,7 +138,7 @@ class KVState:
         Raises:
             DoesNotFitError: the host has no memory for them; what is stored is unchanged.
         """
-        if isinstance(self.host, EightBitPool) and not (self.rounds or self.host.holds_rounded):
+        if isinstance(self.host, EightBitPool) and not (self.rounds or has_rounded(self.host)):
             self._use_pool(self.host.exact_pool())
         if self.host.reserve(tokens) and not self.host.pinned:
             self._use_pool(self.host)

@@ -19,7 +19,7 @@ from kvchat.kv.memory import rounding
 from kvchat.kv.memory.arrangement import RoundedByPage
 from kvchat.kv.memory.free_list import FreeList
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
-from kvchat.kv.memory.pages import Pages, copied
+from kvchat.kv.memory.pages import Pages, copied, side_by_side
 
 
 class EightBitPool(HostPool):
@@ -85,11 +85,6 @@ class EightBitPool(HostPool):
     def kinds(self) -> list[bool]:
         """Of each page, whether it is an 8-bit one."""
         return [place < 0 for place in self._pages]
-
-    @property
-    def holds_rounded(self) -> bool:
-        """True if a page is an 8-bit one, or was before it was cut off."""
-        return bool(self._cut_off) or any(place < 0 for place in self._pages)
 
     def exact_pool(self) -> HostPool:
         """A pool of what is stored, of which nothing is in 8 bits, that takes over this one's memory.
@@ -285,15 +280,7 @@ class EightBitPool(HostPool):
 
         The page that the next token opens is one of them.
         """
-        found: list[tuple[int, int]] = []
-        for place in self._published[:pages]:
-            first, length = found[-1] if found else (0, 0)
-            follows = place == (first + length if place >= 0 else first - length) and (place < 0) == (first < 0)
-            if 0 < length < longest and follows:
-                found[-1] = first, length + 1
-            else:
-                found.append((place, 1))
-        return found
+        return side_by_side(self._published[:pages], longest)
 
     # ---- where tokens lie
 

@@ -15,6 +15,7 @@ from kvchat.kv.memory import available
 from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.pages import has_rounded
 from kvchat.kv.memory.pool_size import pool_tokens
 from kvchat.kv.state import KVState
 
@@ -38,7 +39,7 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
     kept = [torch.zeros(2, 0, 24) for _ in range(2)]
     exact_again = 0
     for turn in range(300):
-        if not (pool.holds_rounded or pool.rounds):
+        if not (pool.rounds or has_rounded(pool)):
             exact_again += pool.total > 8
             pool = EightBitPool(pool.exact_pool())
         if dice.random() < 0.7 or not pool.total:
@@ -56,7 +57,7 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
         else:
             pool.truncate(dice.randrange(pool.total))
         assert len(set(pool._pages)) == len(pool._pages) == G.pages(pool.total)
-        assert pool.holds_rounded == bool(pool.rounded_pages)
+        assert has_rounded(pool) == bool(pool.rounded_pages)
         for layer in range(2):
             assert torch.equal(pool.dense(layer, pool.total)[0], kept[layer][:, : pool.total])
     assert exact_again > 5
