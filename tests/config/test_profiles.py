@@ -245,14 +245,6 @@ def test_one_answer_to_a_wrong_profile(nvml: Install, monkeypatch: pytest.Monkey
         assert (refused.exit_code, str(refused).startswith(TOLD)) == (2, True)
 
 
-@pytest.mark.parametrize("text", ["[kv", WRONG])
-def test_that_a_wrong_profile_is_left_out_is_said_below_the_caret(nvml: Install, text: str) -> None:
-    nvml(RTX)
-    own("bad.toml", text)
-    (told,) = profiles.find("auto").problems
-    assert told.endswith("^\nIt is left out.")
-
-
 def test_a_profile_is_validated_as_one(nvml: Install, tmp_path: Path) -> None:
     nvml(RTX)
     elsewhere = tmp_path / "mine.toml"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.gpu_profiles import own
+from support.gpu_profiles import RTX, Install, own
 from typer.testing import CliRunner
 
 from kvchat.cli import main
@@ -68,3 +68,11 @@ def test_a_rate_that_no_device_has_is_refused(rate: str, value: str) -> None:
 def test_the_slowest_and_the_fastest_rate_are_taken() -> None:
     file = own("good.toml", "[measured]\nread = 100000\nto_device = 0.01\n")
     assert profiles.read_file(file, None).profile.measured.to_device == 0.01
+
+
+@pytest.mark.parametrize("text", ["[kv", '[kv]\nmode = "frezee"\n'])
+def test_that_a_wrong_profile_is_left_out_is_said_below_the_caret(nvml: Install, text: str) -> None:
+    nvml(RTX)
+    own("bad.toml", text)
+    (told,) = profiles.find("auto").problems
+    assert told.endswith("^\nIt is left out.")

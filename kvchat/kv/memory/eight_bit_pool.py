@@ -87,10 +87,7 @@ class EightBitPool(HostPool):
         return [place < 0 for place in self._pages]
 
     def exact_pool(self) -> HostPool:
-        """A pool of what is stored, of which nothing is in 8 bits, that takes over this one's memory.
-
-        Exact pages before all 8-bit ones lie in order: each took the first free place, and only later ones left theirs.
-        """
+        """A pool of what is stored, none of it in 8 bits, in this one's memory, where exact pages begin in order."""
         pool = object.__new__(HostPool)
         vars(pool).update({name: getattr(self, name) for name in self._taken_over})
         pool.total = self._total
