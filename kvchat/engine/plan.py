@@ -60,6 +60,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         weights, packed = _weights(seen), _packed_files(seen.described)
     tokens = _context(seen, context)
     described, geometry = seen.described, seen.geometry
+    quantization.check(gguf_weights.choose(load.quantize, described).quantize, described.config)
     is_rounded = load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
     device_given, host_given = _given_back(in_use, described.device)

@@ -10,6 +10,7 @@ import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
 from support.progress import silent
+from support.quantized_checkpoint import declare
 
 from kvchat.bench.decode import floor_ms
 from kvchat.config.profiles import Measured
@@ -118,6 +119,14 @@ def test_quantized_weights(quantize):
         pytest.skip(f"{' and '.join(absent)} not installed")
     measured = load_model(Load("bundled", "cpu", "float32", quantize=quantize), silent).weight_bytes
     assert planned("bundled").weights[quantize] == pytest.approx(measured, rel=WITHIN)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_quantization_that_loading_refuses_has_no_plan(folder):
+    declare(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False})
+    with pytest.raises(ModelError, match="quantized already, by gptq"):
+        memory_plan(Load(str(folder), "cpu", "float32", quantize="int8"), TOKENS, silent)
+    assert list(planned(folder).weights) == ["gptq"]
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

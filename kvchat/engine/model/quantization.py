@@ -55,22 +55,31 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         UsageError: there is no such choice, or not for this device and dtype.
         ModelError: the library is not installed, or the checkpoint is quantized already.
     """
+    check(quantize, config)
+    if quantize in ("auto", "none"):
+        _check_dtype(config, dtype, device)
+        return Quantization(own_method(config))
+    _check_installed(quantize, device)
+    stored = config.get_text_config(decoder=True).dtype or torch.float32
+    method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
+    return Quantization(method, {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
+
+
+def check(quantize: str, config: Any) -> None:
+    """Refuse a choice that is none, or that a checkpoint with this ``config`` does not have.
+
+    Raises:
+        UsageError: there is no such choice; ModelError: the checkpoint is quantized already.
+    """
     if quantize not in CHOICES:
         raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
     own = own_method(config)
-    if quantize in ("auto", "none"):
-        _check_dtype(config, dtype, device)
-        return Quantization(own)
-    if own and not (own == "gguf" and quantize in ("int8", "int4")):
+    if own and quantize not in ("auto", "none") and not (own == "gguf" and quantize in ("int8", "int4")):
         raise ModelError(
             f"The model is quantized already, by {own}.",
             f"Its weights cannot be made {quantize} again.",
             f"Leave --quantize out, or give --quantize {quantize} with the model that is not quantized.",
         )
-    _check_installed(quantize, device)
-    stored = config.get_text_config(decoder=True).dtype or torch.float32
-    method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
-    return Quantization(method, {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
 
 
 def import_package(quantized: Quantization) -> None:
