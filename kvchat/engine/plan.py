@@ -267,7 +267,8 @@ def mode_need(
             mode.limit(geometry.grown(tokens + 1), room)
         needed = mode.plan(geometry.grown(tokens + 1)).device_bytes(geometry)
         resident = getattr(mode, "resident", None)
-        chosen = {"budget": getattr(mode, "budget", None), "sink": mode.sink, "window": mode.window}
+        budget = getattr(mode, "budget", getattr(mode.parameters, "budget", None))
+        chosen = {"budget": budget, "sink": mode.sink, "window": mode.window}
         params = {name: value for name, value in (chosen | {"resident": resident}).items() if value}
         spilled = tokens - resident if resident and not geometry.unified else 0
         return ModeNeed(needed, params, link_bytes=int(max(0, spilled) * geometry.token_bytes * host_share))

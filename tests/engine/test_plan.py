@@ -222,7 +222,7 @@ def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkey
 @pytest.mark.parametrize("mode", ["freeze", "streaming", "sync", "speculative"])
 @pytest.mark.parametrize("pin_system", [False, True])
 def test_what_is_pinned_is_planned_with_what_is_stored(model, mode, pin_system):
-    budget = {"budget": 64} if mode in ("streaming", "speculative") else {}
+    budget = {"budget": 300} if mode == "freeze" else {"budget": 64} if mode != "sync" else {}
     asked = entering(mode, {"pin_system": pin_system, **budget})
     session = Session(model, asked)
     turns = [Turn("system", "You know it all. " * 20), Turn("user", "It is so, and " * 100, pinned=True)]
@@ -230,7 +230,9 @@ def test_what_is_pinned_is_planned_with_what_is_stored(model, mode, pin_system):
         pass
     seen = session.snapshot()
     assert seen.pins > 200
-    assert memory_plan(asked, None, silent, seen).stored.device_bytes == pytest.approx(seen.kv_device_bytes, rel=WITHIN)
+    made = memory_plan(asked, None, silent, seen)
+    assert made.stored.device_bytes == pytest.approx(seen.kv_device_bytes, rel=WITHIN)
+    assert made.modes[mode].params.get("budget") == budget.get("budget"), "what is pinned is beyond it"
 
 
 def test_on_a_gpu_the_model_in_use_gives_back_each_memory_its_own():

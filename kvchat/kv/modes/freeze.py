@@ -119,11 +119,11 @@ class Freeze(Mode):
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
         beyond = self.beyond_budget + len(self.pins)
-        self.budget = None if self.parameters.budget is None else self.parameters.budget + beyond
+        self.bound = None if self.parameters.budget is None else self.parameters.budget + beyond
 
     def plan(self, capacity: int) -> Plan:
         g = self.geometry
-        size = self._size or min(capacity, self.budget or capacity)
+        size = self._size or min(capacity, self.bound or capacity)
         layouts = [Layout(0, g.layers, sink=0, window=size, unordered=True, in_place=g.unified)]
         bounds = g.pages(capacity) * g.layers * g.kv_heads * 2 * g.d_k * g.dtype.itemsize if self.rule.recalls else 0
         return Plan(layouts, state_bytes(capacity) + bounds)
@@ -137,7 +137,7 @@ class Freeze(Mode):
             self.bounds = PageBounds(self.geometry, state.device)
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
             self._entered_at = state.steps
-        self.timers.pin(self.pin_mask if self.pins else None, self.budget)
+        self.timers.pin(self.pin_mask if self.pins else None, self.bound)
 
     @property
     def slots(self) -> DeviceSlots:
@@ -165,7 +165,7 @@ class Freeze(Mode):
             if fresh or self._read_from is not None:  # else the query may be that of a token whose step raised
                 timers.name(self._named(self.state.position - 1))
         self._read_from = None
-        if self.budget is not None:
+        if self.bound is not None:
             timers.limit(self.state.position, self.state.control, torch.zeros_like(timers.frozen))
         self._bring()
 
@@ -180,7 +180,7 @@ class Freeze(Mode):
             timers.wake(frozen)
             timers.detections.copy_(torch.where(timers.detections > 0, timers.detections // 2, timers.detections))
             timers.hold.fill_(RECENT)
-        if self.budget is not None:
+        if self.bound is not None:
             timers.limit(self.state.position, self.state.control, torch.zeros_like(timers.frozen))
 
     def _bring(self) -> None:
