@@ -40,7 +40,7 @@ from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
 
-GIVEN = ("device", "dtype", "host_dtype")
+GIVEN = ("device", "dtype", "host_dtype", "quantize")
 LEAST_BUDGET = AUTO_BUDGET["least"]  # what no smaller budget is proposed than
 
 

@@ -138,8 +138,7 @@ class KVState:
         Raises:
             DoesNotFitError: the host has no memory for them; what is stored is unchanged.
         """
-        if isinstance(self.host, EightBitPool) and not (self.rounds or has_rounded(self.host)):
-            self._use_pool(self.host.exact_pool())
+        self._leave_rounded()
         if self.host.reserve(tokens) and not self.host.pinned:
             self._use_pool(self.host)
         if tokens > len(self.control):
@@ -156,6 +155,7 @@ class KVState:
         self.rounds = rounds
         if isinstance(self.host, EightBitPool):
             self.host.rounds = rounds
+        self._leave_rounded()
 
     @property
     def first_rounded(self) -> int:
@@ -171,6 +171,11 @@ class KVState:
         """
         if rounded and not isinstance(self.host, EightBitPool):
             self._use_pool(EightBitPool(self.host, self.rounds))
+
+    def _leave_rounded(self) -> None:
+        """Make the host pool an exact one, once none of its pages is or was in 8 bits and none will be."""
+        if isinstance(self.host, EightBitPool) and not (self.rounds or has_rounded(self.host)):
+            self._use_pool(self.host.exact_pool())
 
     def _use_pool(self, pool: HostPool) -> None:
         self.ops = self.transfer.ops = choose_ops(self.geometry, pool, self.device)

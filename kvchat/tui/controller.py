@@ -114,7 +114,7 @@ class ChatController(KeptConversations):
         """Send a question, or queue it until the engine is ready; starts an engine that is down.
 
         Raises:
-            UsageError: a recording is replayed; or the text takes the place of an answer, and the engine is busy.
+            UsageError: a recording is replayed; or the text takes the place of another, and the engine is busy.
         """
         self.replay.refuse_question()
         if self.state.edits_answer:

@@ -73,7 +73,7 @@ def _tables(file: Path) -> list[gguf_tables.TensorEntry]:
     if absent > 0:
         raise ModelError(
             f"{file} is damaged or incomplete.",
-            f"By its header its tensors take {absent:,} bytes more than there are.",
+            f"By its header its tensors end {absent:,} bytes behind its end.",
             "Download the model again.",
         )
     return found

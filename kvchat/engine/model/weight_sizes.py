@@ -107,8 +107,9 @@ def has_experts(model: Any) -> bool:
 
 def unpackable_share(model: Any, quantize: str, device: torch.device) -> float:
     """The share of the layers' weights that stays as it is where the others are packed: experts and convolutions."""
-    decoder, table = model.get_decoder(), model.get_input_embeddings().weight
-    matrices = (weight for weight in decoder.parameters() if weight.dim() > 1 and weight is not table)
+    decoder = model.get_decoder()
+    tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    matrices = (weight for weight in decoder.parameters() if weight.dim() > 1 and id(weight) not in tables)
     all_of_them: int = sum(weight.numel() for weight in matrices)
     fitting = (linear.weight for linear in linears(decoder) if _fits(linear, quantize, device))
     packed: int = sum(weight.numel() for weight in fitting)

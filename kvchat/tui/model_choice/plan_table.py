@@ -57,13 +57,15 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
 
 def command_line(made: MemoryPlan, proposal: Proposal) -> str:
     """The command that starts kvchat as planned and proposed."""
-    quantize = f" --quantize {proposal.quantize}" if proposal.quantize in CHOICES else ""
+    is_named = proposal.quantize in CHOICES or "quantize" in made.given  # "none" overrules the settings'
+    quantize = f" --quantize {proposal.quantize}" if is_named else ""
     budget = "" if proposal.budget is None else f" --budget {proposal.budget}"
     return f"{_started(made)} --mode {proposal.mode}{budget}{quantize}"
 
 
 def _started(made: MemoryPlan) -> str:
-    options = (word for name, value in made.given.items() for word in (f"--{name.replace('_', '-')}", value))
+    given = {name: value for name, value in made.given.items() if name != "quantize"}
+    options = (word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value))
     return shlex.join(["kvchat", "-m", made.model, *options])
 
 

@@ -68,7 +68,7 @@ def test_a_damaged_file_is_refused(file, tmp_path):
 @pytest.mark.parametrize("left", [500_000, -1])
 def test_a_file_that_was_not_downloaded_to_its_end_is_called_so(file, tmp_path, left):
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes().rstrip(b"\0")[:left])
-    with pytest.raises(ModelError, match=r"is damaged or incomplete\. .* bytes more than there are\. Download"):
+    with pytest.raises(ModelError, match=r"is damaged or incomplete\. .* bytes behind its end\. Download"):
         load_model(Load(str(tmp_path / "cut.gguf"), "cpu"), silent)
 
 

@@ -32,6 +32,7 @@ def test_what_an_architecture_initializes_itself_is_as_it_was_read(tmp_path, qua
         ("qwen3_moe", "int8", "[1-9][0-9]% of its layers' weights stay in float32: int8 packs Linears only"),
         ("gpt2", "int4", "100% of its layers' weights stay in float32: int4 packs"),
         ("llama", "int8", None),
+        ("opt", "int8", None),  # its positions are a table
     ],
 )
 def test_weights_that_stay_as_they_are_are_noted(tmp_path, name, quantize, said):

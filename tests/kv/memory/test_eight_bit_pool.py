@@ -73,6 +73,11 @@ def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
     run.truncate(0)
     run.prefill(20)
     assert not isinstance(state.host, EightBitPool)
+    run.set(True)
+    run.step(3)
+    assert isinstance(state.host, EightBitPool)
+    run.set(False)
+    assert not isinstance(state.host, EightBitPool)
     assert not run.kv.mode.report().badges
 
 

@@ -126,6 +126,17 @@ async def test_what_is_edited_stays_pinned_also_where_it_waits(talk, branches):
     assert talk.client.sent[-1].turns[-1] == Turn("user", "due", pinned=True)
 
 
+async def test_an_edited_question_leaves_no_answer_without_its_question(talk, branches):
+    branches.edit()
+    await branches.regenerate()
+    with pytest.raises(UsageError, match="The engine is busy"):
+        await talk.ask("due")
+    await talk.controller.handle(done("II"))
+    assert talk.turns == ["one", "1", "two", "II"]
+    await talk.ask("due")
+    assert talk.turns == ["one", "1", "due"]
+
+
 async def test_editing_ends_without_a_trace(talk, branches):
     talk.view.prompt = "a draft"
     with pytest.raises(UsageError, match="another text"):

@@ -27,5 +27,7 @@ def test_the_commands_quote_a_folder_and_repeat_what_was_given():
     start = ["kvchat", "-m", made.model, "--dtype", "float16", "--host-dtype", "int8"]
     *_, proposed, _ = plan_lines(made)
     assert shlex.split(proposed) == [*start, "--mode", "full"]
+    *_, unquantized, _ = plan_lines(replace(made, given=made.given | {"quantize": "int8"}))
+    assert shlex.split(unquantized) == [*start, "--mode", "full", "--quantize", "none"]
     *_, anyway = plan_lines(replace(made, proposal=None))
     assert shlex.split(anyway)[: len(start) + 1] == [*start, "--force"]
