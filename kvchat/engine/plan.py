@@ -54,17 +54,36 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
             that the model does not have.
     """
     with quiet():
-        seen = _observe(describe(load.model, load.device, load.dtype, progress))
+        described = describe(load.model, load.device, load.dtype, progress)
+        quantization.check(gguf_weights.choose(load.quantize, described).quantize, described.config)
+        seen = _observe(described)
         if in_use is not None:
             seen = seen._replace(preamble=in_use.preamble, pins=in_use.pins)
-        weights, packed = _weights(seen), _packed_files(seen.described)
-    tokens = _context(seen, context)
+        made = _taken(load, seen, _context(seen, context), in_use)
+    made = _proposed(made, load, seen)
+    return replace(made, stored=None if in_use is None else _stored_need(made, in_use, load, seen))
+
+
+def fits_beside(load: Load, progress: Progress) -> bool:
+    """True if another model's weights fit the free memory, beside the model in use and its K/V.
+
+    Raises:
+        KvchatError: it cannot be loaded at all.
+    """
+    made = memory_plan(load, 1, progress)
+    return made.weights[_asked_weights(made, load)] + made.workspace <= available.usable(made.device_free)
+
+
+# ---- parts -----------------------------------------------------------------------------------------
+
+
+def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
+    """The plan before anything is proposed: the bytes of each choice, and those that are free."""
     described, geometry = seen.described, seen.geometry
-    quantization.check(gguf_weights.choose(load.quantize, described).quantize, described.config)
-    is_rounded = load.host_dtype == "int8"
+    weights, is_rounded = _weights(seen), load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
     device_given, host_given = _given_back(in_use, described.device)
-    made = MemoryPlan(
+    return MemoryPlan(
         model=load.model,
         architecture=described.model_class.__name__,
         device=str(described.device),
@@ -83,30 +102,20 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
         file_bits=gguf_weights.bits(described.location),
         unpacked=weights["none"] if described.location.gguf else 0,
-        packed=packed,
+        packed=_packed_files(described),
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
         given=_given(load),
     )
-    made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen, share))))
+
+
+def _proposed(made: MemoryPlan, load: Load, seen: _Observed) -> MemoryPlan:
+    """A plan with its proposal; modes that take less where the device is short are planned in the room beside it."""
+    made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen))))
     beside = made.proposal.quantize if made.proposal and load.quantize == "auto" else _asked_weights(made, load)
     room = available.usable(made.device_free) - made.weights[beside] - made.state - _activations(seen)
-    limited = {name: mode_need(name, load, seen, tokens, share, room) for name in made.modes}
+    limited = {name: mode_need(name, load, seen, made.context, made.host_share, room) for name in made.modes}
     fitting = {name: need for name, need in limited.items() if has_room(made, beside, need)}
-    made = replace(made, beside=beside, modes=made.modes | fitting)
-    return replace(made, stored=None if in_use is None else _stored_need(made, in_use, load, seen))
-
-
-def fits_beside(load: Load, progress: Progress) -> bool:
-    """True if another model's weights fit the free memory, beside the model in use and its K/V.
-
-    Raises:
-        KvchatError: it cannot be loaded at all.
-    """
-    made = memory_plan(load, 1, progress)
-    return made.weights[_asked_weights(made, load)] + made.workspace <= available.usable(made.device_free)
-
-
-# ---- parts -----------------------------------------------------------------------------------------
+    return replace(made, beside=beside, modes=made.modes | fitting)
 
 
 class _Observed(NamedTuple):
@@ -237,11 +246,11 @@ def _host_share(geometry: Geometry) -> float:
     return rounding.page_bytes(geometry) * geometry.layers / (geometry.page * geometry.token_bytes)
 
 
-def _smaller_budgets(made: MemoryPlan, load: Load, seen: _Observed, share: float) -> Iterator[ModeNeed]:
+def _smaller_budgets(made: MemoryPlan, load: Load, seen: _Observed) -> Iterator[ModeNeed]:
     """The retrieving mode with half the budget in force, half of that and so on, to what kvchat chooses at least."""
     budget = made.modes[modes.COMPARED].params.get("budget", 0) // 2
     while budget >= LEAST_BUDGET:
-        yield mode_need(modes.COMPARED, load, seen, made.context, share, changes={"budget": budget})
+        yield mode_need(modes.COMPARED, load, seen, made.context, made.host_share, changes={"budget": budget})
         budget //= 2
 
 
