@@ -28,8 +28,8 @@ class Int8Rows(PackedRows):
     """A matrix ``data [N, K]`` of 8 bits, each row with its ``scale [N]``; ``bias [N]`` is its Linear's."""
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
-        self.data, self.bias = data, bias
-        self._set_scale(scale, scale.bfloat16())
+        self.data, self.scale, self.bias = data, scale, bias
+        self._rounded = scale.bfloat16()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
@@ -54,9 +54,6 @@ class Int8Rows(PackedRows):
         """The scales, and those rounded for the kernel."""
         return self.scale, self._rounded
 
-    def _set_scale(self, scale: Tensor, rounded: Tensor) -> None:
-        self.scale, self._rounded = scale, rounded
-
     @property
     def mergeable(self) -> bool:
         """True if rows of another matrix can follow these."""
@@ -68,8 +65,8 @@ class Int8Rows(PackedRows):
         parts: list[Int8Rows] = [linear.__dict__[ROWS] for linear in linears]
         merged = cls(merge([part.data for part in parts]), torch.cat([part.scale for part in parts]))
         views = (torch.split(constant, [len(part.data) for part in parts]) for constant in merged.constants)
-        for part, *own in zip(parts, *views, strict=True):
-            part._set_scale(*own)
+        for part, scale, rounded in zip(parts, *views, strict=True):
+            part.scale, part._rounded = scale, rounded
         return merged
 
 

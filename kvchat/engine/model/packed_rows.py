@@ -74,10 +74,14 @@ def body(model: Any) -> Iterator[nn.Linear]:
     return (module for module in model.modules() if type(module) is nn.Linear and module is not head)
 
 
+def is_tied(model: Any) -> bool:
+    """True if the head of ``model`` shares the weights of its embeddings."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
 def packs_head(model: Any, quantize: str) -> bool:
     """True if the head of ``model`` has 8 bits beside layers in ``quantize``: with 4 where its weights are its own.
 
     Those that it shares with the embeddings stay beside it, so packing them takes memory.
     """
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return quantize == "int8" or (quantize == "int4" and not is_tied)
+    return quantize == "int8" or (quantize == "int4" and not is_tied(model))

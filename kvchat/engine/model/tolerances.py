@@ -35,8 +35,13 @@ ROTATION = 1e-5
 
 
 def logits_tolerance(model: Any) -> float:
-    """The relative error of logits that rounding explains; packed weights are multiplied in half precision."""
-    return LOGITS[torch.bfloat16 if is_packed(model) else model.dtype]
+    """The relative error of logits that rounding explains."""
+    return products_tolerance(model.dtype, is_packed(model))
+
+
+def products_tolerance(dtype: torch.dtype, packed: bool) -> float:
+    """The same of what is computed in ``dtype``; packed weights are multiplied in half precision."""
+    return LOGITS[torch.bfloat16 if packed else dtype]
 
 
 def relative_error(measured: Tensor, reference: Tensor) -> float:

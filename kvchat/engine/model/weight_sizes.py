@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvchat import stored_tensors
 from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows
 from kvchat.engine.model.checkpoint import Checkpoint
-from kvchat.engine.model.packed_rows import packs_head
+from kvchat.engine.model.packed_rows import is_tied, packs_head
 from kvchat.stored_tensors import Packed, StoredTensor
 
 # Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
@@ -41,12 +41,11 @@ def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
     if quantize == "none":
         return total
     head = model.get_output_embeddings()
-    tied = head.weight is model.get_input_embeddings().weight
     for linear in linears(model):
         if linear is not head:
             total += _packed_bytes(linear, quantize, device) - linear.weight.nbytes
         elif device.type == "cpu" and packs_head(model, quantize):
-            total += _packed_bytes(linear, "int8", device) - (0 if tied else linear.weight.nbytes)
+            total += _packed_bytes(linear, "int8", device) - (0 if is_tied(model) else linear.weight.nbytes)
     return total
 
 
@@ -94,9 +93,7 @@ def read_bytes(model: Any, nbytes: int) -> int | None:
     """
     if has_experts(model):
         return None
-    table = model.get_input_embeddings().weight
-    is_tied = table is model.get_output_embeddings().weight
-    return nbytes - (0 if is_tied else int(table.nbytes))
+    return nbytes - (0 if is_tied(model) else int(model.get_input_embeddings().weight.nbytes))
 
 
 def has_experts(model: Any) -> bool:

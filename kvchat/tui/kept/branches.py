@@ -48,11 +48,9 @@ class Branches:
         Raises:
             UsageError: the engine is busy, there is no question, or another text is in the prompt.
         """
-        message = self._editable()
-        if not self.view.restore_prompt(message.text):
+        if not self.view.restore_prompt(self._editable().text):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
-        self.state.edited = message.id
-        self.view.show_state(self.state)
+        self.begin_editing()
 
     def begin_editing(self) -> None:
         """Let the next text sent take the place of the chosen message or the last question.

@@ -83,5 +83,4 @@ def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
     if measured.shape != expected.shape:
         return False
     error = tolerances.relative_error(measured.float(), expected.float())
-    packed = isinstance(weight_of(module.o_proj), PackedRows)
-    return error < tolerances.LOGITS[torch.bfloat16 if packed else dtype]
+    return error < tolerances.products_tolerance(dtype, isinstance(weight_of(module.o_proj), PackedRows))
