@@ -158,10 +158,19 @@ class KVState:
         self._leave_rounded()
 
     @property
+    def left_rounded(self) -> list[int]:
+        """The pages of rounded tokens, where rounding is not asked for any more."""
+        return self.host.rounded_pages if isinstance(self.host, EightBitPool) and not self.rounds else []
+
+    @property
     def first_rounded(self) -> int:
-        """Tokens before the first whose K/V were rounded, where that is not asked for any more; else all."""
-        kinds = self.host.rounded_pages if isinstance(self.host, EightBitPool) and not self.rounds else []
-        return min((page * self.geometry.page for page in kinds), default=self.total)
+        """Tokens before those of ``left_rounded``; all where there are none."""
+        return min((page * self.geometry.page for page in self.left_rounded), default=self.total)
+
+    def reusable(self, tokens: int) -> int:
+        """``tokens``, less those in a page of ``left_rounded`` that ends after them: it would stay one."""
+        page, inside = divmod(tokens, self.geometry.page)
+        return tokens - inside if page in self.left_rounded else tokens
 
     def prepare_rounded(self, rounded: bool) -> None:
         """Make the host pool one that holds 8-bit pages, if some of the pages to come are or were such (``rounded``).

@@ -89,6 +89,7 @@ class AnswerLoop(Released):
         """``Session.answer``, after ``ask``."""
         with explained(self._kv, "answering"):
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
+            prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
             sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.temperature)
             self._switcher.check_prompt(len(prompt.ids))
             self.token_ids = []

@@ -27,10 +27,11 @@ def keep_pages(state: KVState, host_dtype: HostDtype) -> str:
         UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
     """
     state.round_pages(is_rounded(host_dtype))
-    full = state.host.kinds[: state.total // state.geometry.page]
-    rounded, pages = sum(full), len(full)
     if state.rounds:
-        before = f" {pages - rounded:,} of {pages:,} pages stay exact." if pages else ""
+        full = state.host.kinds[: state.total // state.geometry.page]
+        exact, pages = full.count(False), len(full)
+        before = f" {exact:,} of {pages:,} pages stay exact." if pages else ""
         return f"Pages of K/V that get full are kept in 8 bits from now on.{before}"
+    rounded, pages = len(state.left_rounded), state.geometry.pages(state.total)
     stay = f" {rounded:,} of {pages:,} pages are in 8 bits: /rebuild makes them exact." if rounded else ""
     return f"Pages of K/V that get full are kept exactly from now on.{stay}"

@@ -170,14 +170,13 @@ class PlainView:
         self.phase = Phase.DOWN
         self.folds_thoughts = False
         self.take_details: Callable[[Details], None] | None = None
+        self._conversation = ""
         self._lines = lines
         self._echoes = echoes
         self._model_folders = model_folders
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Print messages; those printed before stay."""
-        if below is None and not messages:
-            self._lines.line("A new conversation.")
         for message, footer in messages:
             thought, said = unfolded(message.marked_text, self.folds_thoughts and message.role == "assistant")
             if thought:
@@ -235,9 +234,12 @@ class PlainView:
         """Everything that matters is printed as it happens."""
 
     def show_state(self, state: ChatState) -> None:
-        """Print that a model was loaded."""
+        """Print that a model was loaded or a conversation begun."""
         before, self.phase = self.phase, state.phase
+        another, self._conversation = self._conversation, state.conversation.id
         self._lines.changed.set()
+        if another not in ("", self._conversation) and not state.conversation.messages:
+            self._lines.line("A new conversation.")
         if before is Phase.LOADING and self.phase is Phase.READY and state.info is not None:
             info = state.info
             self._lines.line(f"{info.model} on {info.device}, context {count(info.context)}, {state.mode} mode.")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvchat.engine.session import Session
-from kvchat.protocol.messages import Load
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
+from kvchat.protocol.messages import Load, Sampling, Turn
 
 
 def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuild(model):
@@ -19,7 +21,7 @@ def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuil
     session.truncate(150)  # inside an 8-bit page
     session.prefill(ids[150:])
     note = session.keep_pages("model")
-    assert "3 of 6 pages are in 8 bits" in note
+    assert "3 of 7 pages are in 8 bits" in note
     assert "/rebuild" in note
     list(session.rebuild())
     assert not any(session._kv.state.host.kinds)
@@ -27,6 +29,24 @@ def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuil
     for layer in range(model.layers):
         for found, expected in zip(*(each._kv.state.host.dense(layer, 200) for each in (session, fresh)), strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("conversation", ["", "another"])
+def test_a_new_conversation_after_8_bits_is_exact_from_its_first_token(model, conversation):
+    session = Session(model, Load(host_dtype="int8"))
+    list(session.answer([Turn("user", "A long tale. " * 20)], Sampling(max_new_tokens=5)))
+    assert "2 of 3 pages are in 8 bits" in session.keep_pages("model")
+    started = next(session.answer([Turn("user", "Another tale.")], Sampling(max_new_tokens=5), None, conversation))
+    assert started.reused_tokens == 0  # though the template's own tokens are the same
+    assert not isinstance(session._kv.state.host, EightBitPool)
+
+
+def test_a_page_cut_off_inside_stays_while_8_bits_are_wanted(model):
+    session = Session(model, Load(host_dtype="int8"))
+    list(session.answer([Turn("user", "A long tale. " * 20)], Sampling(max_new_tokens=5)))
+    started = next(session.answer([Turn("user", "Another tale.")], Sampling(max_new_tokens=5)))
+    assert started.reused_tokens > 0
+    assert "1 of 1 pages are in 8 bits" in session.keep_pages("model")
 
 
 def test_a_session_in_8_bits_says_nearly_what_an_exact_one_does(model):

@@ -182,6 +182,13 @@ async def test_there_are_no_details_before_the_first_answer(config):
     assert (code, session.errors.getvalue()) == (1, "Error: Nothing is stored yet.\nAsk something first.\n")
 
 
+async def test_a_new_conversation_is_named_as_one_and_an_edited_first_question_not(config):
+    _, session = await piped(config, "one\n/edit due\n/undo\n")
+    assert "new conversation" not in session.said
+    _, session = await piped(config, "one\n/new\ntwo\n")
+    assert session.said.count("A new conversation.") == 1
+
+
 async def test_a_question_is_written_in_an_editor(config, monkeypatch, tmp_path):
     code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('from the\\neditor\\n')"
     monkeypatch.setenv("VISUAL", f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
