@@ -66,7 +66,7 @@ TESTED_IN = {
     "engine/keep/page_file_rows": "engine/keep/test_keeper_hybrid",
     "engine/generate/forged": "engine/generate/test_escaping",
     "engine/model/description": "engine/model/test_load",
-    "engine/model/free_memory": "engine/model/test_load",
+    "engine/model/loaded_sizes": "engine/model/test_free_memory",
     "engine/model/gguf_file": "engine/model/test_load_gguf",
     "engine/model/packed_rows": "engine/model/test_int4_rows",
     "engine/model/resumable": "engine/model/test_hub",

@@ -12,21 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from kvchat import stored_tensors
 from kvchat.config import modes
 from kvchat.engine.generate.runner import CHUNK
 from kvchat.engine.model import gguf_weights, quantization
 from kvchat.engine.model.checkpoint import read_headers
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
+from kvchat.engine.model.loaded_sizes import by_quantization
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.engine.model.weight_sizes import (
-    linears,
-    packed_bytes,
-    read_bytes,
-    weight_bytes,
-)
+from kvchat.engine.model.weight_sizes import linears, read_bytes
 from kvchat.engine.proposal import has_room, propose
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
@@ -80,7 +75,7 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
     """The plan before anything is proposed: the bytes of each choice, and those that are free."""
     described, geometry = seen.described, seen.geometry
-    weights, is_rounded = _weights(seen), load.host_dtype == "int8"
+    weights, is_rounded = by_quantization(described), load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
     device_given, host_given = _given_back(in_use, described.device)
     return MemoryPlan(
@@ -173,29 +168,6 @@ def _context(seen: _Observed, asked: int | None) -> int:
         f"{name} was made for 1 to {longest:,}.",
         "Give a context in that range.",
     )
-
-
-def _weights(seen: _Observed) -> dict[str, int]:
-    """Bytes of the weights by quantization; a checkpoint that is quantized already has only its own."""
-    described = seen.described
-    own = quantization.own_method(described.config)
-    if own and not described.location.gguf:
-        return {own: _own_weights(seen)}
-    choices = quantization.possible(described.device, described.dtype)
-    if described.location.gguf:
-        choices = [name for name in choices if name in gguf_weights.CHOICES]
-    return {name: weight_bytes(seen.described.shapes, name, described.device) for name in choices}
-
-
-def _own_weights(seen: _Observed) -> int:
-    """Bytes of the weights of a checkpoint that is quantized already."""
-    config, device = seen.described.config, seen.described.device
-    if quantization.is_unpacked(config, device):
-        return weight_bytes(seen.described.shapes, "none", device)
-    if device.type == "cpu" and quantization.kind_of(config) == "int8":
-        return weight_bytes(seen.described.shapes, "int8", device)  # and its head is packed too
-    packed = stored_tensors.packed(read_headers(seen.described.location), quantization.own_section(config))
-    return packed_bytes(seen.described.shapes, packed)
 
 
 def _packed_files(described: ModelDescription) -> int:

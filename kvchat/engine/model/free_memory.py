@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import torch
 
-from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.description import ModelDescription
+from kvchat.engine.model.loaded_sizes import by_quantization, loaded_bytes
 from kvchat.engine.model.weight_sizes import weight_bytes
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
 from kvchat.units import size
 
 
-def check(found: Checkpoint, described: ModelDescription, share: float) -> None:
-    """Refuse weights of which not even ``share`` of the files' size fits, and a GGUF file too large to be unpacked.
+def check(described: ModelDescription, quantize: str) -> None:
+    """Refuse weights that do not fit the device once loaded, and a GGUF file too large to be unpacked.
 
     Raises:
-        DoesNotFitError
+        DoesNotFitError; ModelError: a file is missing or damaged.
     """
-    device = described.device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available.host_free()
-    if found.weight_bytes * share > free:
-        raise does_not_fit(found, device)
-    if found.gguf:
-        _check_unpacked(found, described)
+    if loaded_bytes(described, quantize) > _free(described.device):
+        raise does_not_fit(described, quantize)
+    if described.location.gguf:
+        _check_unpacked(described)
 
 
-def does_not_fit(found: Checkpoint, device: torch.device) -> DoesNotFitError:
-    """The refusal of weights that do not fit the ``device``."""
-    if device.type == "cpu":
-        return DoesNotFitError(
-            f"{found.name} does not fit this machine's memory.",
-            f"Its weights take {size(found.weight_bytes, 2)} on disk, and {size(available.host_free(), 2)} are free.",
-            "Choose a smaller model or --quantize int8, or end what else takes memory. --force loads it anyway.",
-        )
-    free, total = torch.cuda.mem_get_info(device)
+def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
+    """The refusal of weights that do not fit their device, with how they would."""
+    device, free, needed = described.device, _free(described.device), loaded_bytes(described, quantize)
+    where, total = "this machine's memory", ""
+    if device.type == "cuda":
+        where, total = torch.cuda.get_device_name(device), f" of {size(torch.cuda.mem_get_info(device)[1], 2)}"
     return DoesNotFitError(
-        f"{found.name} does not fit {torch.cuda.get_device_name(device)}.",
-        f"Its weights take {size(found.weight_bytes, 2)}, and {size(free, 2)} of {size(total, 2)} are free.",
-        "Choose a smaller model, or free memory on the GPU. --force loads it anyway.",
+        f"{described.location.name} does not fit {where}.",
+        f"Its weights take {size(needed, 2)}, and {size(free, 2)}{total} are free.",
+        f"Choose a smaller model{_packed(described, min(free, needed - 1))}, or end what else takes memory there. "
+        "--force loads it anyway.",
     )
 
 
-def _check_unpacked(found: Checkpoint, described: ModelDescription) -> None:
+def _packed(described: ModelDescription, room: int) -> str:
+    """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights have room; else nothing."""
+    fitting = ((name, nbytes) for name, nbytes in by_quantization(described).items() if nbytes <= room)
+    return next((f" or --quantize {name} ({size(nbytes)})" for name, nbytes in fitting), "")
+
+
+def _free(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available.host_free()
+
+
+def _check_unpacked(described: ModelDescription) -> None:
     """A GGUF file is read as a whole into this machine's memory, unpacked, before it is packed again."""
     unpacked, free = weight_bytes(described.shapes, "none", described.device), available.host_free()
     if unpacked > free:
         raise DoesNotFitError(
-            f"{found.name} does not fit this machine's memory while it is read.",
+            f"{described.location.name} does not fit this machine's memory while it is read.",
             f"Unpacked its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
             "Take it as safetensors with --quantize, which are packed one by one, or end what else takes memory. "
             "--force loads it anyway.",

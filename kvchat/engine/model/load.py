@@ -102,11 +102,11 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         checkpoint = complete(described.location, progress)
         _check_layers(described.config, checkpoint)
-        if not asked.force:
-            free_memory.check(checkpoint, described, quantized.share)
-        progress("Loading the tokenizer")
-        tokenizer = _tokenizer(checkpoint)
-        with _explained(checkpoint, described.device):
+        with _explained(described, chosen.quantize):
+            if not asked.force:
+                free_memory.check(described, chosen.quantize)
+            progress("Loading the tokenizer")
+            tokenizer = _tokenizer(checkpoint)
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             packing = freed_at_once() if quantized.method else contextlib.nullcontext()
@@ -178,7 +178,7 @@ def _stays_plain(described: ModelDescription, quantize: str) -> str:
 
 
 @contextlib.contextmanager
-def _explained(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
+def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
     """Whatever reading the weights and trying the model raises is raised as kvchat's own error."""
     try:
         yield
@@ -186,8 +186,8 @@ def _explained(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise free_memory.does_not_fit(checkpoint, device) from error
-        raise supported.unreadable(checkpoint.name, "the model", error) from error
+            raise free_memory.does_not_fit(described, quantize) from error
+        raise supported.unreadable(described.location.name, "the model", error) from error
 
 
 def _gguf(checkpoint: Checkpoint) -> dict[str, str]:

@@ -36,14 +36,10 @@ INSTALL_GPTQ = "pip install 'kvchat[gptq]'"  # AWQ's too
 
 @dataclass(frozen=True)
 class Quantization:
-    """The storage of the weights: transformers' name of the method (empty: unquantized) and its loading options.
-
-    ``share`` is the least fraction of the files' bytes that the loaded weights take.
-    """
+    """The storage of the weights: transformers' name of the method (empty: unquantized) and its loading options."""
 
     method: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    share: float = 1.0
 
 
 def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device) -> Quantization:
@@ -60,9 +56,8 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         _check_dtype(config, dtype, device)
         return Quantization(own_method(config))
     _check_installed(quantize, device)
-    stored = config.get_text_config(decoder=True).dtype or torch.float32
     method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
-    return Quantization(method, {"quantization_config": chosen}, BITS[quantize] / (8 * stored.itemsize))
+    return Quantization(method, {"quantization_config": chosen})
 
 
 def check(quantize: str, config: Any) -> None:

@@ -6,9 +6,10 @@ import shutil
 import socket
 
 import pytest
+import torch
 from support import tiny_models
 
-from kvchat.engine.model import quantization
+from kvchat.engine.model import description, quantization
 from kvchat.paths import bundled_model_dir
 
 
@@ -43,3 +44,12 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """A GPU in name only, with 2 MB free."""
+    monkeypatch.setattr(description, "resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))

@@ -21,7 +21,7 @@ from kvchat.engine.model.packed_rows import ROWS
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.plan import memory_plan
-from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.errors import ModelError, UsageError
 from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Load
 
@@ -73,26 +73,6 @@ def test_a_bitsandbytes_checkpoint_without_bitsandbytes(llama_folder):
     declare(llama_folder, QUANTIZED["bitsandbytes"])
     with pytest.raises(ModelError, match=r"needs a package.*pip install 'kvchat\[bnb\]'"):
         load_model(Load(str(llama_folder), "cpu"), silent)
-
-
-@pytest.mark.parametrize(("stored", "share"), [(torch.bfloat16, 0.25), (torch.float32, 0.125), (None, 0.125)])
-def test_memory_is_checked_for_what_is_left_of_the_weights(monkeypatch, stored, share):
-    monkeypatch.setattr(quantization, "find_spec", lambda name: SimpleNamespace())
-    config = SimpleNamespace(dtype=stored)
-    config.get_text_config = lambda decoder: config
-    assert quantization.resolve("nf4", config, torch.bfloat16, CPU).share == share
-    assert quantization.resolve("none", config, torch.bfloat16, CPU) == quantization.Quantization()
-
-
-def test_weights_too_large_even_in_4_bits(monkeypatch):
-    from kvchat.engine.model import description
-
-    monkeypatch.setattr(quantization, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(description, "resolve_device", lambda device: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
-    with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
-        load_model(Load("bundled", "cuda", quantize="nf4"), silent)
 
 
 def test_ordinary_weights_are_not_called_quantized():
@@ -227,7 +207,6 @@ def test_what_is_asked_of_torchao(monkeypatch):
         chosen = quantization.resolve(quantize, config, torch.bfloat16, cuda)
         assert chosen.method == "torchao"
         assert type(chosen.options["quantization_config"].quant_type).__name__.lower().startswith(quantize)
-        assert chosen.share == quantization.BITS[quantize] / 32
 
 
 @needs_torchao
