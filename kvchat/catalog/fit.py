@@ -78,11 +78,13 @@ def needs(found: FoundModel, weights: Weights, dtype: str, there: Room) -> dict[
 
 
 def _packed_bytes(weights: Weights, quantize: str, item: int, there: Room) -> int:
-    """Bytes of weights whose Linears are packed; on a CPU the head too, which may be the embedding as well."""
+    """Bytes of weights whose Linears are packed; on a CPU experts too, and the head, which may be the embedding."""
     plain, each = weights.plain, QUANTIZED.get(quantize) or INT4[there.device.partition(":")[0]]
-    packs_head = quantize == "int8" or (quantize == "int4" and plain.head is not None)
-    head = _packed_head(plain, item) if packs_head and there.device == "cpu" else 0
-    return (weights.elements - plain.linear) * item + int(plain.linear * each) + head
+    packed, head = plain.linear, 0
+    if there.device == "cpu" and quantize != "nf4":
+        packed += plain.experts
+        head = _packed_head(plain, item) if quantize == "int8" or plain.head is not None else 0
+    return (weights.elements - packed) * item + int(packed * each) + head
 
 
 def _packed_head(plain: Elements, item: int) -> int:

@@ -17,6 +17,7 @@ from kvchat.paths import BUNDLED, INDEX
 
 PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
 WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # whose matrices are Conv1Ds, which nothing packs
+OWN_EXPERTS = {"dbrx", "llama4", "llama4_text", "longcat_flash"}  # run in a way of their own, and never packed
 CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 3  # the folder given, its publishers, their models
@@ -117,6 +118,8 @@ def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
     weights = replace(weights, mlp=_count(config, "intermediate_size") * _count(config, "hidden_size"))
     if config.get("model_type") in WITHOUT_LINEARS:
         weights = replace(weights, plain=replace(weights.plain, linear=0))
+    if config.get("model_type") in OWN_EXPERTS:
+        weights = replace(weights, plain=replace(weights.plain, experts=0))
     if quantized:
         weights = replace(weights, dtype=_own_dtype(config))
     return FoundModel(name, kind, weights, stored_tensors.kind_of(quantized))

@@ -17,20 +17,22 @@ TOWERS = re.compile(
 )
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|embed_in|wte|token_embd)$")
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)$")
-# Never packed: tables, also of positions and layers, and fused experts, which are no Linears.
-UNPACKED = re.compile(r"emb|(?:^|\.)w[tp]e$|\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")
+TABLES = re.compile(r"emb|(?:^|\.)w[tp]e$")  # also of positions and layers, which nothing packs
+EXPERTS = re.compile(r"\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")  # no Linears once they are loaded
 
 
 @dataclass(frozen=True)
 class Elements:
     """Elements of the weights that are not packed in the files.
 
-    ``linear``: of the Linears but the head; ``embedding``: of the tokens' table; ``head``: None where that is it.
+    ``linear``: of the Linears but the head; ``embedding``: of the tokens' table; ``head``: None where that is it;
+    ``experts``: of a mixture's.
     """
 
     linear: int = 0
     embedding: int = 0
     head: int | None = None
+    experts: int = 0
 
 
 def is_loaded(name: str, is_multimodal: bool) -> bool:
@@ -40,7 +42,7 @@ def is_loaded(name: str, is_multimodal: bool) -> bool:
 
 def count(tensors: Iterable[tuple[str, int]], packed: Iterable[str] = ()) -> Elements:
     """The elements of ``tensors``, names and elements; ``packed`` are the modules of weights packed already."""
-    linear = embedding = 0
+    linear = embedding = experts = 0
     head = 0 if any(map(HEAD.search, packed)) else None
     for name, elements in tensors:
         module = stored_tensors.owner(name)
@@ -48,6 +50,8 @@ def count(tensors: Iterable[tuple[str, int]], packed: Iterable[str] = ()) -> Ele
             embedding += elements
         elif HEAD.search(module):
             head = (head or 0) + elements
-        elif name.endswith(".weight") and not UNPACKED.search(module):
+        elif EXPERTS.search(module):
+            experts += 0 if name.endswith("bias") else elements
+        elif name.endswith(".weight") and not TABLES.search(module):
             linear += elements
-    return Elements(linear, embedding, head)
+    return Elements(linear, embedding, head, experts)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvchat.engine.model import gguf_file, int4_rows, int8_rows, quantization
+from kvchat.engine.model import gguf_file, int4_rows, int8_rows, packed_experts, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
@@ -89,15 +89,19 @@ def unpacked() -> Iterator[dict[str, Any]]:
 
 
 def pack(model: Any, config: Any, device: torch.device) -> None:
-    """Quantize the Linears of ``model`` but its head by transformers' ``config``, each on ``device``."""
+    """Quantize the Linears of ``model`` but its head by transformers' ``config``, each on ``device``.
+
+    On a CPU also its experts.
+    """
     model.config.quantization_config = config
-    if config.quant_method == int4_rows.METHOD:
-        for linear in int4_rows.chosen(model):
+    method = config.quant_method
+    if method in packed_experts.STACK:
+        for linear in int4_rows.chosen(model) if method == int4_rows.METHOD else ():
             int4_rows.pack(linear, of_4_bits=True)
-        return
-    if config.quant_method == int8_rows.METHOD:
-        for linear in body(model):
+        for linear in body(model) if method == int8_rows.METHOD else ():
             int8_rows.pack(linear)
+        for _, stack in packed_experts.chosen(model, method):
+            packed_experts.pack(stack.module, stack.name, stack.weight.detach(), method, of_4_bits=True)
         return
     from torchao.quantization import quantize_
 

@@ -42,6 +42,10 @@ class Int4Rows(PackedRows):
         product = product.to(x.dtype).view(*x.shape[:-1], len(self.data))
         return product if bias is None else product + bias
 
+    def matrix(self, index: int) -> Self:
+        """One matrix of a stack, whose scales are ``[E, K / 32, N, 2]``, in the same memory."""
+        return type(self)(self.data[index], self.scales[index])
+
     @property
     def constants(self) -> tuple[Tensor, ...]:
         """The scales and zero points."""
@@ -65,20 +69,25 @@ class Int4Rows(PackedRows):
 
 def chosen(model: Any) -> Iterator[nn.Linear]:
     """The Linears of ``model`` that are packed: those that fit, but its head."""
-    return filter(fits, body(model))
+    return (linear for linear in body(model) if fits(*linear.weight.shape))
 
 
-def fits(linear: nn.Linear) -> bool:
-    """True if the kernel multiplies a Linear of this shape."""
-    return linear.out_features % MULTIPLE == 0 and linear.in_features % GROUP == 0
+def fits(rows: int, columns: int) -> bool:
+    """True if the kernel multiplies a matrix of this shape."""
+    return rows % MULTIPLE == 0 and columns % GROUP == 0
 
 
 def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
     """Quantize a Linear that ``fits``. Weights that had ``of_4_bits`` already keep their values where that is seen."""
-    chunks = [_packed(rows, of_4_bits) for rows in in_chunks(linear.weight.detach(), CHUNK)]
-    data, scales = torch.cat([data for data, _ in chunks]), torch.cat([scales for _, scales in chunks], 1)
+    data, scales = _quantize(linear.weight.detach(), of_4_bits)
     linear.weight = nn.Parameter(data, requires_grad=False)
     attach(linear, Int4Rows(linear.weight, scales, linear.bias))
+
+
+def stack(matrices: Tensor, of_4_bits: bool = False) -> Int4Rows:
+    """Quantize a stack of ``matrices [E, N, K]`` of a shape that fits."""
+    data, scales = zip(*(_quantize(matrix, of_4_bits) for matrix in matrices), strict=True)
+    return Int4Rows(torch.stack(data), torch.stack(scales))
 
 
 def unpacked_elements(model: Any) -> int:
@@ -87,8 +96,13 @@ def unpacked_elements(model: Any) -> int:
     return int(model.num_parameters()) + sum(packed)
 
 
-def _packed(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
+def _quantize(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
     """The ``data`` and ``scales`` of ``weight [N, K]``."""
+    chunks = [_quantize_chunk(rows, of_4_bits) for rows in in_chunks(weight, CHUNK)]
+    return torch.cat([data for data, _ in chunks]), torch.cat([scales for _, scales in chunks], 1)
+
+
+def _quantize_chunk(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
     groups = weight.float().reshape(-1, GROUP)
     low, span = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)
     steps = _steps(groups, low, span) if of_4_bits else LEVELS

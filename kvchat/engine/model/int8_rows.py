@@ -25,11 +25,14 @@ ALIGNED = 64  # bytes: of rows that are no multiple of four the kernel reads the
 
 
 class Int8Rows(PackedRows):
-    """A matrix ``data [N, K]`` of 8 bits, each row with its ``scale [N]``; ``bias [N]`` is its Linear's."""
+    """A matrix ``data [N, K]`` of 8 bits, each row with its ``scale [N]``; ``bias [N]`` is its Linear's.
 
-    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+    ``rounded`` are the scales as the kernel reads them.
+    """
+
+    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None, rounded: Tensor | None = None) -> None:
         self.data, self.scale, self.bias = data, scale, bias
-        self._rounded = scale.bfloat16()
+        self._rounded = scale.bfloat16() if rounded is None else rounded
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
@@ -48,6 +51,10 @@ class Int8Rows(PackedRows):
         for rows in in_chunks(self.data, UNPACKED):
             here = slice(at, at := at + len(rows))
             yield rows.to(dtype).mul_(self.scale[here, None].to(dtype)), None if bias is None else bias[here]
+
+    def matrix(self, index: int) -> Self:
+        """One matrix of a stack ``[E, N, K]``, in the same memory."""
+        return type(self)(self.data[index], self.scale[index], rounded=self._rounded[index])
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
@@ -74,9 +81,18 @@ def pack(linear: nn.Linear) -> None:
     """Quantize a Linear."""
     weight = linear.weight.detach()
     data = torch.empty(weight.shape, dtype=torch.int8)
-    pairs = zip(in_chunks(weight, CHUNK), in_chunks(data, CHUNK), strict=True)
-    scale = torch.cat([_quantize(rows, place) for rows, place in pairs])
-    install(linear, data, scale)
+    install(linear, data, _quantize(weight, data))
+
+
+def stack(matrices: Tensor, of_4_bits: bool = False) -> Int8Rows:
+    """Quantize a stack of ``matrices [E, N, K]`` that ``fits_stack``, also of weights that had 4 bits."""
+    data = torch.empty(matrices.shape, dtype=torch.int8)
+    return Int8Rows(data, torch.stack([_quantize(*pair) for pair in zip(matrices, data, strict=True)]))
+
+
+def fits_stack(rows: int, columns: int) -> bool:
+    """True if each matrix of a stack of such can lie as the kernel reads it."""
+    return rows * columns % ALIGNED == 0
 
 
 def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
@@ -89,6 +105,11 @@ def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
 
 def _quantize(weight: Tensor, data: Tensor) -> Tensor:
     """Write the ``data [N, K]`` of ``weight [N, K]``; the ``scale [N]`` of each row."""
+    pairs = zip(in_chunks(weight, CHUNK), in_chunks(data, CHUNK), strict=True)
+    return torch.cat([_quantize_chunk(rows, place) for rows, place in pairs])
+
+
+def _quantize_chunk(weight: Tensor, data: Tensor) -> Tensor:
     weight = weight.float()
     scale = (weight.abs().amax(1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
     data.copy_((weight / scale[:, None]).round())

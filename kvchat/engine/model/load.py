@@ -172,8 +172,8 @@ def _stays_plain(described: ModelDescription, quantize: str) -> str:
         return ""
     dtype = str(described.dtype).removeprefix("torch.")
     return (
-        f"{share:.0%} of its layers' weights stay in {dtype}: {quantize} packs Linears only, "
-        "neither experts nor convolutions."
+        f"{share:.0%} of its layers' weights stay in {dtype}: {quantize} packs no convolutions, no matrices of odd "
+        f"sizes{'' if described.device.type == 'cpu' and quantize != 'nf4' else ' and no experts'}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Lets transformers pack each Linear while it reads a model onto a CPU, so that no more than one is unpacked."""
+"""Lets transformers pack each weight while it reads a model onto a CPU, so that no more than one is unpacked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvchat.engine.model import int4_rows, int8_rows
+from kvchat.engine.model import int4_rows, int8_rows, packed_experts
 from kvchat.engine.model.packed_rows import body
 
 PACK = {int4_rows.METHOD: int4_rows.pack, int8_rows.METHOD: int8_rows.pack}
@@ -23,12 +23,13 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Packs the Linears that fit, but the head."""
+    """Packs the Linears that fit, but the head, and the stacks of experts."""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         method = self.quantization_config.quant_method
         chosen = set(int4_rows.chosen(model) if method == int4_rows.METHOD else body(model))
         self._packed = {f"{name}.weight" for name, module in model.named_modules() if module in chosen}
+        self._packed |= {name for name, _ in packed_experts.chosen(model, method)}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._packed
@@ -49,13 +50,17 @@ class _Pack(ConversionOps):  # type: ignore[misc]
         self._method = method
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Put what was read into its Linear, packed: nothing is left to be put there."""
+        """Put what was read into its module, packed: nothing is left to be put there."""
         (value,) = input_dict.values()
-        name = kwargs["full_layer_name"]
-        linear = kwargs["model"].get_submodule(name.rpartition(".")[0])
-        linear.weight = nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
-        PACK[self._method](linear)
-        linear.weight._is_hf_initialized = True  # else it is drawn anew, for some models with all of the layer
+        value, name = value[0] if isinstance(value, list) else value, kwargs["full_layer_name"]
+        path, _, own = name.rpartition(".")
+        module = kwargs["model"].get_submodule(path)
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(value, requires_grad=False)
+            PACK[self._method](module)
+        else:
+            packed_experts.pack(module, own, value, self._method)
+        getattr(module, own)._is_hf_initialized = True  # else it is drawn anew, for some models with all of the layer
         kwargs["missing_keys"].discard(name)
         return {}
 

@@ -9,13 +9,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-ROWS = "packed_rows"  # the attribute of a Linear
+ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
 BLOCK = 64  # rows that int4 interleaves where they are packed, on some processors fewer: what follows begins a new one
 
 
 class PackedRows(ABC):
-    """The packed rows of a Linear's matrix ``[N, K]``; ``bias [N]`` is the Linear's."""
+    """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of such; ``bias [N]`` is the Linear's."""
 
     data: Tensor
     bias: Tensor | None
@@ -27,6 +27,10 @@ class PackedRows(ABC):
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
+
+    @abstractmethod
+    def matrix(self, index: int) -> Self:
+        """One matrix of a stack, in the same memory."""
 
     @property
     @abstractmethod
@@ -64,8 +68,11 @@ def in_chunks(matrix: Tensor, elements: int) -> tuple[Tensor, ...]:
 
 
 def all_rows(model: Any) -> Iterator[tuple[str, PackedRows]]:
-    """The packed rows of the Linears of ``model``, with the Linears' names."""
-    return ((name, module.__dict__[ROWS]) for name, module in model.named_modules() if ROWS in module.__dict__)
+    """The packed rows of the Linears and of the stacks of experts in ``model``, with their names."""
+    for name, module in model.named_modules():
+        if ROWS in module.__dict__:
+            yield name, module.__dict__[ROWS]
+        yield from ((f"{name}.{stack}", rows) for stack, rows in module.__dict__.get(STACKS, {}).items())
 
 
 def body(model: Any) -> Iterator[nn.Linear]:

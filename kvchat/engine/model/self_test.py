@@ -19,7 +19,7 @@ from kvchat.engine.model.attention_hook import AttentionBackend
 from kvchat.engine.model.dense_attention import DenseManager
 from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.engine.model.supported import keeping_state
-from kvchat.engine.model.tolerances import logits_tolerance, relative_error
+from kvchat.engine.model.tolerances import logits_error, logits_tolerance, relative_error
 from kvchat.errors import ModelError
 
 PREFILL = (19, 14)
@@ -47,8 +47,7 @@ def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseMan
 
     Without ``chunked`` all tokens after the first chunk go one by one.
 
-
-    Returns the relative L2 error of the logits of every token whose logits a chat would use.
+    Returns the relative L2 error of the logits of the tokens whose logits a chat would use.
 
     Raises:
         ModelError: the error is too large for the model's dtype, so its answers would be wrong.
@@ -56,7 +55,7 @@ def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseMan
     chunks = _chunks(model, chunked)
     ends = torch.cumsum(torch.tensor([len(chunk) for chunk in chunks]), 0) - 1
     made = _stepwise(model, chunks, make_backend(), RecurrentState(model.config))
-    measured = relative_error(made, _reference(model, torch.cat(chunks))[ends])
+    measured = logits_error(model, made, _reference(model, torch.cat(chunks))[ends])
     allowed = logits_tolerance(model)
     if not measured <= allowed:
         raise ModelError(

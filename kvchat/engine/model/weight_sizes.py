@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat import stored_tensors
-from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows
+from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows, packed_experts
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.packed_rows import is_tied, packs_head
 from kvchat.stored_tensors import Packed, StoredTensor
@@ -36,17 +36,18 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
-    """Bytes of the weights and buffers; only Linears are quantized, the head on a CPU alone."""
+    """Bytes of the weights and buffers; only Linears are quantized, the head and experts on a CPU alone."""
     total: int = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if quantize == "none":
         return total
     head = model.get_output_embeddings()
     for linear in linears(model):
         if linear is not head:
-            total += _packed_bytes(linear, quantize, device) - linear.weight.nbytes
+            total += _packed_bytes(linear.weight, quantize, device) - linear.weight.nbytes
         elif device.type == "cpu" and packs_head(model, quantize):
-            total += _packed_bytes(linear, "int8", device) - (0 if is_tied(model) else linear.weight.nbytes)
-    return total
+            total += _packed_bytes(linear.weight, "int8", device) - (0 if is_tied(model) else linear.weight.nbytes)
+    stacks = _stacks(model, quantize, device)
+    return total + sum(_packed_bytes(matrices, quantize, device) - matrices.nbytes for matrices in stacks)
 
 
 def packed_bytes(model: Any, packed: Mapping[str, Packed]) -> int:
@@ -108,29 +109,37 @@ def unpackable_share(model: Any, quantize: str, device: torch.device) -> float:
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     matrices = (weight for weight in decoder.parameters() if weight.dim() > 1 and id(weight) not in tables)
     all_of_them: int = sum(weight.numel() for weight in matrices)
-    fitting = (linear.weight for linear in linears(decoder) if _fits(linear, quantize, device))
-    packed: int = sum(weight.numel() for weight in fitting)
+    fitting = [linear.weight for linear in linears(decoder) if _fits(linear.weight, quantize, device)]
+    packed: int = sum(weight.numel() for weight in (*fitting, *_stacks(decoder, quantize, device)))
     return 1 - packed / max(1, all_of_them)
 
 
-def _packed_bytes(linear: nn.Linear, quantize: str, device: torch.device) -> int:
-    """Bytes of a Linear's weights once it is packed; those of one that does not fit stay."""
-    rows, columns = linear.weight.shape
+def _packed_bytes(weight: Tensor, quantize: str, device: torch.device) -> int:
+    """Bytes of a matrix ``weight [N, K]`` once it is packed; those of one that does not fit stay."""
+    rows, columns = weight.shape
     if quantize != "int4":
         return rows * (columns + ROW_BYTES[device.type]) if quantize == "int8" else int(rows * columns * NF4_BYTES)
-    if not _fits(linear, quantize, device):
-        return linear.weight.nbytes
+    if not _fits(weight, quantize, device):
+        return weight.nbytes
     if device.type == "cpu":
         return int(rows * columns * int4_rows.WEIGHT_BYTES)
     padded = [-(-size // to) * to for size, to in zip((rows, columns), INT4_PADDED, strict=True)]
     return int(padded[0] * padded[1] * INT4_BYTES)
 
 
-def _fits(linear: nn.Linear, quantize: str, device: torch.device) -> bool:
-    """True if a Linear of this shape can be packed."""
+def _fits(weight: Tensor, quantize: str, device: torch.device) -> bool:
+    """True if a matrix ``[N, K]`` can be packed."""
     if quantize != "int4":
         return True
-    return int4_rows.fits(linear) if device.type == "cpu" else linear.in_features % INT4_GROUP == 0
+    return int4_rows.fits(*weight.shape) if device.type == "cpu" else weight.shape[1] % INT4_GROUP == 0
+
+
+def _stacks(model: Any, quantize: str, device: torch.device) -> Iterator[Tensor]:
+    """The stacks of experts that can be packed, each as one matrix ``[E * N, K]``."""
+    if device.type != "cpu" or quantize not in packed_experts.FITS:
+        return
+    for _, stack in packed_experts.chosen(model, quantize):
+        yield stack.weight.view(-1, stack.shape[-1])
 
 
 def linears(model: Any) -> Iterator[nn.Linear]:

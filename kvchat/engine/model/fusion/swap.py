@@ -40,8 +40,7 @@ from kvchat.engine.model.fusion.recognize import (
     rotates_halves,
 )
 from kvchat.engine.model.packed_rows import weight_of
-from kvchat.engine.model.tolerances import logits_tolerance, relative_error
-from kvchat.engine.model.weight_sizes import has_experts
+from kvchat.engine.model.tolerances import logits_error, logits_tolerance
 
 NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"
 CHECKED_PROMPT, CHECKED_STEPS = 7, 3
@@ -204,12 +203,7 @@ def sample_logits(model: Any) -> Tensor:
 
 
 def _check(model: Any, plain: Tensor) -> None:
-    """Raise ArithmeticError if the logits differ from those of the ``plain`` model.
-
-    Of a mixture of experts half of the tokens may: rounding sends some to other experts.
-    """
-    measured, allowed = sample_logits(model), logits_tolerance(model)
-    of_tokens = torch.tensor([relative_error(*pair) for pair in zip(measured, plain, strict=True)])
-    error = float(of_tokens.median()) if has_experts(model) else relative_error(measured, plain)
+    """Raise ArithmeticError if the logits differ from those of the ``plain`` model."""
+    error, allowed = logits_error(model, sample_logits(model), plain), logits_tolerance(model)
     if not error <= allowed:
         raise ArithmeticError(f"its results differ by {error:.2g} (relative), {allowed:.2g} is allowed")
