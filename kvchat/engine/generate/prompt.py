@@ -105,9 +105,18 @@ class PromptEncoder:
         spans = self._spans(turns)
         text, found = self.render(turns), list[int]()
         for begin, end in spans:
-            first, last = (len(self.ids_of(text[:chars], stored)) for chars in (begin, end))
+            first, last = min(self._counted(text, begin, stored)), max(self._counted(text, end, stored))
             found += range(max(first, found[-1] + 1 if found else 0), last)
         return found
+
+    def _counted(self, text: str, chars: int, stored: Stored) -> tuple[int, int]:
+        """The ids of ``text[:chars]``, counted from the last place before it whose ids are known, and from the next.
+
+        The counts differ where what was generated between them would be tokenized otherwise.
+        """
+        before = len(self.ids_of(text[:chars], stored))
+        ids, end = stored.agreed_from(text, chars) or (before, chars)
+        return before, ids - len(self._rest(text[chars:end], anchored=True))
 
     def _spans(self, turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """The pinned turns' characters in the rendered text: from the end of what the turn before says to the next."""

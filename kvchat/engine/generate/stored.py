@@ -67,6 +67,11 @@ class Stored:
         found = (mark for mark in reversed(self.marks) if text.startswith(self.text[: mark[1]]))
         return next(found, (0, 0))
 
+    def agreed_from(self, text: str, chars: int) -> tuple[int, int] | None:
+        """The first mark with at least ``chars`` characters whose text is a prefix of ``text``."""
+        found = (mark for mark in self.marks if mark[1] >= chars and text.startswith(self.text[: mark[1]]))
+        return next(found, None)
+
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of leading elements that are equal."""

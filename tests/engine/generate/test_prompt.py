@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from support.byte_tokenizer import byte_level
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -274,6 +275,21 @@ def test_a_pinned_answer_that_goes_on_ends_with_the_conversation(tokenizer, enco
     places = encoder.pinned(turns, Stored())
     assert places == list(range(places[0], len(ids)))
     assert tokenizer.decode([ids[at] for at in places]).endswith("One, two")
+
+
+def test_a_message_is_pinned_from_its_first_token_after_an_answer_that_would_be_tokenized_otherwise():
+    tokenizer = byte_level()
+    encoder, stored = PromptEncoder(tokenizer), Stored()
+    asked = encoder.encode([user("Hello")], stored)
+    answered = [*tokenizer.encode("é")[:1] * 8, *tokenizer.encode(" ")]  # bytes that are no characters
+    answer = tokenizer.decode(answered)
+    stored.extend(asked.ids)
+    stored.agree(asked.text)
+    stored.extend(answered)
+    stored.agree(encoder.answered(asked, answer))
+    turns = [user("Hello"), assistant(answer), Turn("user", "Biscuit", pinned=True)]
+    ids = encoder.encode(turns, stored).ids
+    assert "user\nBiscuit" in tokenizer.decode([ids[at] for at in encoder.pinned(turns, stored)])
 
 
 def test_a_template_that_leaves_messages_out_cannot_pin(tokenizer):

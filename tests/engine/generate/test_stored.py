@@ -14,6 +14,8 @@ def test_stored_text_is_known_only_at_marks():
     assert stored.agreed("abcde") == (4, 4)
     assert stored.agreed("abc") == (2, 2)
     assert stored.agreed("x") == (0, 0)
+    assert [stored.agreed_from("abcde", chars) for chars in (2, 3, 5)] == [(2, 2), (4, 4), None]
+    assert stored.agreed_from("abce", 3) is None
     stored.truncate(3)
     assert (stored.ids, stored.text, stored.marks) == ([1, 2, 3], "ab", [(2, 2)])
     stored.agree("aX")
