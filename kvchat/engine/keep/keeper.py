@@ -153,7 +153,7 @@ class Keeper:
             self._present = ""
             self._loop.stored.saved = 0
         if self._keeping.folder:
-            self._folder.path(conversation).unlink(missing_ok=True)
+            self._folder.delete(conversation)
         self.save()
 
     def _truncate(self, tokens: int) -> None:

@@ -32,6 +32,11 @@ class SavedFolder:
         with suppress(OSError):
             os.utime(path)
 
+    def delete(self, conversation: str) -> None:
+        """Delete a conversation's file, if there is one; one that cannot be deleted stays."""
+        with suppress(OSError):
+            self.path(conversation).unlink()
+
     def make_room(self, path: Path, size: int) -> int:
         """Delete files until ``path`` may grow to ``size`` bytes; how large it may become, where that is less.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +190,19 @@ def test_a_file_written_while_its_conversation_was_deleted_goes_with_it(tmp_path
     chat.say("c", "x")
     chat.written()
     assert not (tmp_path / "kv" / "a.kv").exists()
+
+
+def test_a_file_that_cannot_be_deleted_is_no_failure(tmp_path, monkeypatch):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    chat.keeper.forget("a")
+    assert chat.keeper.parked_bytes == 0
 
 
 def test_what_was_said_before_is_not_saved_as_a_conversation_that_was_only_opened(tmp_path):
