@@ -68,6 +68,7 @@ class Comparison:
         self._switcher = switcher
         self._metrics = metrics
         self._reported = 0.0
+        self._pinned: Sequence[int] = ()
 
     def run(
         self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
@@ -79,7 +80,7 @@ class Comparison:
             loop = self._loop
             prompt = loop.encoder.encode(turns, loop.stored)
             self._switcher.check_context(len(prompt.ids))
-            exact, pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
+            exact, self._pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
             with self._left_as_it_was(exact):
                 loop.forget(exact)
                 self._switcher.note_preamble(loop.encoder.preamble(turns))
@@ -88,7 +89,7 @@ class Comparison:
                 logits = (yield from loop.read_prompt(unread)) if unread else None
                 runs: list[Run] = []
                 if logits is not None or not unread:
-                    self._runner.pin([position for position in pinned if position < self._runner.kv.total])
+                    self._runner.pin([position for position in self._pinned if position < self._runner.kv.total])
                     yield from self._answers(prompt.ids, chosen, sampling, runs)
             yield Compared(tuple(runs), len(prompt.ids))
 
@@ -123,7 +124,9 @@ class Comparison:
         """
         self._loop.forget(len(prompt) - 1)
         self._switcher.enter(parameters)
-        return self._loop.prefill(prompt[-1:])
+        logits = self._loop.prefill(prompt[-1:])
+        self._runner.pin(self._pinned)  # the last one too
+        return logits
 
     def _answer(
         self, index: int, prompt: list[int], logits: Tensor, sampling: Sampling

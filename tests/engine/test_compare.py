@@ -80,6 +80,16 @@ def test_the_first_answer_is_that_of_the_mode_itself(session, model):
     assert compared.runs[0].text == finished.text
 
 
+def test_all_of_a_pinned_question_is_pinned_in_each_mode_as_in_its_own_answer(model):
+    session, own = Session(model), Session(model, entering("streaming", NARROW.params))
+    pinned = (replace(STORY[0], pinned=True),)
+    list(own.answer(pinned, SAMPLING))
+    seen, step = [], session._loop.step
+    session._loop.step = lambda token: seen.append(session._kv.state.pins) or step(token)
+    list(session.compare(pinned, VARIANTS, SAMPLING))
+    assert set(seen) == {own._kv.state.pins}
+
+
 def test_what_was_computed_with_less_context_is_read_again(session):
     """In the comparison all modes begin from exact K/V, also of an earlier answer that was reduced."""
     answer = session.text(0, session.total).rsplit("<|assistant|>", 1)[1]
