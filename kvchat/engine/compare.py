@@ -30,6 +30,7 @@ from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import kind_of, whole_number
+from kvchat.engine.keep.keeper import Keeper
 from kvchat.engine.memory_errors import explained
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.kv.set_aside import SetAside, set_aside
@@ -240,6 +241,7 @@ class Comparisons:
     _runner: ModelRunner
     _switcher: ModeSwitcher
     _metrics: MetricsCollector
+    _keeper: Keeper
 
     def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
         """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
@@ -254,7 +256,7 @@ class Comparisons:
         kind_of(variants, Sequence, "a list of variants")
         self._ask()
         comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
-        return self._loop.lock.in_turn(comparison.run(turns, variants, sampling))
+        return self._loop.lock.in_turn(self._keeper.saving(comparison.run(turns, variants, sampling)))
 
     def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
         """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.

@@ -14,13 +14,14 @@ from support.tiny_runner import speaking
 
 from kvchat.engine import compare
 from kvchat.engine.compare import compare_logits
+from kvchat.engine.keep.write_behind import WriteBehind
 from kvchat.engine.model.load import load_model
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
 from kvchat.protocol.comparing import Compared, Comparing, Variant
-from kvchat.protocol.messages import Load, Prefilled, Sampling, Started, Turn
+from kvchat.protocol.messages import Keeping, Load, Prefilled, Sampling, Started, Turn
 
 SAMPLING = Sampling(temperature=0.9, seed=4, max_new_tokens=24)
 STORY = (Turn("user", "The sea was calm and the whale went on. " * 20 + "Tell me a short story."),)
@@ -157,6 +158,17 @@ def fails_after(steps: int, step):
         return step(token)
 
     return fail
+
+
+def test_what_a_comparison_kept_from_being_written_is_written_after_it(model, tmp_path, monkeypatch):
+    session = Session(model, Load(keeping=Keeping(saved_bytes=2**30, folder=str(tmp_path))))
+    monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
+    list(session.answer(STORY, SAMPLING, None, "a"))
+    monkeypatch.undo()
+    list(session.compare(STORY, VARIANTS[:1], SAMPLING))
+    ids = list(session._loop.stored.ids)
+    session._keeper.close(60)
+    assert session._keeper._file(tmp_path / "a.kv").rows()["id"].tolist() == ids
 
 
 def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(session, monkeypatch):
