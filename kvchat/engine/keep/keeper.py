@@ -29,7 +29,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
 from kvchat.kv.memory.kept_tokens import KeptTokens
 from kvchat.kv.memory.page_file import DamagedFileError, PageFile, SavedState
-from kvchat.kv.memory.pages import has_rounded
+from kvchat.kv.memory.pages import exact_pages
 from kvchat.kv.memory.parked import ParkedPages, parked_bytes
 from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 
@@ -128,7 +128,7 @@ class Keeper:
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns), time.perf_counter()
-        present = self._common(self._loop.stored, text)
+        present = min(self._common(self._loop.stored, text), self._kv.state.first_rounded)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # its room is that of the one which goes
         self._park()
@@ -190,9 +190,10 @@ class Keeper:
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, parked in self._parked.items():
             pages, states = parked.pages, {one.tokens: partial(_itself, one) for one in parked.snapshots}
-            kept = KeptTokens(len(parked.stored.ids), pages.read, has_rounded(pages), parked.control, pages.query)
-            source = self._usable(Source(parked.stored, "memory", kept, states), text)
-            yield source if name == conversation else _of_another(source)
+            exact = exact_pages(pages) * self._kv.state.geometry.page
+            kept = KeptTokens(len(parked.stored.ids), pages.read, exact, parked.control, pages.query)
+            source, own = Source(parked.stored, "memory", kept, states), name == conversation
+            yield self._usable(source if own else _of_another(source), text, own)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
         """The conversation's own file, and those of others that begin alike.
@@ -206,9 +207,9 @@ class Keeper:
         beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
         for path in self._folder.latest_first()[:LOOKED_AT]:
             if path != own and path.suffix == own.suffix and self._begins(path, beginning):
-                yield self._saved_source(path, text)
+                yield self._saved_source(path, text, own=False)
         if own.exists():
-            source = self._saved_source(own, text)
+            source = self._saved_source(own, text, own=True)
             source.stored.saved = len(source.stored.ids)
             self._folder.touch(own)
             yield source
@@ -220,18 +221,24 @@ class Keeper:
         except (DamagedFileError, OSError):
             return False
 
-    def _saved_source(self, path: Path, text: str) -> Source:
+    def _saved_source(self, path: Path, text: str, own: bool) -> Source:
         file = self._file(path)
         rows, end = file.rows(), file.end()
         stored = row.stored_of(rows, text)
         stored.links = file.links
-        kept = KeptTokens(len(stored.ids), file.read, file.has_rounded, row.control_positions(rows), end.query)
+        exact = file.exact_pages * self._kv.state.geometry.page
+        kept = KeptTokens(len(stored.ids), file.read, exact, row.control_positions(rows), end.query)
         states = {one.tokens: partial(_read_state, file, one) for one in end.states}
-        return self._usable(Source(stored, "disk", kept, states), text)
+        return self._usable(Source(stored, "disk", kept, states), text, own)
 
-    def _usable(self, source: Source, text: str) -> Source:
-        """``source`` with as many tokens as ``text`` begins with and the model can go on from."""
+    def _usable(self, source: Source, text: str, own: bool) -> Source:
+        """``source`` with as many tokens as ``text`` begins with and the model can go on from.
+
+        Rounded ones are of use to their ``own`` conversation, and to others while pages are to be rounded.
+        """
         tokens = self._common(source.stored, text)
+        if not (own or self._kv.state.rounds):
+            tokens = min(tokens, source.kept.exact)
         if self._runner.recurrent.exists:
             tokens = max((at for at in source.states if at <= tokens), default=0)
         return replace(source, kept=source.kept.beginning(tokens))

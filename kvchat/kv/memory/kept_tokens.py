@@ -13,15 +13,20 @@ class KeptTokens:
     """The first ``tokens`` of a conversation, as another session or an earlier moment of this one stored them.
 
     ``read`` puts the pages of so many tokens into an empty host pool and returns how many of them are whole;
-    ``rounded`` says that some pages are or were 8-bit ones. ``control`` are the positions of control tokens,
-    ``query`` is the last token's in bytes, empty if unknown.
+    the first ``exact`` tokens lie in pages before those that are or were 8-bit ones. ``control`` are the positions of
+    control tokens, ``query`` is the last token's in bytes, empty if unknown.
     """
 
     tokens: int
     read: Callable[[HostPool, int], int]
-    rounded: bool
+    exact: int
     control: Sequence[int]
     query: bytes = b""
+
+    @property
+    def rounded(self) -> bool:
+        """True if some of the tokens are in pages that are or were 8-bit ones."""
+        return self.exact < self.tokens
 
     def beginning(self, tokens: int) -> KeptTokens:
         """The first ``tokens`` of them."""

@@ -155,9 +155,9 @@ class PageFile:
         return np.concatenate(found) if found else np.empty(0, TOKEN)
 
     @property
-    def has_rounded(self) -> bool:
-        """True if any page in ``links`` is an 8-bit one."""
-        return any(link.kind != EXACT for link in self.links)
+    def exact_pages(self) -> int:
+        """The pages in ``links`` before the first that is an 8-bit one or was."""
+        return next((page for page, link in enumerate(self.links) if link.kind != EXACT), len(self.links))
 
     def read(self, pool: TakesPages, tokens: int) -> int:
         """Read the pages of the first ``tokens`` into ``pool``.

@@ -60,9 +60,14 @@ class Pages:
         )
 
 
+def exact_pages(pages: StoredPages) -> int:
+    """The pages before the first of rounded tokens: an 8-bit one, or one that was before it was cut off."""
+    return next((page for page, kind in enumerate(pages.kinds) if kind or page in pages.cut_off), len(pages.kinds))
+
+
 def has_rounded(pages: StoredPages) -> bool:
-    """True if some tokens are rounded: their page is an 8-bit one, or was before it was cut off."""
-    return any(pages.kinds) or bool(pages.cut_off)
+    """True if some tokens are rounded."""
+    return exact_pages(pages) < len(pages.kinds)
 
 
 def side_by_side(places: Sequence[int], longest: int) -> list[tuple[int, int]]:

@@ -279,6 +279,22 @@ def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_
     assert chat.runner.kv.state.first_rounded == 32
 
 
+@pytest.mark.parametrize("where", ["present", "memory", "disk"])
+def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tmp_path, where):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE[:40])
+    chat.runner.kv.state.round_pages(True)
+    chat.say("a", TALE)
+    if where == "memory":
+        chat.say("b", OTHER)
+    if where == "disk":
+        chat = chat.restarted(tmp_path)
+    for rounds, taken in ((True, 1 + len(TALE)), (False, 32)):
+        chat.runner.kv.state.round_pages(rounds)
+        list(chat.keeper.resume(f"after {rounds}", (Turn("user", f"{TALE}and then"),)))
+        assert chat.runner.kv.total == taken
+
+
 def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
     return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
 

@@ -228,14 +228,14 @@ def test_a_page_that_was_cut_off_inside_an_8_bit_one_stays_marked(tmp_path):
         file.write(page, rows[page * PAGE : (page + 1) * PAGE], page_of(pages_of(TOKENS), page), cut_off=page == 2)
     reader, pool = PageFile(path, g, {"model": "a"}), EightBitPool(HostPool(g, torch.device("cpu")))
     reader.rows()
-    assert reader.has_rounded
+    assert reader.exact_pages == 2
     assert reader.read(pool, TOKENS) == TOKENS
     pool.total = TOKENS
     assert (pool.cut_off, any(pool.kinds), pool.rounded_pages) == ({2}, False, [2])
     written(tmp_path / "b.kv")
     exact = PageFile(tmp_path / "b.kv", g, {"model": "a"})
     exact.rows()
-    assert not exact.has_rounded
+    assert exact.exact_pages == len(exact.links)
 
 
 STATES = [(9, b"older state"), (TOKENS, b"the newest one")]
@@ -286,7 +286,7 @@ def test_exact_and_8_bit_pages_are_in_one_file(tmp_path):
     assert path.stat().st_size == HEADER_BYTES + 2 * (file.record_bytes(False) + file.record_bytes(True))
     reader, pool = PageFile(path, g, {"model": "a"}), EightBitPool(HostPool(g, torch.device("cpu")))
     assert len(reader.rows()) == TOKENS
-    assert reader.has_rounded
+    assert reader.exact_pages == 1
     assert reader.read(pool, TOKENS) == TOKENS
     pool.total = TOKENS
     assert pool.kinds == pages.kinds

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from kvchat.kv.memory.pages import Pages, copied, has_rounded
+from kvchat.kv.memory.pages import Pages, copied, exact_pages, has_rounded
 
 LAYERS = 2
 
@@ -39,6 +39,7 @@ def test_tokens_of_a_page_that_was_cut_off_stay_rounded():
     assert has_rounded(kept)
     assert not has_rounded(kept.beginning(1))
     assert has_rounded(mixed([False, True]))
+    assert exact_pages(mixed([False, True])) == 1
 
 
 def test_a_copy_has_memory_of_its_own():
