@@ -17,6 +17,7 @@ from typing import BinaryIO
 from kvchat.errors import KvchatError
 from kvchat.protocol import recording, wire
 from kvchat.protocol.comparing import HideNeedle
+from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
     Chat,
@@ -49,6 +50,7 @@ class Player:
         self._closed = False
         self._unanswered = 0  # questions of the recording that the application has not sent yet
         self._mode = ""
+        self._details = Details(0)
 
     def play(self) -> None:
         """Send every event in its time, then wait for the application to close."""
@@ -87,6 +89,8 @@ class Player:
                 self._send(Failed(*REFUSAL))
             case Plan(load):
                 self._send(Planned(load.model, None, " ".join(REFUSAL)))
+            case Watch(True):
+                self._send(self._details)  # whoever asks waits for some, and none may follow
 
     def _note(self, event: Event) -> None:
         match event:
@@ -94,6 +98,8 @@ class Player:
                 self._unanswered += 1
             case Loaded() | Switched() | Snapshot():
                 self._mode = event.mode
+            case Details():
+                self._details = event
 
     def _wait(self, seconds: float) -> None:
         """Wait so many seconds of the recording, in whatever time they take."""

@@ -11,6 +11,7 @@ from support.streams import read_event
 
 from kvchat.protocol import wire
 from kvchat.protocol.comparing import Variant
+from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Planned, Stats
 from kvchat.protocol.messages import (
     Chat,
@@ -63,6 +64,11 @@ def test_what_needs_a_model_is_refused():
     refused = [Switch("full"), CHAT, Compare(CHAT.turns, (Variant("full"),)), Plan(Load())]
     sent = played(entries, refused)
     assert [type(event) for event in sent] == [SwitchRefused, Failed, Failed, Planned, Switched, Replayed]
+
+
+def test_who_asks_for_details_gets_some_though_none_were_recorded():
+    sent = played([Entry(0.0, Asked("hello"))], [Watch(True)])
+    assert sent == [Details(0), Asked("hello"), Replayed(0.0)]
 
 
 def test_a_paused_recording_waits():
