@@ -191,8 +191,7 @@ class Models:
         """Show a plan as a table, with what was measured beside it for the model in use."""
         self._plans = max(0, self._plans - 1)  # a recording tells plans that nobody has asked for
         if planned.plan is None:
-            hint = "/model lists those on this machine."
-            self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal, hint))
+            self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
             return
         measured = self._measured() if planned.model == self.in_use.model else {}
         self._view.add_note("\n".join(plan_lines(planned.plan, measured)))
