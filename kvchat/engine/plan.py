@@ -27,6 +27,7 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.memory import available, budget, rounding
+from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.pool_size import pool_bytes
 from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
@@ -178,12 +179,13 @@ def _packed_files(described: ModelDescription) -> int:
 
 
 def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: _Observed) -> StoredNeed:
-    """The need of the conversation that is stored now."""
+    """The need of the conversation that is stored now, with the room that there is for it."""
     # As a loaded model does, which leaves the margin of what its weights left.
     room = available.usable(made.device_free - made.weights[_asked_weights(made, load)] - made.state)
-    read = mode_need(in_use.mode, load, seen, in_use.total, made.host_share, room).device_bytes
-    pool = pool_bytes(seen.geometry, in_use.total + 1, seen.traits.context, load.host_dtype == "int8")
-    return StoredNeed(in_use.mode, in_use.total, read, pool)
+    read = mode_need(in_use.mode, load, seen, in_use.device_room - 1, made.host_share, room).device_bytes
+    pool = seen.geometry.layers * layer_bytes(seen.geometry, in_use.exact_room, in_use.rounded_room)
+    rooms = in_use.device_room, in_use.exact_room + in_use.rounded_room
+    return StoredNeed(in_use.mode, in_use.total, read, pool, *rooms)
 
 
 def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:

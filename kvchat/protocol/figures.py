@@ -148,12 +148,17 @@ class Proposal:
 
 @dataclass(frozen=True)
 class StoredNeed:
-    """The bytes that the ``tokens`` stored now take in the present ``mode``: K/V on the device and in the host pool."""
+    """The bytes of K/V while ``tokens`` are stored in the present ``mode``: on the device and in the host pool.
+
+    Both have room for more, ``device_room`` and ``host_room`` tokens: what once was taken is kept for what comes next.
+    """
 
     mode: str
     tokens: Count
     device_bytes: Count
     host_pool: Count
+    device_room: Count = 0
+    host_room: Count = 0
 
 
 @dataclass(frozen=True)
@@ -232,8 +237,9 @@ class Snapshot:
     snapshot. ``extras`` are figures of the current mode only, in display order. ``kv_parked_bytes`` are those of other
     conversations in host memory. ``state_bytes`` and ``snapshot_bytes`` are those of the recurrent state and its
     snapshots, which the K/V's bytes hold too. ``preamble`` are the tokens of the system prompt, ``pins`` those of
-    pinned messages that are read beyond the budget. ``process_bytes`` is the engine's memory on the host. ``prices``
-    are the other modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
+    pinned messages that are read beyond the budget. There is room for ``device_room`` tokens on the device, in the host
+    pool for ``exact_room`` in exact and ``rounded_room`` in 8-bit pages. ``process_bytes`` is the engine's memory on
+    the host. ``prices`` are the other modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
     """
 
     mode: str
@@ -271,3 +277,6 @@ class Snapshot:
     snapshot_bytes: Count = 0
     preamble: Count = 0
     pins: Count = 0
+    device_room: Count = 0
+    exact_room: Count = 0
+    rounded_room: Count = 0

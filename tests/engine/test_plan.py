@@ -220,6 +220,24 @@ def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkey
 
 
 @pytest.mark.parametrize("mode", ["freeze", "streaming", "sync", "speculative"])
+def test_what_was_taken_for_a_longer_conversation_and_for_other_pages_is_planned_as_it_is_kept(model, mode):
+    asked = entering(mode, {"streaming": {"budget": 64}, "speculative": {"budget": 64}}.get(mode, {}))
+    session = Session(model, asked)
+    for host_dtype, tokens in (("model", 800), ("int8", 700), ("model", 600)):
+        session.keep_pages(host_dtype)
+        session.prefill([5 + i % 90 for i in range(tokens)])
+        session.step(5)
+    session.truncate(1000)
+    session.step(5)
+    seen = session.snapshot()
+    made = memory_plan(asked, None, silent, seen).stored
+    assert made.host_pool == pytest.approx(seen.kv_host_bytes, rel=WITHIN)
+    assert made.device_bytes == pytest.approx(seen.kv_device_bytes, rel=WITHIN)
+    assert made.tokens == 1001 < made.device_room
+    assert made.host_room > 2000
+
+
+@pytest.mark.parametrize("mode", ["freeze", "streaming", "sync", "speculative"])
 @pytest.mark.parametrize("pin_system", [False, True])
 def test_what_is_pinned_is_planned_with_what_is_stored(model, mode, pin_system):
     budget = {"budget": 300} if mode == "freeze" else {"budget": 64} if mode != "sync" else {}

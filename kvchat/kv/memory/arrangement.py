@@ -123,9 +123,6 @@ def arrangement_of(geometry: Geometry) -> ByPage:
     return ByHead(geometry) if geometry.unified else ByPage(geometry)
 
 
-def layer_bytes(geometry: Geometry, tokens: int, rounds: bool = False) -> int:
-    """Bytes of host memory that one layer of the pool takes for ``tokens``, in 8-bit pages where it ``rounds``."""
-    if not rounds:
-        return arrangement_of(geometry).nbytes(tokens)
-    # Beside them the exact pool is as large as an empty conversation's.
-    return RoundedByPage(geometry).nbytes(tokens) + arrangement_of(geometry).nbytes(geometry.grown(0))
+def layer_bytes(geometry: Geometry, tokens: int, rounded: int = 0) -> int:
+    """Bytes of host memory that one layer of the pool takes with room for ``tokens`` and ``rounded`` in 8-bit pages."""
+    return arrangement_of(geometry).nbytes(tokens) + RoundedByPage(geometry).nbytes(rounded)

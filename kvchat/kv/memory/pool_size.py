@@ -18,7 +18,8 @@ def pool_bytes(geometry: Geometry, tokens: int, context: int, rounds: bool = Fal
     room = pool_tokens(geometry, tokens, 0 if geometry.unified else step_tokens(geometry, lies.page_bytes))
     if tokens <= context + 1:
         room = min(room, max(context + 1, geometry.grown(0)))
-    return geometry.layers * layer_bytes(geometry, room, rounds)
+    # Beside 8-bit pages the exact pool is as large as an empty conversation's.
+    return geometry.layers * (layer_bytes(geometry, geometry.grown(0), room) if rounds else layer_bytes(geometry, room))
 
 
 def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:

@@ -27,7 +27,8 @@ PLANNED = {
     "K/V stored": "the K/V of all tokens in host memory, in every mode; on a CPU full mode reads it there",
     "snapshots": "copies of the recurrent state to go back to, at most",
     "free": "memory that nothing uses now",
-    "measured": "what the loaded model takes at this moment, beside what was planned",
+    "measured": "what the loaded model takes at this moment, beside what was planned; memory once taken for a longer "
+    "conversation is kept as room",
 }
 """What the rows of ``/plan`` mean, by how their names begin."""
 
@@ -81,8 +82,9 @@ def _table(title: str, rows: list[Row], measured: Mapping[str, int] | None) -> I
 def _stored_rows(made: MemoryPlan, stored: StoredNeed) -> Iterator[Row]:
     """The K/V of the tokens stored now, beside what they were measured to take."""
     where = "host" if made.device == "cpu" else made.device
-    yield Row("read now", f"K/V read, {stored.mode}", where, size(stored.device_bytes, 2))
-    yield Row("stored now", "K/V stored", "host", size(stored.host_pool, 2))
+    read = f"K/V read, {stored.mode}, up to {count(stored.device_room)}"
+    yield Row("read now", read, where, size(stored.device_bytes, 2))
+    yield Row("stored now", f"K/V stored, up to {count(stored.host_room)}", "host", size(stored.host_pool, 2))
 
 
 def _rows(made: MemoryPlan) -> Iterator[Row]:

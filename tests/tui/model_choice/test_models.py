@@ -129,14 +129,14 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     chat.controller.state.is_stored = True
     held = {"state_bytes": 2**18, "snapshot_bytes": 2**19}
     await chat.controller.handle(Snapshot("sync", {}, 7, 7, 4096, 2**20, 2**21, 2**20 + 2**19, **held))
-    in_use = StoredNeed("sync", 6, 2**20 - 2**18, 2**21)
+    in_use = StoredNeed("sync", 6, 2**20 - 2**18, 2**21, 128, 256)
     await chat.controller.handle(Planned("bundled", replace(PLAN, state=2**18, stored=in_use)))
     [table] = chat.view.notes
     assert re.search(r"weights, none +host +1.00 MiB +1.50 MiB\n", table)
     assert re.search(r"recurrent state +host +256 KiB +256 KiB\n", table)
     assert re.search(r"6 tokens now +planned +measured\n", table)
-    assert re.search(r"K/V read, sync +host +768 KiB +768 KiB\n", table)
-    assert re.search(r"K/V stored +host +2.00 MiB +1.50 MiB\n", table)
+    assert re.search(r"K/V read, sync, up to 128 +host +768 KiB +768 KiB\n", table)
+    assert re.search(r"K/V stored, up to 256 +host +2.00 MiB +1.50 MiB\n", table)
     assert table.endswith("kvchat -m bundled --mode full\n  gives up nothing")
     await chat.controller.handle(Planned("org/other", None, "The hub has no model org/other."))
     assert str(chat.view.errors[0]) == "org/other cannot be planned for. The hub has no model org/other."
