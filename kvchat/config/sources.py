@@ -118,7 +118,7 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     try:
         text = text_file.decoded(files.read(path), name)
         values = flatten(tomli.loads(text))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # HOME=/dev/null is no folder
         return SettingsSource()
     except OSError as error:
         raise text_file.unreadable(str(path), error) from None

@@ -171,6 +171,10 @@ def test_a_wrong_value_is_refused_even_where_a_flag_overrides_it(config: Path) -
         sources.load(sources.flag_source({"--seed": ([("sampling", "seed")], 1)}), {})
 
 
+def test_below_what_is_no_folder_there_is_no_file() -> None:
+    assert sources.file_source(Path("/dev/null/.config/kvchat/config.toml")) == sources.SettingsSource()
+
+
 def test_unreadable_files_are_refused(config: Path) -> None:
     config.write_bytes(b"[kv]\n\xff")
     with pytest.raises(UsageError, match=r"config.toml is not UTF-8\. Byte 5 is 0x"):
