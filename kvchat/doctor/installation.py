@@ -83,7 +83,7 @@ def data_folder(folder: Path | None = None) -> Check:
     there = next((parent for parent in (place, *place.parents) if parent.exists()), Path("/"))
     free = shutil.disk_usage(there).free
     found = f"{place}, {size(free)} free"
-    if not os.access(there, os.W_OK):
+    if not (there.is_dir() and os.access(there, os.W_OK)):
         return Check("data folder", "warning", f"{found}, not writable", "Set KVCHAT_DATA_DIR to a folder of yours.")
     if free < LITTLE_DISK:
         return Check("data folder", "warning", found, "Make room: logs, calibrations and models need it.")

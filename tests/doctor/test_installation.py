@@ -42,6 +42,7 @@ def test_the_bundled_model_is_opened(tmp_path):
 
 def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert installation.data_folder(tmp_path / "not" / "yet").state == "ok"
+    assert "KVCHAT_DATA_DIR" in installation.data_folder(Path("/dev/null/kvchat")).advice
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     assert "Make room" in installation.data_folder(tmp_path).advice
     monkeypatch.setattr(installation.os, "access", lambda path, mode: False)
